@@ -3,7 +3,7 @@
 import contextlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import count
@@ -90,10 +90,7 @@ class RunLog:
         self.note("continued" if step else "started", step, "")
         for text in damaged:
             self.note("warning", step, text)
-        counted = counted or {}
-        self.unconverged = counted.get("unconverged", 0.0)
-        self.refused = counted.get("refused", 0.0)
-        self.outside = int(counted.get("outside", 0))
+        self.counted = dict(counted or {})
         self.data = data
         self.rewritten: set[str] = set()
 
@@ -121,23 +118,11 @@ class RunLog:
                 self.rewritten.add(each.name)
                 text = f"warning: {each.prefix}.bin was written to after the run had opened it"
                 self.note("warning", step, f"{text}: later samples may be of other tokens")
-        new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
-        if new > 0:
-            self.unconverged += new
-            self.note("warning", step, f"warning: {missed_solves(metrics, new)}")
-        refused = metrics.get("optim/refused", 0.0) - self.refused
-        if refused > 0:
-            self.refused += refused
-            self.note("warning", step, f"warning: {refused_steps(metrics, refused)}")
-        outside = metrics.get("pc/domain/outside", 0) - self.outside
-        if outside > 0:
-            self.outside += outside
-            self.note(
-                "warning",
-                step,
-                f"warning: corrected the tracked spectral norm of {outside} PC units; the largest "
-                f"normalised singular value was {metrics['pc/domain/max']:.3f}",
-            )
+        for name, (metric, told) in WARNINGS.items():
+            new = metrics.get(metric, 0) - self.counted.get(name, 0)
+            if new > 0:
+                self.counted[name] = metrics[metric]
+                self.note("warning", step, f"warning: {told(metrics, new)}")
         losses = [
             f"{name.split('/')[1]} {value:.4f}"
             for name, value in metrics.items()
@@ -251,6 +236,22 @@ def refused_steps(metrics: Mapping[str, Any], new: float) -> str:
         f"{new:.0f} updates since the last report were not finite, or not bounded, and were not "
         f"taken: {', '.join(each)}"
     )
+
+
+def corrected_norms(metrics: Mapping[str, Any], new: float) -> str:
+    """Return what is to be said of `new` PC units whose tracked norm was corrected."""
+    return (
+        f"corrected the tracked spectral norm of {new:.0f} PC units; the largest normalised "
+        f"singular value was {metrics['pc/domain/max']:.3f}"
+    )
+
+
+WARNINGS: Final[Mapping[str, tuple[str, Callable[[Mapping[str, Any], float], str]]]] = {
+    "unconverged": ("spectral/unconverged", missed_solves),
+    "refused": ("optim/refused", refused_steps),
+    "outside": ("pc/domain/outside", corrected_norms),
+}
+"""By what `SpectralMetrics.state` counts: its metric, and what is said of new ones."""
 
 
 def set_aside(path: Path) -> None:

@@ -38,6 +38,10 @@ BOUNDS: Final = {
 """By kind of pydantic's error, the name of its bound and the words for it."""
 
 
+NAMED_SECTIONS: Final = ("data.train", "data.validation", "optimizer.roles", "pc.overrides")
+"""Where sections have names of their own, of which null leaves one out."""
+
+
 class InvalidConfigError(ConfigError):
     """A config with one or several `problems`, one line each."""
 
@@ -101,6 +105,8 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
 
 def _mismatch(kind: Any, path: str, value: object) -> str:
     """Return the line about a value that is not what the annotation `kind` says."""
+    if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
+        return f"{path} is null, which leaves out what a base has under that name, but none has it"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     if get_origin(without_null(kind)) is Literal:
         close = closest(str(value), [str(option) for option in get_args(without_null(kind))])

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.config.binding import InvalidConfigError, join
+from training.config.binding import NAMED_SECTIONS, InvalidConfigError, join
 
 Content = Mapping[Any, Any]
 
@@ -123,20 +123,23 @@ def _line_of(node: yaml.Node | None, names: Sequence[str]) -> int | None:
 def over(below: Content, above: Content, path: str = "") -> Content:
     """Return `above` merged over `below`: mappings are merged, other values replaced.
 
-    A mapping with `replace: true` replaces the one below. Raises InvalidConfigError for another
-    value of `replace`; `path` is where the mappings are in the config.
+    A mapping with `replace: true` replaces the one below, and null leaves a named section out.
+    `path` is where the mappings are in the config. Raises InvalidConfigError for another value of
+    `replace`.
     """
     replace = above.get(REPLACE, False)
     if REPLACE in above and replace is not True:
         raise InvalidConfigError([f"{join(path, REPLACE)} must be true, got {replace!r:.80}"])
     merged = {} if replace else dict(below)
     for key, value in above.items():
-        if key == REPLACE:
-            continue
+        name = join(path, str(key))
         if isinstance(value, Mapping):
             old = merged.get(key)
-            value = over(old if isinstance(old, Mapping) else {}, value, join(path, str(key)))
-        merged[key] = value
+            value = over(old if isinstance(old, Mapping) else {}, value, name)
+        if value is None and path in NAMED_SECTIONS and key in merged:
+            del merged[key]
+        elif key != REPLACE:
+            merged[key] = {} if value is None and name in NAMED_SECTIONS else value
     return merged
 
 

@@ -38,16 +38,15 @@ def test_every_library_has_a_time(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_rank_are_compared_with_torchs(tmp_path: Path) -> None:
-    (tmp_path / "train.json").write_text(json.dumps({"tokens_per_second": 1000.0}))
     options = ["--small", "--config", str(ROOT / "configs/llama1b_sso.yaml"), "--ranks", "2"]
     options += ["--repeats", "1", "--rules", "muon", "spectral_sphere", "--device", "cpu"]
-    options += ["--train-json", str(tmp_path / "train.json"), "--json", str(tmp_path / "out.json")]
+    options += ["--json", str(tmp_path / "out.json")]
     keys = ["optimizer.rules.spectral_sphere.steps=2", "model.layers=1"]
     assert optimizer.main([*options, *keys]) == 0
-    found = json.loads((tmp_path / "out.json").read_text())["models"]["llama1b_sso"]
-    assert Counter(row["side"] for row in found["rows"]) == {"ours": 2, "torch.optim": 2}
-    assert all(row["ms"] > 0 and row["percent"] > 0 for row in found["rows"])
-    assert all(row["ratio"] == row["ours"] / row["torch.optim"] for row in found["by_shape"])
+    rows = json.loads((tmp_path / "out.json").read_text())["models"]["llama1b_sso"]
+    names = ["muon", "spectral_sphere", "torch.optim adamw", "torch.optim muon"]
+    assert [row["optimizer"] for row in rows] == names
+    assert all(row["ms"] > 0 and row["ranks"] == 2 for row in rows)
 
 
 def test_the_speed_of_training_is_that_of_its_phases(folder: str, tmp_path: Path) -> None:

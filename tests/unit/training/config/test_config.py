@@ -277,7 +277,7 @@ def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     ]
     assert problems(overlay, "optimizer.roles.gate=null", "pc.overrides.o=null") == [
         f"{key} is null, which leaves out what a base has under that name, but none has it"
-        for key in ("optimizer.roles.gate", "pc.overrides.o")
+        for key in ("pc.overrides.o", "optimizer.roles.gate")
     ]
     assert problems(overlay, "data.train=null") == [
         "data.train must name at least one set, got none"
