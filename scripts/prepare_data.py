@@ -5,7 +5,6 @@
     scripts/prepare_data.py --corpus fineweb --output data/fineweb
     scripts/prepare_data.py web=corpus/*.jsonl.zst books=books/ --tokenizer llama3/ \\
         --validation-fraction 0.001 --output data/mix
-    scripts/prepare_data.py verify data/demo
 """
 
 import argparse
@@ -37,11 +36,8 @@ _DEMO_FRACTION = Fraction(1, 20)
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the data; 0 when it is there, 1 if a worker was killed or `verify` found damage."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["verify"]:
-        return _verify(given[1:])
-    options = parse(given)
+    """Prepare the data; 0 when it is there, 1 if a worker was killed."""
+    options = parse(arguments)
     try:
         _prepare(options)
     except BrokenProcessPool:
@@ -52,24 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130
     return 0
-
-
-def _verify(arguments: Sequence[str]) -> int:
-    """Compare prepared folders with their manifests; 1 if one differs."""
-    parser = argparse.ArgumentParser(
-        prog="prepare_data.py verify",
-        description="Read all of prepared folders and compare them with their manifests.",
-    )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="prepared folder")
-    from scripts.data.verification import problems  # takes seconds to import
-
-    code = 0
-    for folder in parser.parse_args(arguments).folders:
-        found = list(problems(folder))
-        code = fail("\n".join(found), code=1) if found else code
-        if not found:
-            print(f"{folder} is what was prepared")
-    return code
 
 
 def _prepare(options: argparse.Namespace) -> None:

@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pandas as pd
 import torch
 
 from scripts.command import write_whole
 from spectral.kernels import device_name
 from training.machine.facts import versions
+from training.report.table import table
 
 FLUSHED_BYTES = 1 << 28
 """Written between two calls on a GPU: several times its second-level cache."""
@@ -93,7 +93,13 @@ def record(
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows of one set of columns, floats with three decimals."""
-    print(pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:,.3f}".format))
+
+    def cell(value: Any) -> str:
+        return "" if value is None else f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[cell(row.get(name)) for name in columns] for row in rows]
+    print(table(columns, cells, numbers=True))
 
 
 def write_json(path: Path | None, content: object) -> None:

@@ -45,11 +45,9 @@ SETTINGS = {
 
 def new_figure(
     columns: int = 1, width: float = 5.0, height: float = 3.6
-) -> tuple[Figure, Sequence[Axes]]:
+) -> tuple[Figure, list[Axes]]:
     """A figure of axes side by side, `width` x `height` inches each."""
-    mpl.rcParams.update(SETTINGS)
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+    return new_grid(columns, columns, width, height)
 
 
 def new_grid(

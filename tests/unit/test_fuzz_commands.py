@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from scripts.convert_hf import main as convert
 from scripts.generate import main as generate
 from scripts.plot import main as plot
-from scripts.prepare_data import main as prepare
 from scripts.verify import main as verify
 from tests.fuzzed import damage, damages
 from tests.paths import ROOT
@@ -50,7 +49,6 @@ class Command:
 COMMANDS = {
     "verify a run": Command(verify, (PLACE,), "run"),
     "verify data": Command(verify, (PLACE,), "data"),
-    "prepare_data verify": Command(prepare, ("verify", PLACE), "data"),
     "plot": Command(plot, (PLACE, "--html"), "run"),
     "plot compare": Command(plot, ("compare", PLACE), "run"),
     "plot spectrum": Command(plot, ("spectrum", PLACE, "--output", "{place}/o.svg"), "run"),
