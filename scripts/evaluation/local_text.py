@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from scripts.evaluation import process_results
 from training.config import Config
 from training.data.manifest import check_one_tokenizer
 from training.data.order import ValidationData
@@ -29,55 +30,6 @@ DOCUMENTS = 32
 MAX_DIFFERENT = 16
 """Tokens that may differ at the two ends, where a word is cut."""
 
-TASK = """task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-process_results: !function local_text.process_results
-metric_list:
-  - {{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}
-  - {{metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
-  - metric: bits_per_byte_standard_error
-    aggregation: !function local_text.error_of_bits
-    higher_is_better: false
-  - metric: byte_perplexity_standard_error
-    aggregation: !function local_text.error_of_perplexity
-    higher_is_better: false
-metadata: {{version: 1.0}}
-"""
-PROCESS = '''"""Bytes are those of the text alone, without the tokens that end documents."""
-
-import math
-
-
-def process_results(doc, results):
-    """Return sums of log-likelihoods and bytes of text, for each metric."""
-    (likelihood,) = results
-    pair = (likelihood, doc["bytes"])
-    names = ("bits_per_byte", "byte_perplexity")
-    return {name + end: pair for name in names for end in ("", "_standard_error")}
-
-
-def error_of_bits(items):
-    """Return the standard error of bits per byte, a ratio of sums over documents."""
-    if len(items) < 2:
-        return math.nan
-    total = sum(size for _, size in items)
-    ratio = sum(likelihood for likelihood, _ in items) / total
-    squares = sum((likelihood - ratio * size) ** 2 for likelihood, size in items)
-    n = len(items)
-    return math.sqrt(squares * n / (n - 1)) / total / math.log(2)
-
-
-def error_of_perplexity(items):
-    """Return the standard error of the perplexity of bytes, to first order."""
-    mean = sum(likelihood for likelihood, _ in items) / sum(size for _, size in items)
-    return math.exp(-mean) * math.log(2) * error_of_bits(items)
-'''
-
 
 def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]:
     """Write a task per validation set of a run's config to `folder`; return their names.
@@ -89,7 +41,7 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
     check_one_tokenizer((name, each.path) for name, each in config.data.validation.items())
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     lengths = token_byte_lengths(tokenizer_file)
-    (folder / PROCESSING).write_text(PROCESS)
+    (folder / PROCESSING).write_text(Path(process_results.__file__).read_text())
     tasks = []
     for name, each in config.data.validation.items():
         data = ValidationData(
@@ -122,7 +74,12 @@ def parts(tokens: NDArray[np.int64], window: int) -> list[NDArray[np.int64]]:
 def _write_task(folder: Path, name: str, documents: Sequence[dict[str, Any]]) -> None:
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
-    content = TASK.format(name=name, file=file.resolve())
+    content = (
+        Path(__file__)
+        .with_name("local_text_task.yaml")
+        .read_text()
+        .format(name=name, file=file.resolve())
+    )
     (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
 
 

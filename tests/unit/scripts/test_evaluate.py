@@ -3,15 +3,15 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import train_tokenizer
+from scripts.evaluation import process_results
 from scripts.evaluation.harness import rows, table
-from scripts.evaluation.local_text import DOCUMENTS, PROCESS, write_tasks
+from scripts.evaluation.local_text import DOCUMENTS, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
@@ -63,8 +63,6 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
 
 
 def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
-    module: dict[str, Any] = {}
-    exec(PROCESS, module)
     generator = np.random.default_rng(0)
     sizes = generator.integers(300, 900, DOCUMENTS).astype(float)
     nats = sizes * generator.normal(1.4, 0.2, DOCUMENTS)
@@ -74,9 +72,9 @@ def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
     # The bootstrap's variance has n for n - 1, and 20,000 draws know it to half a percent; the
     # ratio and the power are taken to first order.
     factor = math.sqrt(DOCUMENTS / (DOCUMENTS - 1))
-    assert module["error_of_bits"](items) == pytest.approx(bits.std() * factor, rel=0.03)
+    assert process_results.error_of_bits(items) == pytest.approx(bits.std() * factor, rel=0.03)
     spread = (2**bits).std() * factor
-    assert module["error_of_perplexity"](items) == pytest.approx(spread, rel=0.03)
+    assert process_results.error_of_perplexity(items) == pytest.approx(spread, rel=0.03)
 
 
 def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:

@@ -1,0 +1,36 @@
+"""What lm-eval calls of a task over local text.
+
+Bytes are those of the text alone, without the tokens that end documents.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Pair = tuple[float, float]
+"""Log-likelihood of a document, and its bytes."""
+
+
+def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:
+    """Return sums of log-likelihoods and bytes of text, for each metric."""
+    (likelihood,) = results
+    pair = (likelihood, doc["bytes"])
+    names = ("bits_per_byte", "byte_perplexity")
+    return {name + end: pair for name in names for end in ("", "_standard_error")}
+
+
+def error_of_bits(items: Sequence[Pair]) -> float:
+    """Return the standard error of bits per byte, a ratio of sums over documents."""
+    if len(items) < 2:
+        return math.nan
+    total = sum(size for _, size in items)
+    ratio = sum(likelihood for likelihood, _ in items) / total
+    squares = sum((likelihood - ratio * size) ** 2 for likelihood, size in items)
+    n = len(items)
+    return math.sqrt(squares * n / (n - 1)) / total / math.log(2)
+
+
+def error_of_perplexity(items: Sequence[Pair]) -> float:
+    """Return the standard error of the perplexity of bytes, to first order."""
+    mean = sum(likelihood for likelihood, _ in items) / sum(size for _, size in items)
+    return math.exp(-mean) * math.log(2) * error_of_bits(items)
