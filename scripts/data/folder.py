@@ -4,7 +4,6 @@ import fcntl
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from parallel.disk import delete, sync
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
@@ -75,12 +74,7 @@ class AtomicFolder:
         if self._replaced.exists():
             delete(self._replaced)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.path.exists():
             delete(self.path)
         self._release()

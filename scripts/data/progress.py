@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -49,12 +48,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
         if kind is None:
             self._print_line()

@@ -1,5 +1,6 @@
 """What went wrong with single units since the last report, counted on the device by unit."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,39 @@ SHOWN = 8
 """Refused units that are named in one report."""
 
 
-class Refusals:
+class Events(ABC):
+    """Events of units since the start of the run, of which some are new since the last report."""
+
+    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
+        self.optimizer = optimizer
+        self.total = 0.0
+        self._none = torch.zeros((), device=groups.device)
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop what is new."""
+
+    @abstractmethod
+    def _new_here(self) -> Tensor:
+        """Return how many are new on this rank."""
+
+    def _sum(self) -> float:
+        total = self._new_here()
+        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
+        return float(total.item())
+
+    def state(self) -> float:
+        """Return the events since the start of the run, over all ranks; waits for them."""
+        return self.total + self._sum()
+
+    def restore(self, total: float) -> None:
+        """Continue from what `state` returned."""
+        self.total = total
+        self._forget()
+
+
+class Refusals(Events):
     """Counter of steps that units did not take, because the update was not finite or not bounded.
 
     Weights stay finite without it; it is what says so.
@@ -24,17 +57,14 @@ class Refusals:
         worst: the unit with most refusals in a row before the last report, and how many.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
-        self.optimizer = optimizer
-        self.groups = groups
-        self.total = 0.0
-        self.worst: tuple[str, int] = ("", 0)
-        self._none = torch.zeros((), device=groups.device)
-        self._forget()
+    worst: tuple[str, int] = ("", 0)
 
     def _forget(self) -> None:
         self._names: list[str] = []  # of the entries of the following, `[names]` each
         self._new = self._row = self._longest = self._none.new_zeros(0)
+
+    def _new_here(self) -> Tensor:
+        return self._new.sum()
 
     def record(self) -> None:
         """Count the refusals of a step, without waiting for the device."""
@@ -57,20 +87,6 @@ class Refusals:
         self._new, self._row, self._longest = (
             torch.cat([counts, more]) for counts in (self._new, self._row, self._longest)
         )
-
-    def state(self) -> float:
-        """Return the refusals since the start of the run, over all ranks; waits for them."""
-        return self.total + self._sum()
-
-    def restore(self, total: float) -> None:
-        """Continue from what `state` returned."""
-        self.total = total
-        self._forget()
-
-    def _sum(self) -> float:
-        total = self._new.sum()
-        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
-        return float(total.item())
 
     def _counted(self) -> list[tuple[str, float, float]]:
         """Return units that this rank steps, if any, with their refusals and most in a row."""
@@ -104,16 +120,16 @@ class RoleSolves:
     residual: float
 
 
-class Solves:
+class Solves(Events):
     """Counter of multiplier solves that missed their tolerance, by role."""
 
-    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
-        self.optimizer = optimizer
-        self.groups = groups
-        self.total = 0.0
-        self._steps = torch.zeros((), device=groups.device)
+    def _forget(self) -> None:
+        self._steps = self._none.clone()
         self._missed: dict[int, Tensor] = {}
         self._residual: dict[int, Tensor] = {}
+
+    def _new_here(self) -> Tensor:
+        return sum((missed.sum() for missed in self._missed.values()), self._none.clone())
 
     def record(self, active: Tensor) -> None:
         """Count the solves of a step, if it is `active`, without waiting for the device."""
@@ -128,26 +144,6 @@ class Solves:
             self._residual[i] = (
                 residual if before is None else torch.maximum(self._residual[i], residual)
             )
-
-    def _sum(self) -> float:
-        total = torch.zeros((), device=self.groups.device)
-        for missed in self._missed.values():
-            total = total + missed.sum()
-        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
-        return float(total.item())
-
-    def state(self) -> float:
-        """Return the misses since the start of the run, over all ranks; waits for them."""
-        return self.total + self._sum()
-
-    def restore(self, total: float) -> None:
-        """Continue from what `state` returned."""
-        self.total = total
-        self._clear()
-
-    def _clear(self) -> None:
-        self._steps.zero_()
-        self._missed, self._residual = {}, {}
 
     def summary(self) -> dict[str, float]:
         """Return the metrics since the last report; waits for device and ranks.
@@ -170,7 +166,7 @@ class Solves:
             everyone = from_all((dict(self._by_role()), max(tolerances, default=0.0)))
             metrics["spectral/tolerance"] = max(tolerance for _, tolerance in everyone)
             metrics |= role_metrics([roles for roles, _ in everyone])
-        self._clear()
+        self._forget()
         return metrics
 
     def _by_role(self) -> Iterator[tuple[str, RoleSolves]]:

@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from training.rehearsal.guard import GuardError
@@ -41,16 +40,11 @@ class Processes:
         )
         answer = self._read()
         if answer != "ready":
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise GuardError(answer.removeprefix("error "))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._input.close()
         self._worker.wait()
         self._output.close()

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Mapping
 from errno import ENOENT
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from training.report.log_lines import drop_unfinished_line, read_lines
@@ -48,17 +47,6 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def test_one_line_per_call_at_once(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.log({"train/loss": 2.5, "progress/tokens": 4096}, step=1)
         assert read(writer.path) == [{"step": 1, "train/loss": 2.5, "progress/tokens": 4096}]
         writer.log({"val/loss": math.nan, "optim/grad_norm": -math.inf, "note": "x"}, step=2)
@@ -37,7 +38,7 @@ def test_one_line_per_call_at_once(tmp_path: Path) -> None:
 def test_every_line_is_json_and_floats_come_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]]
 ) -> None:
-    with MetricsWriter(tmp_path_factory.mktemp("run")) as writer:
+    with closing(MetricsWriter(tmp_path_factory.mktemp("run"))) as writer:
         for step, row in enumerate(rows):
             writer.log(row, step=step)
     expected = [
@@ -50,11 +51,11 @@ def test_every_line_is_json_and_floats_come_back_exactly(
 
 
 def test_a_second_run_appends_and_an_unfinished_line_goes(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.log({"train/loss": 1.0}, step=1)
     with writer.path.open("a") as file:
         file.write('{"step": 2, "train/lo')
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.log({"train/loss": 3.0}, step=2)
     assert [line["train/loss"] for line in read(writer.path)] == [1.0, 3.0]
 
