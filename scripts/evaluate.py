@@ -42,7 +42,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         raise InputError(f"--run has no effect without --tasks local, got {options.run}")
     sets = {name: TASK_SETS[name] for name in names if name in TASK_SETS}
     own = [name for name in names if name != "local" and name not in sets]
-    standard = list(dict.fromkeys([*own, *(task for each in sets.values() for task in each.tasks)]))
+    standard = list(dict.fromkeys([*own, *(task for each in sets.values() for task in each)]))
     output = options.output or options.model / "evaluation"
     with tempfile.TemporaryDirectory(prefix="spectrain-tasks-") as folder:
         local = _local_tasks(options, Path(folder)) if "local" in names else []

@@ -112,7 +112,7 @@ def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ())
     for task, values in results.items():
         there = [key.removesuffix(",none") for key in values if key.endswith(",none")]
         there = [name for name in there if not name.endswith(("_stderr", STANDARD_ERROR))]
-        wanted = dict.fromkeys(name for each in sets for name in each.metrics.get(task, ()))
+        wanted = dict.fromkeys(name for each in sets for name in each.get(task, ()))
         for metric in [name for name in wanted if name in there] or there:
             error = values.get(
                 f"{metric}{STANDARD_ERROR},none", values.get(f"{metric}_stderr,none")
@@ -130,7 +130,7 @@ def table(found: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> st
         cells.append((row.task, row.metric, f"{row.value:.4f}", error))
     known = {(row.task, row.metric): row for row in found}
     for name, each in (sets or {}).items():
-        mine = [known.get((task, metrics[0])) for task, metrics in each.metrics.items()]
+        mine = [known.get((task, metrics[0])) for task, metrics in each.items()]
         there = [row for row in mine if row is not None]
         if len(there) == len(mine):
             mean = sum(row.value for row in there) / len(there)

@@ -1,7 +1,6 @@
 """The benches of one process run on small models, and their figures add up."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
