@@ -91,7 +91,7 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     values = {"acc": 0.5, "acc_stderr": 0.02, "acc_norm": 0.6, "acc_norm_stderr": 0.03}
     results = {
         task: {f"{name},none": value for name, value in values.items()}
-        for task in TASK_SETS["pc_paper"].tasks
+        for task in TASK_SETS["pc_paper"]
     }
     listed = rows(results, sets.values())
     found = {row.task: (row.metric, row.value, row.error) for row in listed}
