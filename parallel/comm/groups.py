@@ -104,20 +104,17 @@ def chunk_specs(
     pieces = size * virtual
     if first is not None or last is not None:
         lengths = uneven_stages(layers, size=size, virtual=virtual, first=first, last=last)
-        start = sum(lengths[:rank])
-        mine = tuple(range(start, start + lengths[rank]))
-        return [ChunkSpec(mine, rank == 0, rank == size - 1)]
-    if layers % pieces:
+    elif layers % pieces:
         raise ValueError(
             f"layers must be divisible by pipeline x virtual_pipeline, got {layers} layers "
             f"for {size} x {virtual}"
         )
-    length = layers // pieces
+    else:
+        lengths = [layers // pieces] * pieces
+    ends = list(itertools.accumulate(lengths))
     return [
-        ChunkSpec(
-            tuple(range(piece * length, (piece + 1) * length)), piece == 0, piece == pieces - 1
-        )
-        for piece in range(rank, pieces, size)
+        ChunkSpec(tuple(range(ends[i] - lengths[i], ends[i])), i == 0, i == pieces - 1)
+        for i in range(rank, pieces, size)
     ]
 
 
@@ -140,11 +137,9 @@ def uneven_stages(
             f"the {layers} layers less {first or 0} of the first and {last or 0} of the last stage "
             f"must divide over the other {middle} stages, got {rest}"
         )
-    each = rest // middle if middle else 0
-    lengths = [each] * size
-    lengths[0] = each if first is None else first
-    lengths[-1] = each if last is None else last
-    return lengths
+    shared = [rest // middle] * middle if middle else []
+    ends = [[] if given is None else [given] for given in (first, last)]
+    return [*ends[0], *shared, *ends[1]]
 
 
 def world_size() -> int:

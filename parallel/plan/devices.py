@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,7 +56,7 @@ class Device:
 
     def constants(self) -> dict[str, Any]:
         """Return what modelled times are made of."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return asdict(self)
 
 
 # Peaks are those of NVIDIA's data sheets without sparsity; float32 is that of ordinary units, which

@@ -260,7 +260,8 @@ def plan_stage(
         loads = domains[name].loads
     parts = list(domains.values())
     layouts = [part.domain.bucket_layout for part in parts]
-    padding, numel = (sum(getattr(each, key) for each in layouts) for key in ("padding", "numel"))
+    padding = sum(layout.padding for layout in layouts)
+    numel = sum(layout.numel for layout in layouts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
     # The two squares of the gradient norm, and the Gram penalty's figures if they are measured.
     sums = {"gradient norm": 2 * 4, "penalty figures": SUMS * 8 * inputs.penalised}
@@ -269,7 +270,8 @@ def plan_stage(
         sent[kind] = np.full(inputs.stage_ranks, 2 * size * (ranks - 1) // ranks)
     always = [each for kind, each in sent.items() if kind not in PENALTY_KINDS]
     master = sum(part.master for part in parts)
-    state, kept = (np.sum([getattr(p, key) for p in parts], axis=0) for key in ("state", "kept"))
+    state = np.sum([part.state for part in parts], axis=0)
+    kept = np.sum([part.kept for part in parts], axis=0)
     placed = [each for part in parts for each in part.placed]
     return StagePlan(
         stage=stage,

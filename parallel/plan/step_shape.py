@@ -52,11 +52,18 @@ class PlanInputs(Layout):
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number of ranks below 1, or experts that do not divide them."""
-        axes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
-        for name in ("data", *axes, "step_groups"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        counts = {
+            "data": self.data,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "virtual_pipeline": self.virtual_pipeline,
+            "expert": self.expert,
+            "expert_tensor": self.expert_tensor,
+            "step_groups": self.step_groups,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
         if self.stage_ranks % (self.expert * self.expert_tensor):
             raise ValueError(
                 f"expert x expert_tensor must divide data x tensor = {self.stage_ranks}, "

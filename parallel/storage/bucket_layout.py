@@ -260,13 +260,17 @@ class BucketPlanner:
     preconditioned: Callable[[Unit], bool] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tensor_size", "alignment"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        counts = {
+            "ranks": self.ranks,
+            "tensor_size": self.tensor_size,
+            "alignment": self.alignment,
+            "bucket_numel": self.bucket_numel,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
         if self.storage not in ("auto", "even", "owner"):
             raise ValueError(f"storage must be one of auto, even, owner, got {self.storage!r}")
-        if self.bucket_numel is not None and self.bucket_numel < 1:
-            raise ValueError(f"bucket_numel must be at least 1, got {self.bucket_numel}")
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
         """Lay out the parameters that hold `units`, which are in forward order.

@@ -9,6 +9,7 @@ from models.size import model_size
 from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.domain import PENALTY_KINDS
+from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.roofline import ATTENTION, HALF_SIZE
 from training.build import config_assignments, config_routes, config_units
@@ -107,25 +108,22 @@ def run_table(config: Config, planned: Plan) -> str:
 
 def memory_table(planned: Plan) -> str:
     """Return kinds of memory and their sum, a column per pipeline stage."""
-    kinds = {
-        "weights": "weights",
-        "gradients": "gradients",
-        "master weights": "master",
-        "optimizer state": "state",
-        "activations (estimate)": "activations",
-        "optimizer buffers (estimate)": "buffers",
-        "Gram penalty buffers, before the optimizer's (estimate)": "penalty",
-        "total": "total",
+    kinds: dict[str, Callable[[Memory], int]] = {
+        "weights": lambda memory: memory.weights,
+        "gradients": lambda memory: memory.gradients,
+        "master weights": lambda memory: memory.master,
+        "optimizer state": lambda memory: memory.state,
+        "activations (estimate)": lambda memory: memory.activations,
+        "optimizer buffers (estimate)": lambda memory: memory.buffers,
+        "Gram penalty buffers, before the optimizer's (estimate)": lambda memory: memory.penalty,
+        "total": lambda memory: memory.total,
     }
 
-    def of(kind: str) -> Callable[[StagePlan], object]:
-        return lambda stage: f"{getattr(stage.memory, kind) / GIB:.2f}"
+    def of(size: Callable[[Memory], int]) -> Callable[[StagePlan], object]:
+        return lambda stage: f"{size(stage.memory) / GIB:.2f}"
 
-    rows = {}
-    for name, kind in kinds.items():
-        if any(getattr(stage.memory, kind) for stage in planned.stages):
-            rows[name] = of(kind)
-    return by_stage(planned, rows)
+    some = {n: of(size) for n, size in kinds.items() if any(size(s.memory) for s in planned.stages)}
+    return by_stage(planned, some)
 
 
 def traffic_table(planned: Plan) -> str:

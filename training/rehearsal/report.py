@@ -1,7 +1,7 @@
 """What a rehearsal found: for people, and as JSON."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ from parallel.plan.devices import RESERVE, Device
 from training.rehearsal.counts import Counts, merged
 from training.rehearsal.rank import RankReport
 from training.rehearsal.scenario import PLAIN_STEP
-from training.rehearsal.trace import PHASES, SETUP
+from training.rehearsal.trace import OPTIMIZER, PHASES, SETUP, STEP
 from training.report.table import table
 
 SHOWN: Final = 8
@@ -228,8 +228,9 @@ def described(report: Report) -> str:
             f"{rehearsed} of {microbatches} micro-batches were rehearsed; the others are counted "
             "like them"
         )
-    lines += waits("host reads", report.phases, "host_reads")
-    lines += waits("other waits of the host", report.phases, "synchronizations")
+    plain = [report.phases[name] for name in (STEP, OPTIMIZER)]
+    lines += waits("host reads", [counts.host_reads for counts in plain])
+    lines += waits("other waits of the host", [counts.synchronizations for counts in plain])
     lines += [f"no order: {finding}" for finding in report.findings[:SHOWN]]
     lines.append("passed: it would not break" if report.ok else f"it would break: {report.error}")
     return "\n".join(lines)
@@ -256,11 +257,9 @@ def row(name: str, counts: Counts) -> tuple[str, ...]:
     )
 
 
-def waits(title: str, phases: dict[str, Counts], kind: str) -> list[str]:
+def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
     """Lines that say where the host waits on steps on which nothing is due."""
-    counts: Counter[str] = Counter()
-    for name in ("forward_backward", "optimizer"):
-        counts += getattr(phases[name], kind)
+    counts = sum(counters, Counter())
     return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
 
 

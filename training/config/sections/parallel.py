@@ -1,7 +1,7 @@
 """The parallel section of a run config: how the model is split over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -48,7 +48,17 @@ class ParallelConfig(Section):
     @property
     def layout(self) -> Layout:
         """The sizes of all axes, and how the pipeline is cut."""
-        return Layout(**{each.name: getattr(self, each.name) for each in fields(Layout)})
+        return Layout(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual_pipeline,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            sequence_parallel=self.sequence_parallel,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
+        )
 
     @property
     def model_ranks(self) -> int:
