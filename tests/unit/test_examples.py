@@ -84,14 +84,3 @@ def test_the_cells_of_the_notebook_run(root: Path, tmp_path: Path) -> None:
     largest = re.search(r"^SSO largest [\d.]+ ([\d.]+)", text, re.MULTILINE)
     # On the sphere of radius sqrt(256 / 64), to what power iteration leaves after few steps.
     assert largest is not None and float(largest[1]) == pytest.approx(2, rel=0.02)
-
-
-def test_examples_are_short_and_say_how_they_start(root: Path) -> None:
-    examples = [p for p in (root / "examples").glob("*.py") if p.name != "corpus.py"]
-    assert len(examples) == 5
-    page = (root / "docs" / "library.md").read_text()
-    for path in examples:
-        text = path.read_text()
-        assert len(text.splitlines()) < 80
-        assert f"examples/{path.name} --steps" in text
-        assert f"examples/{path.name}" in page

@@ -124,20 +124,6 @@ def test_print_config_is_a_config(folder, capsys):
     assert capsys.readouterr().out == printed and "steps: 7" in printed
 
 
-def test_dry_run_prints_tables_and_trains_nothing(folder, capsys):
-    assert run(folder, "--dry-run", "--gpus", "4", "parallel.tensor=2") == 0
-    printed = capsys.readouterr().out
-    for word in (
-        "layers 0-1 x q 0-3",
-        "spectral_sphere",
-        "FLOPs per token",
-        "activations (estimate)",
-    ):
-        assert word in printed
-    assert "data 2 x tensor 2" in printed
-    assert not (folder / "run").exists()
-
-
 def test_script_trains_without_torchrun(folder):
     command = [sys.executable, "pretrain.py", "--config", str(folder / "config.yaml")]
     root = Path(__file__).resolve().parents[2]

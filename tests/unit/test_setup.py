@@ -62,13 +62,6 @@ def test_parts_of_the_suite_run_by_name_and_cover_it(checkout: Path) -> None:
     assert slow.count("tests/unit/recipes") == 3 and slow.count("--ignore=tests/unit/recipes") == 2
 
 
-def test_another_interpreter_is_used_as_it_is(checkout: Path) -> None:
-    plan = make(checkout, "PYTHON=/opt/python", "train", "test", "lint")
-    assert "pip" not in plan
-    assert ".venv" not in plan
-    assert "/opt/python -m pytest" in plan
-
-
 def test_ci_runs_what_the_readme_says(root: Path) -> None:
     script = root / ".ci" / "run"
     assert os.access(script, os.X_OK)

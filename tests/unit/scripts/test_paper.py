@@ -1,7 +1,6 @@
 """docs/papers.md: every numbered table and figure has a row, and each command can be run."""
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from models.size import model_size
 from scripts import plot, reproduce, study
-from scripts.paper import commands, main, plotting
+from scripts.paper import main, plotting
 from scripts.papers.catalogue import Item, full_command, read_catalogue
 from scripts.papers.gpu_hours import key_of, read_hours
 from scripts.studies.schema import read_study
@@ -113,13 +112,3 @@ def test_a_dry_run_prints_commands_hours_and_numbers(capsys: pytest.CaptureFixtu
     assert "scripts/reproduce.py solver_curve" in capsys.readouterr().out
     assert main(["--list"]) == 0
     assert "gram_penalty: Learning in Transformers" in capsys.readouterr().out
-
-
-def test_a_tiny_command_runs_as_it_is_printed(tmp_path: Path) -> None:
-    """The maps of PC layers, the one tiny command of a second, to another folder."""
-    (command,) = commands(item("pc_layer", "figure_2"), full=False)
-    assert command[0] == sys.executable and "runs/papers/pc_maps.svg" in command
-    target = str(tmp_path / "maps.svg")
-    words = [target if word == "runs/papers/pc_maps.svg" else word for word in command]
-    subprocess.run(words, cwd=ROOT, check=True)
-    assert Path(target).stat().st_size > 1000

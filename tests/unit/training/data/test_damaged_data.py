@@ -68,11 +68,11 @@ def test_a_flipped_bit_is_noticed_when_it_is_first_read(
 ) -> None:
     monkeypatch.setattr("training.data.token_set.SPREAD", 2)  # first and last block
     path = prepared / "tokens.train.bin"
-    place = BLOCK + 100
+    place = BLOCK  # of the last token of the window before as well
     overwrite(path, place, bytes([path.read_bytes()[place] ^ 1]))
     tokens = opened(prepared)
     tokens.window(0)
-    bad = place // 2 // SEQUENCE
+    bad = place // 2 // SEQUENCE - 1
     with pytest.raises(DataError, match="bytes 65536 to 131072 are not those that were prepared"):
         tokens.window(bad)
     with pytest.raises(DataError, match="damaged"):

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.run_configs import tiny_config
 
 DRIVER = """
@@ -36,43 +34,21 @@ finally:
 """
 """Runs a script and writes every call that asks for CUDA, with the value of a variable then."""
 
-SHORT = ["train.exit_step=1", "validation.samples=2"]
-SCRIPTS = {
-    "pretrain.py": SHORT,
-    "scripts/bench/train.py": ["--steps", "1", "--warmup", "1"],
-}
-SET = {
-    "cpu": ("CUDA_VISIBLE_DEVICES", ""),
-    "auto": ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
-}
 
-
-@pytest.mark.parametrize(
-    ("script", "device"),
-    [
-        ("pretrain.py", "auto"),
-        pytest.param("pretrain.py", "cpu", marks=pytest.mark.slow),
-        pytest.param("scripts/bench/train.py", "cpu", marks=pytest.mark.slow),
-    ],
-)
-def test_environment_is_set_before_cuda_is_asked_for(
-    script: str, device: str, root: Path, folder: str, tmp_path: Path
-) -> None:
+def test_environment_is_set_before_cuda_is_asked_for(root: Path, folder: str) -> None:
     tiny_config(folder, "adamw")
-    variable, value = SET[device]
-    options = ["--config", f"{tmp_path}/config.yaml", f"run.device={device}"]
+    variable, value = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+    command = [sys.executable, "-W", "ignore", "-c", DRIVER, variable, f"{folder}/calls.json"]
+    keys = ["run.device=auto", "train.exit_step=1", "validation.samples=2"]
     done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-c", DRIVER, variable, f"{tmp_path}/calls.json"),
-            *(script, *SCRIPTS[script], *options),
-        ],
+        [*command, "pretrain.py", "--config", f"{folder}/config.yaml", *keys],
         cwd=root,
         env={key: each for key, each in os.environ.items() if key != variable},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    calls = json.loads((tmp_path / "calls.json").read_text())
+    calls = json.loads(Path(folder, "calls.json").read_text())
     assert calls
     early = [call for call in calls if call[2] != value]
     assert not early, early

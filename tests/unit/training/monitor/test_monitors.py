@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from spectral import measures
-from tests.run_configs import MIXTURE, read_config, tiny_config
+from tests.run_configs import MIXTURE, tiny_config
 from training.build import build_data, build_trainer
 from training.checkpoint.files import read_checkpoint, step_folder
 from training.config import Config
 from training.monitor.monitors import REPORTED
-from training.report.log_lines import drop_later_lines
 from training.run import train
 
 
@@ -64,19 +63,6 @@ def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
     name = "monitor/condition_number/geometric_mean"
     assert metrics[4][name] == pytest.approx(math.exp(logs))
     assert not any(key.startswith("monitor/") for key in metrics[5])
-
-
-def test_a_continued_run_writes_no_step_twice(folder, world):
-    keys = {"monitors__interval": 1, "checkpoint__interval": 3}
-    train(tiny_config(folder, train__exit_step=5, **keys), world)
-    whole = lines(folder)
-    # As if it had been killed after step 5, with a checkpoint of step 3 alone.
-    train(read_config(folder, train__exit_step=5, **keys), world, resume="3")
-    again = lines(folder)
-    assert [line["step"] for line in again] == [1, 2, 3, 4, 5]
-    assert again[:3] == whole[:3] and again[4] == whole[4]
-    drop_later_lines(Path(folder) / "run" / "monitors.jsonl", 2)
-    assert len(lines(folder)) == 2
 
 
 def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):

@@ -21,19 +21,6 @@ def read(path: Path) -> list[dict[str, object]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_one_line_per_call_at_once(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path / "run")) as writer:
-        writer.log({"train/loss": 2.5, "progress/tokens": 4096}, step=1)
-        assert read(writer.path) == [{"step": 1, "train/loss": 2.5, "progress/tokens": 4096}]
-        writer.log({"val/loss": math.nan, "optim/grad_norm": -math.inf, "note": "x"}, step=2)
-    assert read(writer.path)[1] == {
-        "step": 2,
-        "val/loss": None,
-        "optim/grad_norm": None,
-        "note": "x",
-    }
-
-
 @given(st.lists(st.dictionaries(st.text().filter(lambda n: n != "step"), st.floats())))
 def test_every_line_is_json_and_floats_come_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]]
