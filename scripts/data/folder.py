@@ -15,7 +15,8 @@ class AtomicFolder:
 
     As a context manager: write to `path`; `commit` makes it `output`, and without a commit nothing
     is left. A killed run leaves `output.preparing`, which the next run removes; it holds the lock
-    of `output.preparing.lock` until it has cleaned up, so that no two are at work.
+    of `output.preparing.lock` until it has cleaned up, so that no two are at work. Without that
+    file, folders of these names are somebody else's.
 
     Args:
         output: the folder.
@@ -23,7 +24,8 @@ class AtomicFolder:
             work, and again before `output` is replaced.
 
     Raises:
-        InputError: another run is preparing the same folder, or has made one meanwhile.
+        InputError: another run is preparing the same folder, or has made one meanwhile; or a
+            folder of somebody else is in the way.
     """
 
     def __init__(self, output: Path, check: Callable[[], None]) -> None:
@@ -35,23 +37,27 @@ class AtomicFolder:
 
     def __enter__(self) -> "AtomicFolder":
         self.output.parent.mkdir(parents=True, exist_ok=True)
+        was_killed = self._lock.exists()
         self._locked = _lock(self._lock)
         if self._locked is None:
             raise InputError(f"another run is preparing {self.output}")
         try:
-            self._begin()
+            self._begin(was_killed)
         except BaseException:
             self._release()
             raise
         return self
 
-    def _begin(self) -> None:
+    def _begin(self, was_killed: bool) -> None:
         """Remove what a killed run left, check, and make the folder to write to."""
+        leftovers = [path for path in (self.path, self._replaced) if os.path.lexists(path)]
+        if leftovers and not was_killed:
+            raise InputError(f"{leftovers[0]} is in the way: no preparation has left it")
         # Left by a run that was killed between the renames of `commit`.
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)
         for leftover in (self.path, self._replaced):
-            if leftover.exists() or leftover.is_symlink():
+            if os.path.lexists(leftover):
                 delete(leftover)
         self._check()
         self.path.mkdir()

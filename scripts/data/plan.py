@@ -58,7 +58,7 @@ class Preparation:
             check_first_documents(plan.inputs(), self.reading)
 
     def fingerprint(self) -> str:
-        """sha256 of the options and the content of every input file; datasets count by name."""
+        """sha256 of the options and the content of every input file; of the hub, of its name."""
         tokenizer = self._tokenizer_files()
         description = {
             "method": _METHOD,
@@ -108,4 +108,8 @@ def _identities(portion: Portion) -> list[str]:
 
 
 def _identity(each: Input) -> str:
-    return file_sha256(each.path) if isinstance(each, FileInput) else str(each)
+    """The content of a file, or the name of a dataset, with its content if it is a local folder."""
+    if isinstance(each, FileInput):
+        return file_sha256(each.path)
+    files = sorted(path for path in Path(each.name).rglob("*") if path.is_file())
+    return " ".join([str(each), *map(file_sha256, files)])

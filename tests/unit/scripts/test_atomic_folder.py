@@ -52,6 +52,7 @@ def test_without_a_commit_nothing_is_left(output) -> None:
 def test_what_a_killed_run_left_is_removed_and_what_it_replaced_comes_back(output) -> None:
     """It was killed after the old folder was renamed and before the new one was."""
     output.rename(output.with_name("data.replaced"))
+    (output.parent / "data.preparing.lock").touch()
     (output.parent / "data.preparing").mkdir()
     (output.parent / "data.preparing" / "file").write_text("half")
     with pytest.raises(KeyError), new(output) as folder:
@@ -63,6 +64,7 @@ def test_what_a_killed_run_left_is_removed_and_what_it_replaced_comes_back(outpu
 def test_leftovers_that_are_links_are_removed_alone(output, tmp_path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
+    (tmp_path / "data.preparing.lock").touch()
     (tmp_path / "data.preparing").mkdir()
     (tmp_path / "data.preparing" / "link").symlink_to(kept)
     (tmp_path / "data.replaced").symlink_to(kept)
@@ -82,3 +84,11 @@ def test_a_folder_that_another_run_has_made_meanwhile_is_not_replaced(output) ->
         kept.rename(output)
         folder.commit()
     assert (output / "file").read_text() == "old" and beside(output) == ["data"]
+
+
+@pytest.mark.parametrize("name", ["data.preparing", "data.replaced"])
+def test_a_folder_of_somebody_else_is_left_alone(output, name) -> None:
+    (output.parent / name).mkdir()
+    with pytest.raises(InputError, match=f"{name} is in the way"):
+        new(output).__enter__()
+    assert beside(output) == ["data", name]

@@ -200,6 +200,17 @@ def test_each_source_has_a_key_of_its_own(demo: Path, tmp_path: Path) -> None:
     assert len({preparation.fingerprint() for preparation in keys}) == 3
 
 
+def test_a_local_dataset_counts_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    options = ["--train-tokenizer", "300", "--output", str(tmp_path / "out")]
+    preparation = chosen(parse([f"a=hf:{tmp_path}/set", *options]))
+    found = []
+    for texts_there in (TEXTS, TEXTS[:9]):
+        write_jsonl(tmp_path / "set" / "rows.jsonl", texts_there)
+        found.append(preparation.fingerprint())
+    assert found[0] != found[1] and found[1] == preparation.fingerprint()
+
+
 @given(
     pieces=st.lists(st.sampled_from(["\n", " \n", "word\n", "a longer line\n"]), max_size=80),
     size=st.sampled_from([0, 1, 20, 100]),
