@@ -23,7 +23,6 @@ ALLOWED: dict[str, float] = {
     "tests/unit/scripts/test_report.py": 45.0,  # two runs with all monitors
     "tests/unit/scripts/test_study.py": 70.0,  # studies of real runs
     "tests/unit/spectral/test_kernels.py": 40.0,  # Triton's interpreter
-    "tests/unit/spectral/test_refused.py": 30.0,  # every rule
     "tests/unit/training/checkpoint/test_checkpoint.py": 90.0,  # a run for each damage
     "tests/unit/training/checkpoint/test_foreign_checkpoint.py": 45.0,
     "tests/unit/training/machine/test_first_calls.py": 45.0,  # a process for each entry point

@@ -36,9 +36,12 @@ _META.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None, "Meta")
 Operation = tuple[str, tuple[tuple[torch.Size, torch.dtype, str], ...]]
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
+    """Context that records every operation, and its name with what its tensors are."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.functions: list[Any] = []
         self.seen: list[Operation] = []
 
     def __torch_dispatch__(
@@ -47,6 +50,7 @@ class _Operations(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         kinds = tuple((t.shape, t.dtype, t.device.type) for t in tensors)
+        self.functions.append(function)
         self.seen.append((str(function), kinds))
         return result
 
@@ -81,7 +85,7 @@ def traced(call: Callable[[], object]) -> list[Operation]:
 
     Tensors on a CPU stand for those on a GPU, so what a CPU alone looks at is left out.
     """
-    with as_on_a_device(), _FromHost() as host, _Operations() as operations:
+    with as_on_a_device(), _FromHost() as host, Operations() as operations:
         call()
     assert not host.seen, host.seen
     for name, kinds in operations.seen:

@@ -12,6 +12,7 @@ from parallel.comm.groups import Groups
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.clip_and_step import Update
+from spectral.optimizer import SpectralOptimizer
 from spectral.rules import RULES
 from training.assignments import assignments
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig, RulesConfig
@@ -60,6 +61,23 @@ def built(
     )
     optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)
     return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)
+
+
+def library_optimizer(
+    kind: type[SpectralOptimizer], device: str = "cpu", **fields: Any
+) -> SpectralOptimizer:
+    """An optimizer of three matrices, two of one shape, and a vector, with gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(8, 12), (8, 12), (12, 8), (8,)]
+    parameters = [
+        torch.nn.Parameter(torch.randn(shape, device=device, generator=generator))
+        for shape in shapes
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "rule": "adamw"}]
+    options = {"lr": torch.tensor(0.01, device=device), "nonfinite": "skip"}
+    return kind(groups, **SHORT[kind.default_rule] | options | fields)
 
 
 def fill(model: ParallelModel, turn: int) -> None:

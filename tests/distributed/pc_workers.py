@@ -20,6 +20,7 @@ from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.exchange import assemble
+from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
@@ -56,10 +57,10 @@ def runs(
     """Losses of four steps of every (rule, evaluator) of `cases` on every layout.
 
     They are under `layout rule evaluator`; the float64 gradients of the first step are under
-    `layout evaluator`. The runs in `kept` are saved after two steps. `loads` are (saved run,
-    rule, evaluator): such runs begin with the state that another one saved and have the losses of
-    the steps after it. On the layouts `experts` a mixture of experts trains with PC layers in its
-    experts under Muon.
+    `layout evaluator`, what a weight that is not finite does under `layout unsound`. The runs in
+    `kept` are saved after two steps. `loads` are (saved run, rule, evaluator): such runs begin with
+    the state that another one saved and have the losses of the steps after it. On the layouts
+    `experts` a mixture of experts trains with PC layers in its experts under Muon.
     """
     found: dict[str, Any] = {}
     for layout in experts:
@@ -76,6 +77,7 @@ def runs(
         name = " ".join([f"ranks{dist.get_world_size()}", *layout])
         for evaluator in ("materialized", "in_graph"):
             found[f"{name} {evaluator}"] = first_gradients(groups, evaluator)
+        found[f"{name} unsound"] = unsound_owner(groups)
         for rule, evaluator in cases:
             trainer = tiny_trainer(folder, layout, groups, rule, evaluator)
             run = f"{name} {rule} {evaluator}"
@@ -143,6 +145,37 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
 
     (The engine's loss is float32, so a whole backward pass is not float64.)
     """
+    model, optimizer = built(groups, evaluator)
+    if evaluator == "in_graph":
+        return dict(in_graph(model, groups))
+    return dict(materialized(model, optimizer, groups))
+
+
+def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]:
+    """Whether each unit of each rank is finite and has moved after a step in which owners hold
+    NaN for the weights of `down`."""
+    model, optimizer = built(groups, "materialized")
+    views = {unit.name: unit.view(model.parameters[unit.parameter]) for unit in model.units}
+    before = {name: view.clone() for name, view in views.items()}
+    for unit in model.units:
+        model.gradient(unit).copy_(upstream(unit, groups))
+    model.finish_gradients()
+    for batch in (b for b in optimizer.stacks if isinstance(b, MaterializedStack)):
+        for unit, weight in zip(batch.units, batch.weight, strict=True):
+            if unit.role == "down":
+                weight.fill_(torch.nan)
+    optimizer.step(1.0, torch.tensor(True))
+    model.wait_for_weights()
+    return {
+        f"{name} on {dist.get_rank()}": (bool(x.isfinite().all()), not torch.equal(x, before[name]))
+        for name, x in views.items()
+    }
+
+
+def built(
+    groups: process_groups.Groups, evaluator: str
+) -> tuple[ParallelModel, DistributedOptimizer]:
+    """A tiny model with PC layers in float64, and its optimizer."""
     pc = PCConfig(level=4, blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
     assign = assignments(OPTIMIZER, with_gammas(all_units(TINY), pc), pc)
     model = build_model(
@@ -157,10 +190,7 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
             pc=pc,
         ),
     )
-    optimizer = build_optimizer(model, assign)
-    if evaluator == "in_graph":
-        return dict(in_graph(model, groups))
-    return dict(materialized(model, optimizer, groups))
+    return model, build_optimizer(model, assign)
 
 
 def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:

@@ -96,6 +96,14 @@ def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
                 torch.testing.assert_close(gradient, alone[name], rtol=1e-9, atol=1e-12)
 
 
+def test_a_weight_that_is_not_finite_at_its_owner_reaches_no_rank(found):
+    for layout in (ONE, *LAYOUTS):
+        units = found[f"{layout} unsound"]
+        assert any(".down" in name for name in units)
+        for name, (finite, moved) in units.items():
+            assert finite and moved == (".down" not in name), name
+
+
 def test_a_run_resumes_bit_for_bit_on_the_same_layout(found):
     for rule, evaluator in KEPT:
         run = f"{ONE} {rule} {evaluator}"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from spectral.cuda_graph import WARM_UP, CapturedStep
 from spectral.optimizer import (
@@ -13,22 +12,10 @@ from spectral.optimizer import (
     SpectralOptimizer,
     SpectralSphere,
 )
+from tests.update_cases import library_optimizer
 
 KINDS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
 STEPS = WARM_UP + 4
-
-
-def built(kind: type[SpectralOptimizer]) -> SpectralOptimizer:
-    """An optimizer of matrices of two shapes and a vector on the GPU."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(128, 256), (128, 256), (512, 128), (64,)]
-    parameters = [
-        nn.Parameter(torch.randn(shape, device="cuda", generator=generator)) for shape in shapes
-    ]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "rule": "adamw"}]
-    return kind(groups, lr=torch.tensor(0.01, device="cuda"), nonfinite="skip")
 
 
 def fill(optimizer: SpectralOptimizer, turn: int) -> None:
@@ -44,7 +31,7 @@ def fill(optimizer: SpectralOptimizer, turn: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replayed_step_is_the_launched_one(kind):
-    plain, recorded = built(kind), built(kind)
+    plain, recorded = library_optimizer(kind, "cuda"), library_optimizer(kind, "cuda")
     step = CapturedStep(recorded)
     for turn in range(STEPS):
         fill(plain, turn)
@@ -61,7 +48,7 @@ def test_a_replayed_step_is_the_launched_one(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_does_not_wait_for_the_device(kind):
-    optimizer = built(kind)
+    optimizer = library_optimizer(kind, "cuda")
     for turn in range(2):
         fill(optimizer, turn)
         optimizer.step()

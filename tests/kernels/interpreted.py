@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from scripts.bench import tune
 from spectral import Muon, MuonSphere, SpectralSphere, kernels, msign
-from spectral.effective_weight import Preconditioner
 from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.optimizer import SpectralOptimizer
@@ -39,8 +39,9 @@ def stack(batch: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 def assert_close(value: Tensor, expected: Tensor) -> None:
     """`value` equals `expected`, float64, but for one rounding to its dtype."""
     assert value.shape == expected.shape
-    error = (value.double() - expected).abs().max()
-    assert error <= BOUNDS[value.dtype] * expected.abs().max(), float(error)
+    if expected.numel():
+        error = (value.double() - expected).abs().max()
+        assert error <= BOUNDS[value.dtype] * expected.abs().max(), float(error)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -96,10 +97,6 @@ def test_strides(view: Callable[[Tensor], Tensor]) -> None:
 def test_nothing_to_do(shape: tuple[int, int, int]) -> None:
     x = torch.empty(shape)
     assert symmetric.gram(x, TILE).shape == (shape[0], shape[1], shape[1])
-
-
-def test_no_columns_give_zeros() -> None:
-    assert torch.equal(symmetric.gram(torch.empty(2, 3, 0), TILE), torch.zeros(2, 3, 3))
 
 
 def test_nan_reaches_what_depends_on_it_and_no_other_matrix() -> None:
@@ -159,51 +156,24 @@ def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
     torch.testing.assert_close(msign(x, steps=4).double(), expected, rtol=0, atol=1e-4)
 
 
-def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
-    """PC(W) and its gradient, of a tall matrix, compared with the library in float64."""
-    w, grad = stack(1, 28, 20, torch.float32).div(8), stack(1, 28, 20, torch.float32)
-    u, v = torch.linalg.svd(w).U[:, :, 0], torch.linalg.svd(w).Vh[:, 0]
-    level4 = Preconditioner(level=4)
-    for function, operands in ((level4.effective, (w,)), (level4.vjp, (grad, w))):
-        narrow = function(*operands, u, v, 1.5)
-        wide = function(*(x.double() for x in operands), u, v, 1.5)
-        pairs = [(narrow, wide)] if isinstance(narrow, Tensor) else zip(narrow, wide, strict=True)
-        for ours, expected in pairs:
-            torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("tall", [False, True])
-def test_update(dtype: torch.dtype, tall: bool) -> None:
-    """More elements than a program takes, a transposed direction, and rates per matrix."""
+@pytest.mark.parametrize("scale", [None, torch.tensor([0.5, 3.0])], ids=["plain", "scaled"])
+@pytest.mark.parametrize("gate", [[True, True], [False, True], [False, False]], ids=str)
+@pytest.mark.parametrize(("dtype", "tall"), [(d, d == torch.float32) for d in BOUNDS])
+def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor | None) -> None:
+    """More elements than a program takes, a transposed direction, rates per matrix, and weights
+    that are scaled also where a step is refused, as a retraction does."""
     weight, direction = torch.randn(2, 70, 90), stack(2, 70, 90, dtype)
     direction = direction.mT.contiguous().mT if tall else direction
+    active = torch.tensor(gate)
+    direction[~active] = torch.nan
     factor, step = torch.tensor([0.75, 0.5]), torch.tensor([0.125, 0.25])
-    yes, no = torch.tensor(True), torch.tensor(False)
-    expected = factor[:, None, None] * weight.double() - step[:, None, None] * direction.double()
-    before = weight.clone()
-    norm = update.update_(weight, torch.full_like(direction, float("nan")), factor, step, no)
-    assert torch.equal(weight, before) and norm.isnan().all()
-    some = before.clone()
-    update.update_(some, direction, factor, step, torch.tensor([False, True]))
-    torch.testing.assert_close(some[1].double(), expected[1], rtol=0, atol=1e-6)
-    assert torch.equal(some[0], before[0])
-    square = update.update_(weight, direction, factor, step, yes)
+    start = weight.double() if scale is None else scale[:, None, None] * weight.double()
+    moved = factor[:, None, None] * start - step[:, None, None] * direction.double()
+    square = update.update_(weight, direction, factor, step, active, scale)
+    expected = torch.where(active[:, None, None], moved, start)
     torch.testing.assert_close(weight.double(), expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(square, direction.float().square().sum((1, 2)), rtol=1e-5, atol=0)
-
-
-def test_update_scales_all_weights_before() -> None:
-    """A retraction, which a unit takes whose step is refused."""
-    weight, direction = torch.randn(2, 70, 90), torch.randn(2, 70, 90)
-    direction[0] = torch.nan
-    before = weight.clone()
-    factor, step, scale = (torch.tensor(x) for x in ([0.75, 0.5], [0.125, 0.25], [0.5, 3.0]))
-    gate = torch.tensor([False, True])
-    update.update_(weight, direction, factor, step, gate, scale)
-    assert torch.equal(weight[0], 0.5 * before[0])
-    expected = 0.5 * (3.0 * before[1].double()) - 0.25 * direction[1].double()
-    torch.testing.assert_close(weight[1].double(), expected, rtol=0, atol=1e-6)
+    sums = direction.float().square().sum((1, 2))
+    torch.testing.assert_close(square, sums, rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("active", [None, True, False])
@@ -223,15 +193,9 @@ def test_a_step_by_the_kernels(
         dispatch.forget()
         w = weight.clone()
         state = rule.init_state(w)
-        report = take_step(
-            rule,
-            w,
-            gradient.clone(),
-            state,
-            lr=torch.tensor(0.1),
-            weight_decay=0.5,
-            active=gate,
-        )
+        lr, decay = torch.tensor(0.1), 0.5
+        grad = gradient.clone()
+        report = take_step(rule, w, grad, state, lr=lr, weight_decay=decay, active=gate)
         results.append((w, report["update_rms"]))
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
     assert torch.equal(results[0][0], weight) == (active is False)
@@ -242,48 +206,31 @@ def test_optimizer_joins_shapes_by_the_kernels(
     kind: type[SpectralOptimizer], to_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four parameters of three shapes that agree in their shorter side, one of them tall, equal the
-    same steps one shape at a time. The joined passes over weights are counted."""
+    same steps one shape at a time. The joined passes over weights and Gram matrices are counted."""
     shapes = [(5, 16), (5, 16), (20, 5), (5, 11), (6, 24)]
     values = [(torch.randn(s), torch.randn(s)) for s in shapes]
-    counted: list[int] = []
-    launch = kernels.update_
-    monkeypatch.setattr(
-        kernels, "update_", lambda x, *a, **b: counted.append(len(x)) or launch(x, *a, **b)
-    )
 
     def stepped() -> list[Tensor]:
         parameters = [torch.nn.Parameter(w.clone()) for w, _ in values]
         for parameter, (_, gradient) in zip(parameters, values, strict=True):
             parameter.grad = gradient.clone()
-        kind(parameters, steps=4).step()
+        kind(parameters, steps=4, msign_dtype="float32").step()
         return [p.detach() for p in parameters]
 
-    joined = stepped()
-    assert counted == [3, 1]  # 6 x 24 is alone
-    monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
-    dispatch.forget()
-    for ours, expected in zip(joined, stepped(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-    assert counted == [3, 1]
-
-
-def test_products_of_joined_shapes_are_joined(
-    to_kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted: list[int] = []
+    joined_products: list[int] = []
     launch = grouped.grams
-    monkeypatch.setattr(grouped, "grams", lambda x, t: counted.append(len(x)) or launch(x, t))
-    parameters = [torch.nn.Parameter(torch.randn(s)) for s in [(5, 16), (20, 5), (5, 11), (6, 24)]]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    Muon(parameters, steps=4, msign_dtype="float32").step()
-    assert counted == [3, 3]  # the Gram matrices of two segments; 6 x 24 is alone
-
-
-def test_a_differentiated_product_uses_the_library(to_kernels: None) -> None:
-    x = stack(1, 5, 6, torch.float32).requires_grad_()
-    kernels.gram(x).sum().backward()
-    assert x.grad is not None
+    monkeypatch.setattr(
+        grouped, "grams", lambda x, t: joined_products.append(len(x)) or launch(x, t)
+    )
+    with patch.object(kernels, "update_", wraps=kernels.update_) as passes:
+        joined = stepped()
+        assert [len(call.args[0]) for call in passes.call_args_list] == [3, 1]  # 6 x 24 is alone
+        assert set(joined_products) == {3}
+        monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
+        dispatch.forget()
+        for ours, expected in zip(joined, stepped(), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+        assert passes.call_count == 2
 
 
 def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
@@ -304,3 +251,30 @@ def test_a_wrong_result_is_never_chosen() -> None:
     x = stack(1, 8, 8, torch.float32)
     assert tune.agrees(library.gram(x), library.gram(x))
     assert not tune.agrees(library.gram(x) * 1.001, library.gram(x))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    "sizes",
+    [[(2, 5)], [(1, 33), (2, 16)], [(1, 3), (0, 9), (2, 20), (1, 0), (1, 17)]],
+    ids=["one stack", "two", "more than a launch takes, one empty, one without columns"],
+)
+def test_several_stacks_in_one_launch(sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    stacks = [torch.randn(batch, 18, cols).to(dtype) for batch, cols in sizes]
+    stacks[-1] = stacks[-1].mT.contiguous().mT
+    result = grouped.grams(stacks, TILE)
+    assert_close(result, library.grams([x.double() for x in stacks]))
+    assert torch.equal(result, result.mT)
+
+
+def test_nan_stays_in_its_matrix_of_its_stack() -> None:
+    stacks = [torch.randn(2, 17, 4), torch.randn(1, 17, 20)]
+    stacks[0][1, 16, 2] = float("nan")
+    result = grouped.grams(stacks, TILE)
+    assert torch.equal(result.isnan(), library.grams(stacks).isnan())
+    assert result[1, 16].isnan().all() and not result[[0, 2]].isnan().any()
+
+
+def test_stacks_that_do_not_fit_together() -> None:
+    with pytest.raises(ValueError, match="agree in rows, dtype and device"):
+        grouped.grams([torch.ones(1, 4, 5), torch.ones(1, 3, 5)], TILE)

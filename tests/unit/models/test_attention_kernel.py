@@ -3,7 +3,6 @@ scores."""
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.blocks import attention
@@ -11,7 +10,6 @@ from models.blocks.attention import FUSED, attention_kernel, causal_attention
 from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
 from training.build import kernel_of
-from training.machine.facts import slow_attention
 
 CPU = torch.device("cpu")
 
@@ -39,27 +37,3 @@ def test_a_fused_kernel_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         causal_attention(query, query, value, 0.25)
     with pytest.raises(RuntimeError, match="No available kernel"):
         attention_kernel(4, 4, 16, 6, dtype=torch.float32, device=CPU)
-
-
-def test_cudnn_is_asked_for_first_on_a_gpu_and_the_order_of_before_comes_back():
-    with FakeTensorMode() as mode:
-        query = FakeTensor(mode, torch.empty(1, 4, 8, 16, device="meta"), torch.device("cuda"))
-    before = torch._C._get_sdp_priority_order()
-    with attention.allowed_kernels(query):
-        order = torch._C._get_sdp_priority_order()
-        assert (
-            order[0] == int(SDPBackend.CUDNN_ATTENTION)
-            and not torch.backends.cuda.math_sdp_enabled()
-        )
-    assert torch._C._get_sdp_priority_order() == before
-    assert torch.backends.cuda.math_sdp_enabled()
-
-
-def test_a_slower_kernel_is_told_where_a_faster_one_exists(monkeypatch):
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "two thirds" in str(slow_attention("flash_attention", gpu))
-    assert slow_attention("cudnn_attention", gpu) is None
-    assert slow_attention("flash_attention", CPU) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert slow_attention("flash_attention", gpu) is None

@@ -43,9 +43,8 @@ def test_auto_takes_it_on_gpus_where_it_is_installed(
 
 
 def test_what_cannot_be_had_is_refused(minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidConfigError) as caught:
+    with pytest.raises(InvalidConfigError, match="fused_loss liger needs"):
         load_config(minimal, ["train.fused_loss=liger", "train.loss_chunk=8"])
-    assert "fused_loss liger needs loss_chunk null" in str(caught.value.problems)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
         check_backend(load_config(minimal, ["train.fused_loss=liger"]))

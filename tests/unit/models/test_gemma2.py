@@ -24,12 +24,6 @@ def test_gains_around_one_keep_their_digits(dtype: torch.dtype) -> None:
     # The same float32 operations in another order, then one rounding to `dtype`.
     rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours, theirs(x), rtol=rounding, atol=0)
-    x = x.float().requires_grad_()
-    gain = theirs.weight.float().detach().requires_grad_()
-    zero_centered_rms_norm(x, gain, theirs.eps).square().sum().backward()
-    plain = torch.nn.functional.rms_norm(x.detach(), (64,), None, theirs.eps)
-    assert gain.grad is not None
-    torch.testing.assert_close(gain.grad, (2 * plain**2 * (1 + gain.detach())).sum(0))
 
 
 def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
@@ -45,12 +39,6 @@ def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
     tokens = torch.arange(1, 13).view(2, 6)
     found = ours(tokens, torch.zeros_like(tokens))
     assert torch.equal(found, theirs(tokens).transpose(0, 1))
-
-
-def test_every_other_layer_has_the_window(world: Groups) -> None:
-    chunk, _ = built(MODEL, torch.float32)
-    windows = [layer.self_attention.core_attention.window for layer in chunk.decoder.layers]
-    assert windows == [5, None, 5, None]
 
 
 def test_flops_count_the_keys_that_are_seen() -> None:

@@ -1,14 +1,13 @@
-"""Units of mixture-of-experts layers: they cover the model, and no value depends on a layout."""
+"""Units of mixture-of-experts layers: who has which, their shapes and their first draw."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
 from models.config import InitConfig
 from models.size import all_units, model_size
-from models.units import check_coverage, flat_shape
+from models.units import check_coverage
 from tests.models import initialized, parameters_of
 from tests.moe_models import MODEL, model_with
 
@@ -16,35 +15,22 @@ GATED = model_with(shared_gate=True)
 
 
 @pytest.mark.parametrize("expert_tensor", [1, 4])
-@pytest.mark.parametrize("expert_size", [1, 2])
-@pytest.mark.parametrize("tensor_size", [1, 2])
 @pytest.mark.parametrize("split", [True, False])
-def test_units_cover_every_parameter_once(split, tensor_size, expert_size, expert_tensor):
+def test_units_of_experts_are_shared_out_once(split, expert_tensor):
     experts = []
-    for tensor_rank in range(tensor_size):
-        for expert_rank in range(expert_size):
-            units = all_units(
-                GATED,
-                split_gate_up=split,
-                tensor_rank=tensor_rank,
-                tensor_size=tensor_size,
-                expert_rank=expert_rank,
-                expert_size=expert_size,
-                expert_tensor=expert_tensor,
-            )
-            check_coverage(units, parameters_of(units))
-            assert len({unit.name for unit in units}) == len(units)
-            for unit in units:
-                assert flat_shape(unit.axes) == unit.shape
-                assert (unit.domain == "expert") == (".experts." in unit.name), unit.name
-                assert unit.role.startswith("expert_") == (unit.domain == "expert")
-                if unit.domain == "expert":
-                    assert (unit.shard_axis is not None) == (expert_tensor > 1)
-                    assert not unit.replicated
-                if "shared" in unit.name and unit.role != "shared_router":
-                    assert (unit.shard_axis is not None) == (tensor_size > 1)
-            if tensor_rank == 0:
-                experts += [unit.name for unit in units if unit.domain == "expert"]
+    for rank in range(2):
+        layout = {"tensor_rank": rank, "expert_rank": rank, "expert_tensor": expert_tensor}
+        units = all_units(GATED, split_gate_up=split, tensor_size=2, expert_size=2, **layout)
+        check_coverage(units, parameters_of(units))
+        for unit in units:
+            assert (unit.domain == "expert") == (".experts." in unit.name), unit.name
+            assert unit.role.startswith("expert_") == (unit.domain == "expert")
+            if unit.domain == "expert":
+                assert (unit.shard_axis is not None) == (expert_tensor > 1)
+                assert not unit.replicated
+            if "shared" in unit.name and unit.role != "shared_router":
+                assert unit.shard_axis is not None
+        experts += [unit.name for unit in units if unit.domain == "expert"]
     whole = [u.name for u in all_units(GATED, split_gate_up=split) if u.domain == "expert"]
     assert sorted(experts) == sorted(whole)
     assert len(whole) == 2 * 4 * (3 if split else 2)
@@ -60,24 +46,6 @@ def test_units_have_their_logical_shapes():
     assert shapes["layers.2.router"] == (4, 32)
     assert shapes["layers.2.shared.router"] == (1, 32)
     assert shapes["layers.2.attention.q_norm"] == (12,)
-
-
-@pytest.mark.parametrize("spectral", [True, False])
-def test_initial_weights_do_not_depend_on_the_layout(spectral):
-    model = replace(GATED, init=InitConfig(spectral=spectral, depth_scaled=True))
-    units, parameters = initialized(model)
-    whole = {u.name: u.view(parameters[u.parameter]).reshape(u.shape) for u in units}
-    seen = set()
-    for tensor_rank, expert_rank, part in product(range(2), range(2), range(4)):
-        local_units, local = initialized(
-            model, (tensor_rank, 2), (part, 4), expert_rank=expert_rank, expert_size=2
-        )
-        for unit in local_units:
-            place = (part, 4) if unit.domain == "expert" else (tensor_rank, 2)
-            piece = unit.piece(whole[unit.name], *place)
-            assert torch.equal(unit.view(local[unit.parameter]), piece), unit.name
-            seen.add(unit.name)
-    assert seen == whole.keys()
 
 
 def test_every_expert_starts_from_its_own_draw():

@@ -6,32 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.config import ModelConfig
 from models.initialize import initialize_
 from models.load_balance import token_counts
 from models.size import all_units
 from parallel.comm.groups import Groups
+from tests.families import MIXTURE, tiny_model
 from tests.models import built, tokens_of
 
-SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab_size": 60}
+SHAPE: dict[str, Any] = {"ffn": 64, "head_dim": None}
 MODELS = {
-    "llama": ModelConfig(**SHAPE, kv_heads=2),
-    "deepseek": ModelConfig(
-        family="deepseek",
-        **SHAPE,
-        latent=LatentConfig(
-            query_rank=20, kv_rank=14, nope_head_dim=8, rope_head_dim=6, value_head_dim=10
-        ),
-        moe=MoEConfig(
-            experts=4,
-            top_k=2,
-            expert_ffn=16,
-            shared_experts=1,
-            dense_layers=1,
-            sequence_aux_loss=0.01,
-            z_loss=0.01,
-        ),
-    ),
+    "llama": tiny_model("llama", **SHAPE),
+    "deepseek": tiny_model("deepseek", **SHAPE, moe=MIXTURE | {"z_loss": 0.01}),
 }
 
 

@@ -1,10 +1,10 @@
-"""Attention with capped scores and windows beside the same on whole score matrices."""
+"""Attention, plain and with capped scores and windows, beside the same on whole scores."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.attention import ROWS, largest_causal_score
+from models.blocks.attention import ROWS, causal_attention, largest_causal_score
 from models.blocks.softcapped_attention import softcapped_attention
 from tests.live_bytes import peak_bytes
 
@@ -56,8 +56,8 @@ def outputs_and_gradients(function, inputs: Problem, *arguments: object) -> list
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-@pytest.mark.parametrize("cap", [None, 2.0, 50.0])
-@pytest.mark.parametrize("window", [None, 1, 7, ROWS + 3, 10_000])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, ROWS + 3, 10_000])
 @pytest.mark.parametrize(("s", "t"), [(9, 9), (2 * ROWS + 5, 2 * ROWS + 5), (6, 20)])
 def test_equals_the_definition(cap: float | None, window: int | None, s: int, t: int) -> None:
     """Over one block of queries and several, and for the last queries of a sequence, as context
@@ -69,12 +69,15 @@ def test_equals_the_definition(cap: float | None, window: int | None, s: int, t:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)  # float64, sums of some hundred
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_any_number_of_key_heads(groups: int) -> None:
-    ours = outputs_and_gradients(softcapped_attention, problem(9, 9, groups), 0.4, 3.0, 4)
-    expected = outputs_and_gradients(reference, problem(9, 9, groups), 0.4, 3.0, 4)
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_any_number_of_key_heads_with_and_without_caps(groups: int, queries: int) -> None:
+    inputs = problem(queries, 9, groups)
+    for function, arguments in ((softcapped_attention, (3.0, 4)), (causal_attention, ())):
+        ours = outputs_and_gradients(function, inputs, 0.4, *arguments)
+        expected = outputs_and_gradients(reference, inputs, 0.4, *(arguments or (None, None)))
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_bfloat16_is_nearer_to_the_definition_than_with_scores_in_bfloat16() -> None:

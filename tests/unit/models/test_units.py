@@ -1,42 +1,71 @@
 """Units: their views alias the parameter, cover it, and split it as an unfused model would."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from models.config import InitConfig, ModelConfig
+from models.families import FAMILIES
 from models.initialize import initialize_
 from models.size import all_units, model_size
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step
-from spectral.rules.spectral_sphere import SpectralSphereRule
-from tests.models import initialized, parameters_of
+from tests.families import SETTINGS, tiny_model
+from tests.models import built, initialized, parameters_of
+from tests.moe_models import model_with
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
 GRANULARITIES = ["head", "group", "component", "fused"]
+LATENT = SETTINGS["deepseek"]["latent"]
+MODELS = {
+    **{name: tiny_model(name) for name in FAMILIES},
+    "gpt with query-key norms": tiny_model("gpt", qk_norm=True),
+    "gpt with a gate": tiny_model("gpt", activation="geglu"),
+    "deepseek without query latent": tiny_model("deepseek", latent={**LATENT, "query_rank": None}),
+    "experts behind a gate": model_with(shared_gate=True),
+}
+CASES = {name: (model, {}) for name, model in MODELS.items()} | {
+    granularity: (MODEL, {"qkv_units": granularity, "split_gate_up": granularity != "fused"})
+    for granularity in GRANULARITIES
+}
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2])
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_units_cover_every_parameter_once(granularity, split, tensor_size):
-    for rank in range(tensor_size):
-        units = all_units(
-            MODEL,
-            qkv_units=granularity,
-            split_gate_up=split,
-            tensor_rank=rank,
-            tensor_size=tensor_size,
-        )
-        check_coverage(units, parameters_of(units))
-        assert len({unit.name for unit in units}) == len(units)
-        for unit in units:
-            assert flat_shape(unit.axes) == unit.shape
-            assert unit.view(parameters_of([unit])[unit.parameter]).shape == unit.local_axes(
-                tensor_size
-            )
+@pytest.mark.parametrize("name", MODELS)
+def test_the_units_are_what_is_built_and_cover_it_once(name, world):
+    model = MODELS[name]
+    parameters = built(model)[1]
+    for qkv_units, split in product(GRANULARITIES, (True, False)):
+        options = {"qkv_units": qkv_units, "split_gate_up": split}
+        units = all_units(model, **options)
+        check_coverage(units, parameters)
+        assert sum(u.numel for u in units) == sum(p.numel() for p in parameters.values())
+        for rank in range(2):
+            units = all_units(model, tensor_rank=rank, tensor_size=2, **options)
+            check_coverage(units, parameters_of(units))
+            assert len({unit.name for unit in units}) == len(units)
+            for unit in units:
+                assert flat_shape(unit.axes) == unit.shape
+                size = 1 if unit.domain == "expert" else 2
+                local = unit.view(parameters_of([unit])[unit.parameter])
+                assert local.shape == unit.local_axes(size)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gains_of_heads_are_sums_over_tensor_ranks(name):
+    model = MODELS[name]
+    partial = {
+        u.name: u for u in all_units(model, tensor_rank=1, tensor_size=2) if u.partial_over_tensor
+    }
+    layers = range(model.layers) if model.qk_norm else ()
+    assert partial.keys() == {
+        f"layers.{layer}.attention.{gain}" for layer in layers for gain in ("q_norm", "k_norm")
+    }
+    for unit in partial.values():
+        assert (unit.role, unit.shape, unit.replicated) == ("gain", (12,), True)
 
 
 def test_coverage_names_what_is_missing_or_claimed_twice():
@@ -52,44 +81,35 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
         check_coverage(units, {k: v for k, v in parameters.items() if k != "head"})
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_writing_a_unit_writes_the_parameter(granularity):
-    units, parameters = initialized(MODEL, qkv_units=granularity)
+@EVERY_CASE
+def test_initial_norms_are_the_radius_of_the_logical_shape(case):
+    model, options = CASES[case]
+    units, parameters = initialized(model, **options)
     for unit in units:
-        view = unit.view(parameters[unit.parameter])
-        assert view.untyped_storage().data_ptr() == (
-            parameters[unit.parameter].untyped_storage().data_ptr()
-        )
-        before = parameters[unit.parameter].clone()
-        view.mul_(2.0)
-        changed = (parameters[unit.parameter] != before).sum().item()
-        assert changed == unit.numel
+        if unit.is_matrix and unit.role not in ("embedding", "head"):
+            whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
+            rows, cols = unit.shape
+            norm = torch.linalg.svdvals(whole)[0].item()
+            # The draw and its rescaling are float32.
+            assert norm == pytest.approx((rows / cols) ** 0.5, rel=1e-5), unit.name
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_initial_norms_are_the_radius_of_the_logical_shape(granularity):
-    units, parameters = initialized(MODEL, qkv_units=granularity)
-    for unit in units:
-        if unit.role in ("embedding", "head", "gain"):
-            continue
-        whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
-        rows, cols = unit.shape
-        norm = torch.linalg.svdvals(whole)[0].item()
-        # The draw and its rescaling are float32.
-        assert norm == pytest.approx((rows / cols) ** 0.5, rel=1e-5), unit.name
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_initial_weights_do_not_depend_on_tensor_parallelism(granularity):
-    units, parameters = initialized(MODEL, qkv_units=granularity, split_gate_up=False)
-    whole = {u.name: (u, u.view(parameters[u.parameter]).reshape(u.shape)) for u in units}
+@pytest.mark.parametrize("init", [None, InitConfig(spectral=False, depth_scaled=True)])
+@EVERY_CASE
+def test_initial_weights_do_not_depend_on_the_layout(case, init):
+    model, options = CASES[case]
+    model = model if init is None else replace(model, init=init)
+    units, parameters = initialized(model, **options)
+    whole = {u.name: u.view(parameters[u.parameter]).reshape(u.shape) for u in units}
     seen = set()
-    for rank in range(2):
+    experts = [(0, 0)] if model.moe is None else product(range(2), range(4))
+    for tensor_rank, (expert_rank, part) in product(range(2), experts):
         local_units, local = initialized(
-            MODEL, (rank, 2), qkv_units=granularity, split_gate_up=False
+            model, (tensor_rank, 2), (part, 4), expert_rank=expert_rank, expert_size=2, **options
         )
         for unit in local_units:
-            piece = unit.piece(whole[unit.name][1], rank, 2)
+            place = (part, 4) if unit.domain == "expert" else (tensor_rank, 2)
+            piece = unit.piece(whole[unit.name], *place)
             assert torch.equal(unit.view(local[unit.parameter]), piece), unit.name
             seen.add(unit.name)
     assert seen == whole.keys()
@@ -110,34 +130,21 @@ def test_the_draw_does_not_depend_on_how_weights_are_split():
             assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_a_step_with_rate_zero_retracts_the_parameter_itself(granularity, one_process_model):
-    """The reference implementation loses this for `component`: its rescale hits a copy."""
-    model, step = one_process_model(SpectralSphereRule(), qkv_units=granularity)
-    for parameter in model.parameters.values():
-        parameter.data.mul_(1.7)
-    step(lr=0.0)
-    for unit in model.units:
-        if unit.role in ("embedding", "head", "gain"):
-            continue
-        whole = unit.view(model.parameters[unit.parameter].detach()).reshape(unit.shape)
-        rows, cols = unit.shape
-        norm = torch.linalg.svdvals(whole)[0].item()
-        # The accuracy of the block Krylov estimate of the norm.
-        assert norm == pytest.approx((rows / cols) ** 0.5, rel=1e-6), unit.name
-
-
-@pytest.mark.parametrize("name", list(RULES))
-def test_fused_weights_get_the_update_of_an_unfused_model(name, one_process_model):
-    """q, k, v heads, gate and up inside fused parameters against separate plain matrices."""
+@pytest.mark.parametrize(
+    ("name", "granularity"),
+    [*((name, "head") for name in RULES), *(("muon_sphere", g) for g in GRANULARITIES[1:])],
+)
+def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, one_process_model):
+    """q, k, v heads, gate and up inside fused parameters against separate plain matrices, also of
+    a rule that rescales them, which must not hit a copy."""
     rule = RULES[name]()
-    model, step = one_process_model(rule)
+    model, step = one_process_model(rule, qkv_units=granularity)
     separate = {
         unit.name: unit.view(model.parameters[unit.parameter].detach())
         .reshape(1, *unit.shape)
         .clone()
         for unit in model.units
-        if unit.role in ("q", "k", "v", "gate", "up")
+        if unit.is_matrix and unit.role not in ("embedding", "head", "o", "down")
     }
     states = {unit: rule.init_state(weight) for unit, weight in separate.items()}
     for _ in range(3):
@@ -146,7 +153,8 @@ def test_fused_weights_get_the_update_of_an_unfused_model(name, one_process_mode
             take_step(
                 rule, weight, gradients[unit][None].clone(), states[unit], lr=0.02, weight_decay=0.1
             )
-    assert len(separate) == 2 * (4 + 2 + 2 + 2)
+    qkv = {"head": 4 + 2 + 2, "group": 3 * 2, "component": 3, "fused": 1}[granularity]
+    assert len(separate) == 2 * (qkv + 2)
     for unit in model.units:
         if unit.name in separate:
             ours = unit.view(model.parameters[unit.parameter].detach()).reshape(1, *unit.shape)

@@ -6,83 +6,10 @@ import torch
 from torch import Tensor
 
 from spectral.optimizer import AdamW, Muon, SpectralOptimizer, are_finite
-from spectral.rules import AdamWRule, Stack, Step, take_step
-
-SHAPES = [(1, 40), (3, 5, 7), (2, 1), (1, 0)]
-"""Of stacks: a range of a shard, matrices, gammas, and nothing."""
-
-
-def stacks(dtype: torch.dtype, lr: float | Tensor, active: Tensor | None = None) -> list[Stack]:
-    generator = torch.Generator().manual_seed(0)
-    rule, step = AdamWRule(), Step(lr, 0.1, active)
-    found = []
-    for shape in SHAPES:
-        weight = torch.randn(shape, generator=generator, dtype=dtype)
-        found.append(Stack(weight, torch.zeros_like(weight), rule.init_state(weight), step))
-    return found
 
 
 def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(step + 1), dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equals_torch(dtype: torch.dtype) -> None:
-    """float64 to its rounding; in float32 PyTorch's own loop rounds in another order."""
-    mine = stacks(dtype, torch.tensor(0.01, dtype=torch.float64), torch.tensor(True))
-    theirs = [torch.nn.Parameter(s.weight.clone()) for s in mine]
-    reference = torch.optim.AdamW(
-        theirs, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
-    )
-    for step in range(5):
-        for stack, parameter in zip(mine, theirs, strict=True):
-            stack.grad.copy_(gradient(stack.grad.shape, step, dtype))
-            parameter.grad = stack.grad.clone()
-        AdamWRule().update(mine)
-        reference.step()
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
-    for stack, parameter in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(stack.weight, parameter.detach(), rtol=tolerance, atol=tolerance)
-
-
-def test_joined_and_single_steps_are_equal_bit_for_bit() -> None:
-    """Also single steps of units whose rates come as a tensor."""
-    joined, single, rated = (stacks(torch.float32, 0.01) for _ in range(3))
-    for step in range(3):
-        for each in (joined, single, rated):
-            for stack in each:
-                stack.grad.copy_(gradient(stack.grad.shape, step, torch.float32))
-        AdamWRule().update(joined)
-        for stack in single:
-            AdamWRule().update([stack])
-        for stack in rated:
-            rates = torch.full((len(stack.weight),), 0.01, dtype=torch.float64)
-            AdamWRule().update([stack._replace(step=Step(rates, 0.1))])
-    for one, *others in zip(joined, single, rated, strict=True):
-        for other in others:
-            torch.testing.assert_close(one.weight, other.weight, rtol=1e-6, atol=1e-8)
-            assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
-        assert torch.equal(one.weight, others[0].weight)
-
-
-def test_a_skipped_step_changes_no_bit() -> None:
-    mine = stacks(torch.float32, 0.01, torch.tensor(False))
-    before = [(s.weight.clone(), {k: v.clone() for k, v in s.state.items()}) for s in mine]
-    for stack in mine:
-        stack.grad.fill_(torch.nan)
-    AdamWRule().update(mine)
-    for stack, (weight, state) in zip(mine, before, strict=True):
-        assert torch.equal(stack.weight, weight)
-        assert all(torch.equal(stack.state[name], state[name]) for name in state)
-
-
-def test_a_matrix_in_another_order_of_memory() -> None:
-    weight, grad = torch.randn(1, 6, 4).mT, torch.randn(1, 4, 6)
-    plain = weight.contiguous()
-    for each in (weight, plain):
-        rule = AdamWRule()
-        take_step(rule, each, grad.clone(), rule.init_state(each), lr=0.1, weight_decay=0.1)
-    assert torch.equal(weight, plain)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from spectral.cuda_graph import CapturedStep
 from spectral.optimizer import (
@@ -14,27 +13,10 @@ from spectral.optimizer import (
     SpectralSphere,
 )
 from tests.live_bytes import held_and_peak_bytes
-from tests.step_trace import on_meta, traced
+from tests.step_trace import traced
+from tests.update_cases import library_optimizer
 
-KINDS: dict[type[SpectralOptimizer], dict[str, object]] = {
-    AdamW: {},
-    Muon: {"steps": 2},
-    MuonSphere: {"steps": 2, "krylov_steps": 2},
-    SpectralSphere: {"steps": 2, "krylov_steps": 2, "early_exit": False},
-    MuonPlusPlus: {"steps": 2, "krylov_steps": 2},
-}
-
-
-def built(kind: type[SpectralOptimizer], **fields: object) -> SpectralOptimizer:
-    """An optimizer of three matrices, two of one shape, and a vector, with gradients."""
-    shapes = [(8, 12), (8, 12), (12, 8)]
-    matrices = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    vector = nn.Parameter(torch.randn(8))
-    for parameter in (*matrices, vector):
-        parameter.grad = torch.randn_like(parameter)
-    groups = [{"params": matrices}, {"params": [vector], "rule": "adamw"}]
-    options = {"lr": torch.tensor(0.01), "nonfinite": "skip", **KINDS[kind], **fields}
-    return kind(groups, **options)
+KINDS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
 
 
 def parameters(optimizer: SpectralOptimizer) -> list[torch.Tensor]:
@@ -42,18 +24,8 @@ def parameters(optimizer: SpectralOptimizer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(kind):
-    optimizer = built(kind)
-    on_meta(optimizer)
-    optimizer.step()
-    operations = traced(optimizer.step)
-    assert {device for _, kinds in operations for _, _, device in kinds} == {"meta"}
-    assert len(operations) > 20
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(kind):
-    optimizer = built(kind)
+    optimizer = library_optimizer(kind)
     step = CapturedStep(optimizer)
     step()
 
@@ -79,10 +51,7 @@ def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(kind
 
 
 def test_it_follows_the_learning_rate_and_is_the_step(kind=Muon):
-    torch.manual_seed(1)
-    captured, plain = built(kind), None
-    torch.manual_seed(1)
-    plain = built(kind)
+    captured, plain = library_optimizer(kind), library_optimizer(kind)
     step = CapturedStep(captured)
     for turn in range(4):
         for optimizer in (captured, plain):
@@ -97,7 +66,7 @@ def test_it_follows_the_learning_rate_and_is_the_step(kind=Muon):
 
 
 def test_gradients_that_moved_are_an_error():
-    optimizer = built(Muon)
+    optimizer = library_optimizer(Muon)
     step = CapturedStep(optimizer)
     step()
     parameters(optimizer)[0].grad = torch.zeros(8, 12)
@@ -117,4 +86,4 @@ def test_gradients_that_moved_are_an_error():
 )
 def test_what_cannot_be_recorded_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        CapturedStep(built(SpectralSphere, **fields))
+        CapturedStep(library_optimizer(SpectralSphere, **fields))

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from spectral.effective_weight import (
@@ -124,15 +122,10 @@ def test_fit_satisfies_the_optimality_conditions(degree: int, cutoff: float, alp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-1, 0.3), "degree must be >= 0, got -1"),
-        ((2, 0.3, -1.0), "alpha must be >= 0, got -1.0"),
-        ((2, 1.2), r"interval\[0\] < cutoff < interval\[1\]"),
-    ],
+    ("arguments", "name"), [((-1, 0.3), "degree"), ((2, 0.3, -1.0), "alpha"), ((2, 1.2), "cutoff")]
 )
-def test_fit_rejects(arguments: tuple[float, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_fit_rejects(arguments: tuple[float, ...], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
         fit_polynomial(*arguments)  # type: ignore[arg-type]
 
 
@@ -158,26 +151,6 @@ def test_gradient_is_that_of_the_definition(
     ):
         torch.testing.assert_close(got[0], expected[0], rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(got[1], expected[1], rtol=1e-9, atol=1e-11)
-
-
-def test_gradient_is_orthogonal_to_the_weight() -> None:
-    for shape in [(40, 24), (24, 40)]:
-        w, u, v = matrix(*shape)
-        for level in PRESETS:
-            grad = torch.randn_like(w)
-            dw = vjp(grad, w, u, v, 0.7, level=level, epsilon=0.0).weight
-            # Relative to |dL/dW| |W|; rounding in float64.
-            assert abs(float((dw * w).sum() / (dw.norm() * w.norm()))) < 1e-13
-
-
-def test_forward_is_homogeneous_and_gamma_is_linear() -> None:
-    w, u, v = matrix(4, 10, 6)
-    one = precondition(w, u, v, 1.0, 3, epsilon=0.0)
-    torch.testing.assert_close(precondition(5 * w, u, v, 1.0, 3, epsilon=0.0), 5 * one)
-    gamma = torch.arange(4.0, dtype=torch.float64)
-    torch.testing.assert_close(
-        precondition(w, u, v, gamma, 3, epsilon=0.0), gamma[:, None, None] * one
-    )
 
 
 def test_without_normalisation_the_polynomial_acts_on_the_weight_itself() -> None:
@@ -245,21 +218,21 @@ def test_differentiating_twice_raises(reduce: Callable[[Tensor], Tensor]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"level": 5}, r"level must be one of \[0, 1, 2, 3, 4\], got 5"),
-        ({"level": "flat"}, "level must be one of .* by name, got 'flat'"),
-        ({"level": ()}, "at least one coefficient"),
-        ({"u": torch.ones(4)}, r"u must have shape \[6\], got \[4\]"),
-        ({"v": torch.ones(6)}, r"v must have shape \[4\], got \[6\]"),
-        ({"gamma": torch.ones(2)}, r"gamma must be a scalar or \[\], got \[2\]"),
-        ({"spectral_norm": "svd"}, "spectral_norm must be 'stream' or 'none', got 'svd'"),
-        ({"w": torch.ones(6)}, "w must be floating point"),
+        {"level": 5},
+        {"level": "flat"},
+        {"level": ()},
+        {"u": torch.ones(4)},
+        {"v": torch.ones(6)},
+        {"gamma": torch.ones(2)},
+        {"spectral_norm": "svd"},
+        {"w": torch.ones(6)},
     ],
 )
-def test_rejects(change: dict[str, object], message: str) -> None:
+def test_rejects(change: dict[str, object]) -> None:
     given_ = {"w": torch.ones(6, 4), "u": torch.ones(6), "v": torch.ones(4), "gamma": 1, "level": 2}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{next(iter(change))} "):
         precondition(**(given_ | change))  # type: ignore[arg-type]
 
 
@@ -274,24 +247,3 @@ def test_compiles_into_one_graph() -> None:
     (got,) = torch.autograd.grad(out, w, grad)
     torch.testing.assert_close(out, precondition(w, u, v, 1.0, 3))
     torch.testing.assert_close(got, vjp(grad, w.detach(), u, v, 1.0, level=3).weight)
-
-
-@given(
-    rows=st.integers(1, 12),
-    cols=st.integers(1, 12),
-    rank=st.integers(0, 12),
-    level=st.sampled_from(sorted(PRESETS)),
-    seed=st.integers(0, 1000),
-)
-def test_any_shape_and_rank(rows: int, cols: int, rank: int, level: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    rank = min(rank, rows, cols)
-    w = torch.randn(rows, rank, generator=generator, dtype=torch.float64) @ torch.randn(
-        rank, cols, generator=generator, dtype=torch.float64
-    )
-    left, sigma, right = torch.linalg.svd(w, full_matrices=False)
-    out = precondition(w, left[:, 0], right[0], 1.0, level)
-    top = sigma[0] + 1e-7
-    expected = (left * (top * evaluate(sigma / top, level))) @ right
-    assert out.shape == w.shape
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)

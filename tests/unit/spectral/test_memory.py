@@ -24,21 +24,7 @@ def peak_in_units(name: str, count: int, rows: int, cols: int, **options: object
     return peak / (weight.element_size() * rows * cols)
 
 
-def test_the_measure_itself() -> None:
-    x = torch.randn(50, 50)
-
-    def three_at_once() -> torch.Tensor:
-        a = x @ x
-        b = a @ a
-        c = a @ b
-        del a, b
-        return c + 1
-
-    assert peak_bytes(three_at_once) == 3 * x.nbytes
-    assert peak_bytes(lambda: x.mul_(1).view(-1)) == 0
-
-
-SHAPES = [(768, 768), (600, 900), (512, 1024), (1408, 512), (512, 1536), (384, 1536)]
+SHAPES = [(768, 768), (600, 900), (1408, 512), (384, 1536)]
 # Without early exit SSO evaluates three times: it keeps the best direction meanwhile.
 RULES_OF_MATRICES: dict[str, dict[str, object]] = {
     "muon": {}, "muon_sphere": {}, "spectral_sphere": {"early_exit": False},

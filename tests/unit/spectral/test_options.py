@@ -71,11 +71,10 @@ def test_names_of_torch_are_understood() -> None:
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
-    message = "rule 'muon' has no field 'momentun'; did you mean 'momentum'?"
-    with pytest.raises(TypeError, match=message):
-        Muon([weight(8, 12)], momentun=0.9)
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="did you mean 'momentum'"):
         Muon([{"params": [weight(8, 12)], "momentun": 0.9}])
+    with pytest.raises(TypeError, match="did you mean 'momentum'"):
+        Muon([weight(8, 12)], momentun=0.9)
     with pytest.raises(TypeError, match="has no field 'fused'$"):
         Muon([weight(8, 12)], fused=True)
 
@@ -98,15 +97,6 @@ def test_a_copy_gives_its_options_to_later_groups() -> None:
     twin = copy.deepcopy(Muon([weight(8, 12)], lr=0.3, steps=3))
     twin.add_param_group({"params": [weight(6, 4)]})
     assert twin.param_groups[1]["steps"] == 3 and twin.param_groups[1]["lr"] == 0.3
-
-
-def test_one_cycle_takes_the_momentum() -> None:
-    optimizer = Muon([weight(8, 12)])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
-    before = optimizer.param_groups[0]["momentum"]
-    optimizer.step()
-    schedule.step()
-    assert optimizer.param_groups[0]["momentum"] != before
 
 
 def test_a_state_of_momenta_alone_is_enough() -> None:
@@ -146,17 +136,13 @@ def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weight
     torch.testing.assert_close(wide, reference, rtol=0, atol=1e-5)
 
 
-def test_a_small_rate_moves_16_bit_weights() -> None:
-    narrow, exact = weight(16, 16, dtype=torch.bfloat16), weight(16, 16)
-    exact.data.copy_(narrow.data)
-    start = exact.detach().clone()
-    both = Muon([narrow], lr=2e-4, weight_decay=0.0), Muon([exact], lr=2e-4, weight_decay=0.0)
-    for _ in range(20):
-        narrow.grad, exact.grad = torch.ones(16, 16).bfloat16(), torch.ones(16, 16)
-        for optimizer in both:
-            optimizer.step()
-    master = both[0].state[narrow]["master"]
-    torch.testing.assert_close(master - start, exact.detach() - start, rtol=1e-3, atol=1e-6)
+def test_one_cycle_takes_the_momentum() -> None:
+    optimizer = Muon([weight(8, 12)])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    before = optimizer.param_groups[0]["momentum"]
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["momentum"] != before
 
 
 def test_version_and_public_names() -> None:

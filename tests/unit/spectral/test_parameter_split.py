@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from spectral import SpectralOptimizer, SpectralSphere, split_parameters
 from spectral.division import Division
-from spectral.sphere import radius
 
 HEADS, HEAD, HIDDEN, INNER, EXPERTS = 4, 8, 24, 40, 3
 DENSE = {
@@ -158,28 +157,6 @@ def test_the_matrices_of_known_models(name: str) -> None:
     assert [sum(p is q for p in split.matrices) for q in split.matrices] == [1] * len(found)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2", "DeepseekV3"])
-def test_every_matrix_is_on_its_sphere_after_a_step(name: str) -> None:
-    """By a float64 SVD of every head, gate and expert: at rate 0 its norm is the radius."""
-    model = build(name)
-    split = split_parameters(model, lr=0.0)
-    optimizer = SpectralSphere(split, lr=0.0)
-    tokens = torch.randint(3, 64, (2, 8))
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    seen = 0
-    for group in split:
-        for full, parameter in group["params"] if "rule" not in group else ():
-            for matrix in matrices(parameter, group):
-                norm = torch.linalg.matrix_norm(matrix.double(), 2)
-                rows, cols = matrix.shape
-                wanted = radius((rows, cols), "spectral_mup", 1.0)
-                # Ten Krylov steps in float32 know the norm of a small matrix to 1e-3.
-                assert abs(norm / wanted - 1) < 1e-3, full
-                seen += 1
-    assert seen == sum(len(p) for p, report in optimizer.last_reports if "sigma" in report)
-
-
 def test_a_divided_parameter_equals_its_matrices_apart() -> None:
     """Rows, transposed and stacked, under every rule of matrices, in float64."""
     torch.manual_seed(0)
@@ -213,7 +190,7 @@ class Fused(nn.Module):
 
 @pytest.mark.parametrize("name", ["Wqkv", "in_proj", "w13", "gate_up", "c_attn", "qkv_proj"])
 def test_an_unknown_fused_weight_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.weight looks like several matrices in one"):
+    with pytest.raises(ValueError, match=f"{name}.weight looks like several matrices"):
         split_parameters(Fused(torch.randn(12, 4), name))
 
 
@@ -231,53 +208,19 @@ def test_what_nobody_knows_is_said_by_name() -> None:
         split_parameters(Fused(torch.randn(2, 4, 4), "experts"))
 
 
-def test_a_split_says_what_it_did() -> None:
-    lines = str(split_parameters(build("GPT2"))).splitlines()
-    shown = [re.split(r"\s{2,}", line.strip().replace(" x ", "  ", 1)) for line in lines]
-    wanted = ["2", "transformer.h.*.attn.c_attn.weight", "32x96", "spectral", "12 of 8x32"]
-    assert wanted in shown
-    assert ["1", "transformer.wte.weight", "64x32", "adamw"] in shown
-
-
-def test_names_are_checked_without_a_split() -> None:
-    model = build("GPT2")
-    with pytest.raises(ValueError, match="wte.weight is an embedding or an output head"):
-        SpectralSphere(model.named_parameters())
-    named = [(n, p) for n, p in model.named_parameters() if "c_attn.weight" in n]
-    with pytest.raises(ValueError, match="c_attn.weight looks like several matrices in one"):
-        SpectralSphere(named)
-
-
-@pytest.mark.parametrize("name", ["emb.weight", "tok_emb.weight", "shared.embed_tokens.weight"])
-def test_an_embedding_is_known_by_its_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is an embedding or an output head"):
-        SpectralSphere([(name, nn.Parameter(torch.zeros(8, 4)))])
-
-
-def test_a_vector_is_told_where_it_belongs() -> None:
-    with pytest.raises(ValueError, match=r"got shape \(4,\) of norm.weight; put it into a group "
-                       r"with an elementwise rule, as split_parameters\(model\) does"):  # fmt: skip
-        SpectralSphere([("norm.weight", nn.Parameter(torch.ones(4)))])
-
-
-def test_schedulers_take_a_split() -> None:
-    model = build("Llama")
-    optimizer = SpectralSphere(split_parameters(model), lr=1e-2)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    assert rates[0] == 1e-2 and rates[-1] == 1e-3
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=rates, total_steps=10, cycle_momentum=False
-    )
-    tokens = torch.randint(3, 64, (2, 8))
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        schedule.step()
-    ratios = {
-        round(g["lr"] / rate, 9) for g, rate in zip(optimizer.param_groups, rates, strict=True)
-    }
-    assert len(ratios) == 1
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("transformer.wte.weight", (8, 4), "is an embedding or an output head"),
+        ("tok_emb.weight", (8, 4), "is an embedding or an output head"),
+        ("shared.embed_tokens.weight", (8, 4), "is an embedding or an output head"),
+        ("h.0.attn.c_attn.weight", (4, 12), "looks like several matrices in one"),
+        ("norm.weight", (4,), "put it into a group with an elementwise rule"),
+    ],
+)
+def test_names_are_checked_without_a_split(name: str, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        SpectralSphere([(name, nn.Parameter(torch.zeros(shape)))])
 
 
 def test_elementwise_takes_modules_and_no_names() -> None:

@@ -82,21 +82,6 @@ def test_a_model_trains_and_is_merged() -> None:
     assert torch.equal(before, after)
 
 
-def test_gradients_by_finite_differences() -> None:
-    """Of gamma and along W, for which s is a constant: the recovered s carries no gradient."""
-    torch.manual_seed(0)
-    layer = PCLinear(6, 8, bias=False).double()
-    x = torch.randn(4, 6, dtype=torch.float64)
-    layer(x).square().sum().backward()
-    effect = layer.parametrizations.weight[0]  # type: ignore[union-attr, index]
-    with torch.no_grad():
-        value = layer(x).square().sum()
-    torch.testing.assert_close(effect.gamma.grad, 2 * value[None] / effect.gamma.detach())
-    weight = layer.parametrizations.weight.original  # type: ignore[union-attr]
-    # PC(c W) = c PC(W), but no gradient flows along W itself.
-    assert (weight.grad * weight).sum().abs() < 1e-5 * weight.grad.norm() * weight.norm()
-
-
 def test_what_names_no_layer_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"blocks names no layer .* got \['ffn'\]"):
         preconditioned(gpt2(), blocks=["ffn"])

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from spectral import msign
@@ -17,7 +15,6 @@ from spectral.schedules import SCHEDULES, coefficients, restart_steps
 
 # Columns with which msign takes each form, of matrices with so many rows.
 BY_FORM = pytest.mark.parametrize("ratio", [1.5, 4], ids=["plain", "gram"])
-SHAPES = [(1, 7), (7, 1), (1, 1), (16, 16), (16, 64), (64, 16), (24, 40)]
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -43,25 +40,23 @@ def reference(x: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.f
     return u @ torch.diag_embed(scalar_map(s, schedule, steps, dtype)) @ vh
 
 
-@pytest.mark.parametrize("rows, cols", SHAPES)
-def test_singular_values_land_on_one(rows: int, cols: int) -> None:
-    """Values above 1e-3 of the Frobenius norm end within 1e-3 of 1 after eight steps in float32."""
-    values = torch.logspace(0, -2.9, min(rows, cols), dtype=torch.float64)
-    x = spectrum(values / values.norm(), rows, cols)
-    y = msign(x.float()[None])[0].double()
-    kept = torch.linalg.svdvals(y)[values / values.norm() > 1e-3]
-    assert len(kept) >= 1
-    assert (kept - 1).abs().max() < 1e-3
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("steps", [1, 5, 8, 11])
 @BY_FORM
 def test_equals_the_polynomials_on_the_svd(schedule: str, steps: int, ratio: float) -> None:
-    x = gaussian(3, 12, int(12 * ratio))
-    y = msign(x, schedule=schedule, steps=steps)
-    # simple and aol oscillate, which amplifies rounding; 1e-11 is far below any polynomial error.
-    torch.testing.assert_close(y, reference(x, schedule, steps), rtol=0, atol=1e-11)
+    for x in (gaussian(3, 12, int(12 * ratio)), gaussian(2, 1, int(12 * ratio), 12)):
+        y = msign(x, schedule=schedule, steps=steps)
+        # simple and aol oscillate, which amplifies rounding; 1e-11 is far below any polynomial
+        # error.
+        torch.testing.assert_close(y, reference(x, schedule, steps), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (16, 16)])
+def test_matrices_of_any_shape(shape: tuple[int, int]) -> None:
+    x = gaussian(*shape)
+    exact = reference(x, "polar_express", 8)
+    torch.testing.assert_close(msign(x), exact, rtol=0, atol=1e-11)
+    assert (torch.linalg.svdvals(exact)[0] - 1).abs() < 1e-3
 
 
 def test_schedules_that_converge_reach_one() -> None:
@@ -80,12 +75,6 @@ def test_schedules_that_converge_reach_one() -> None:
     )
     upstream = scalar_map(torch.tensor(1e-9), "polar_express_upstream", 8) / 1e-9
     assert upstream == pytest.approx(20775, rel=1e-3)
-
-
-def test_longer_schedules_repeat_or_cycle() -> None:
-    assert coefficients("polar_express", 9)[8] == SCHEDULES["polar_express"].coefficients[7]
-    assert coefficients("quintic", 6)[5] == SCHEDULES["quintic"].coefficients[0]
-    assert coefficients("aol", 3) == SCHEDULES["aol"].coefficients[:3]
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-4), (torch.float16, 0.15)])
@@ -112,17 +101,6 @@ def test_gram_form_is_as_accurate_as_plain(dtype: torch.dtype, bound: float, dec
     assert error(gram) < 2 * error(plain) + 1e-5
 
 
-@BY_FORM
-def test_equivariance(ratio: float) -> None:
-    cols = int(20 * ratio)
-    x = gaussian(2, 20, cols)
-    y = msign(x)
-    torch.testing.assert_close(msign(x.mT), y.mT, rtol=0, atol=1e-11)
-    torch.testing.assert_close(msign(3e-30 * x), y, rtol=0, atol=1e-11)
-    left, right = torch.linalg.qr(gaussian(20, 20)).Q, torch.linalg.qr(gaussian(cols, cols)).Q
-    torch.testing.assert_close(msign(left @ x @ right), left @ y @ right, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_float32_extremes_of_scale(scale: float) -> None:
     """Squares would under- or overflow."""
@@ -143,31 +121,6 @@ def test_zero_nan_and_null_directions(ratio: float) -> None:
     assert abs(values[0] - 1) < 1e-4
     # Rounding of a rank-one float32 matrix is 6e-8, times the slope 6363 at zero.
     assert values[1] < 1e-3
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    batch=st.lists(st.integers(0, 3), max_size=2),
-    rows=st.integers(1, 12),
-    cols=st.integers(1, 12),
-    rank=st.integers(0, 12),
-    seed=st.integers(0, 1000),
-)
-def test_any_shape_and_rank(batch: list[int], rows: int, cols: int, rank: int, seed: int) -> None:
-    rank = min(rank, rows, cols)
-    x = gaussian(*batch, rows, rank, seed=seed) @ gaussian(*batch, rank, cols, seed=seed + 1)
-    y = msign(x)
-    assert y.shape == x.shape and y.dtype == x.dtype
-    values = torch.linalg.svdvals(y)
-    assert (values <= 1 + 1e-4).all()
-    assert ((values > 0.5).sum(-1) <= rank).all()
-
-
-def test_batches_do_not_mix() -> None:
-    x = gaussian(70, 64, 96).float()  # more than one chunk
-    single = torch.stack([msign(m) for m in x])
-    torch.testing.assert_close(msign(x), single, rtol=0, atol=1e-6)
-    assert msign(x[:0]).shape == (0, 64, 96)
 
 
 @pytest.mark.parametrize("scale", [1e-37, 1.0, 1e37])
@@ -195,23 +148,9 @@ def test_automatic_form_takes_fewer_flops() -> None:
     assert restart_steps(eight, torch.float32) == (3,)
 
 
-@BY_FORM
-def test_compiles_in_one_graph(ratio: float) -> None:
-    x = gaussian(2, 8, int(8 * ratio)).float()
-    compiled = torch.compile(msign, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), msign(x))
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"schedule": "polar"}, "schedule must be one of"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"dtype": torch.int32}, "dtype must be a floating point dtype"),
-    ],
-)
-def test_errors_name_the_argument(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        msign(torch.ones(2, 2), **arguments)  # type: ignore[arg-type]
+@pytest.mark.parametrize("argument", [{"schedule": "polar"}, {"steps": 0}, {"dtype": torch.int32}])
+def test_errors_name_the_argument(argument: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(argument))} must be"):
+        msign(torch.ones(2, 2), **argument)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 2 dimensions"):
         msign(torch.ones(3))

@@ -59,28 +59,6 @@ def test_spectral_sphere_steps_are_tangent() -> None:
     assert moved["MuonSphereRule"].min() > 0.1
 
 
-def test_report_of_the_solver() -> None:
-    weight = spectral_init_(torch.empty(3, 32, 64), generator=torch.Generator().manual_seed(0))
-    rule = SpectralSphereRule()
-    state = rule.init_state(weight)
-    report = take_step(rule, weight, gradients((3, 32, 64), 1)[0], state, lr=1e-2)
-    assert (report["residual"].abs() <= rule.solver_tolerance).all()
-    assert (report["converged"] == 1).all()
-    assert ((report["evaluations"] >= 1) & (report["evaluations"] <= 8)).all()
-    assert torch.equal(report["multiplier"], state["multiplier"])
-    fixed = SpectralSphereRule(early_exit=False, max_evaluations=2)
-    report = take_step(fixed, weight, gradients((3, 32, 64), 1)[0], state, lr=1e-2)
-    assert (report["converged"] == 1).all()
-
-
-def test_dynamic_retraction_approaches_the_radius_slowly() -> None:
-    weight = 2 * spectral_init_(torch.empty(2, 24, 24), generator=torch.Generator().manual_seed(0))
-    rule = MuonSphereRule(retraction="dynamic", retraction_rate=0.5)
-    before = norms(weight)
-    take_step(rule, weight, torch.zeros(2, 24, 24), rule.init_state(weight), lr=0.1)
-    torch.testing.assert_close(norms(weight), before * (1 - 0.05), rtol=1e-5, atol=0)
-
-
 def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
     """Below the sphere one grows by 1 + rate lr what the other shrinks by 1 - rate lr."""
     rule = MuonSphereRule(retraction="dynamic", retraction_rate=0.1)
@@ -109,15 +87,6 @@ def test_zero_weight_survives(name: str) -> None:
     assert torch.isfinite(weight).all() and weight.any()
 
 
-def test_permuting_units_commutes_with_the_step() -> None:
-    weight = spectral_init_(torch.empty(4, 16, 32), generator=torch.Generator().manual_seed(0))
-    grad, order = gradients((4, 16, 32), 1)[0], torch.tensor([2, 0, 3, 1])
-    rule, shuffled = SpectralSphereRule(), weight[order].clone()
-    take_step(rule, weight, grad.clone(), rule.init_state(weight), lr=0.01)
-    take_step(rule, shuffled, grad[order].clone(), rule.init_state(shuffled), lr=0.01)
-    torch.testing.assert_close(shuffled, weight[order], rtol=1e-5, atol=1e-6)
-
-
 def test_the_tolerance_follows_the_precision_of_msign() -> None:
     tolerances = {
         dtype: SpectralSphereRule(msign_dtype=dtype).solver_tolerance
@@ -125,6 +94,3 @@ def test_the_tolerance_follows_the_precision_of_msign() -> None:
     }
     assert tolerances == {None: 2e-4, "float32": 2e-4, "float16": 1e-3}
     assert SpectralSphereRule(msign_dtype="bfloat16", tolerance=5e-3).solver_tolerance == 5e-3
-    for dtype, finer in (("bfloat16", 1e-3), ("float16", 2e-4)):
-        with pytest.raises(ValueError, match=f"tolerance must be at least .* in {dtype}, got"):
-            SpectralSphereRule(msign_dtype=dtype, tolerance=finer)

@@ -1,4 +1,4 @@
-"""Routing, plans, costs and stacks ask a rule; they do not guess from the names of its fields."""
+"""Routing, plans, costs and stacks of every rule, and one that the framework does not know."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,43 +22,12 @@ from parallel.plan.step_shape import PlanInputs
 from spectral import SpectralOptimizer
 from spectral.options import DEFAULTS
 from spectral.rules import RULES, AdamWRule, Rule, State
-from spectral.rules.base import Report, Stack, decay_, subtract_, take_step, waiting_field
+from spectral.rules.base import Report, Stack, decay_, subtract_
 from tests.update_cases import fill
 from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unfamiliar(Rule):
-    """Normalised gradient descent, whose fields are named like what others mean otherwise."""
-
-    whole_matrix: ClassVar[bool] = True
-
-    radius: float = 2.0
-    scale: float = 3.0
-    scale_factor: str = "none"
-    radius_scaler: str = "none"
-    spectral: bool = False
-    steps: float = 0.5
-    schedule: int = 7
-    msign_dtype: float = 1.0
-    early_exit: bool = True
-
-    def init_state(self, weight: Tensor) -> State:
-        return {}
-
-    def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        for weight, momentum, _, (lr, weight_decay, active) in stacks:
-            decay_(weight, lr, weight_decay, active)
-            direction = self.radius * momentum / torch.linalg.matrix_norm(momentum, keepdim=True)
-            subtract_(weight, direction, lr, active)
-        return [{} for _ in stacks]
-
-
-EVERY = {name: rule() for name, rule in RULES.items()}
-EVERY |= {"unfamiliar": Unfamiliar()}
 
 
 def assign_to(rule: Rule) -> Assign:
@@ -71,9 +40,9 @@ def assign_to(rule: Rule) -> Assign:
     return assign
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_routed_planned_priced_and_stacked(name: str) -> None:
-    rule = EVERY[name]
+    rule = RULES[name]()
     units, assign = all_units(TINY), assign_to(rule)
     rows = {row.unit: row for row in route(units, assign)}
     assert rows.keys() == {unit.name for unit in units}
@@ -90,17 +59,6 @@ def test_every_rule_is_routed_planned_priced_and_stacked(name: str) -> None:
     transfers = [UnitTransfer(unit.name, 0, (), (), unit, (0,)) for unit in matrices]
     stacks = owned_stacks(transfers, assign, CPU)
     assert sorted(len(stack.units) for stack in stacks) == [2, 2, 2 * 2, 2 * (4 + 2 + 2)]
-
-
-def test_a_field_is_what_its_rule_makes_of_it() -> None:
-    """No radius, scale or waiting is read from the names of fields."""
-    rule = Unfamiliar()
-    row = next(row for row in route(all_units(TINY), assign_to(rule)) if row.unit == "layers.1.o")
-    assert row.radius is None and row.scale is None
-    assert waiting_field(rule) is None
-    weight = torch.ones(1, 4, 4)
-    take_step(rule, weight, torch.ones(1, 4, 4), rule.init_state(weight), lr=0.5)
-    torch.testing.assert_close(weight, torch.full((1, 4, 4), 0.75))
 
 
 @dataclass(frozen=True, kw_only=True)

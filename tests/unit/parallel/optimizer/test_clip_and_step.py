@@ -5,15 +5,12 @@ of several ranks are in tests/distributed.
 """
 
 import contextlib
-import gc
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from parallel.comm.streams import Streams
 from parallel.optimizer.clip_and_step import Update
-from tests.live_bytes import held_and_peak_bytes
 from tests.run_configs import read_config, tiny_config
 from tests.step_trace import on_meta, traced
 from tests.token_files import write_token_set
@@ -29,21 +26,6 @@ EVERY_KIND = pytest.mark.parametrize(
 )
 
 
-def memory(update: Update) -> dict[str, int]:
-    """Addresses of everything that outlives a step."""
-    optimizer = update.optimizer
-    found = {}
-    for domain in optimizer.domains:
-        buffers = domain.buffers
-        tensors = [*buffers.parameters, *buffers.gradients, *buffers.masters]
-        tensors += [t for region in domain.regions for t in region.state.values()]
-        tensors += [t for batch in domain.stacks for t in batch.tensors()]
-        found |= {f"{domain.domain.name} {i}": t.data_ptr() for i, t in enumerate(tensors)}
-    for i, effective in enumerate(optimizer.model.in_graph):
-        found |= {f"{i} {name}": b.data_ptr() for name, b in effective.named_buffers()}
-    return found | {"factor": update.factor.data_ptr(), "allowed": update.allowed.data_ptr()}
-
-
 @EVERY_KIND
 def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(world, rule, pc):
     _, update = built(world, rule, pc)
@@ -53,41 +35,6 @@ def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(wo
     operations = traced(lambda: update(0.25, allowed))
     assert {device for _, kinds in operations for _, _, device in kinds} == {"meta"}
     assert len(operations) > 100
-
-
-@EVERY_KIND
-def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(world, rule, pc):
-    model, update = built(world, rule, pc)
-    fill(model, 0)
-    update(1.0, torch.tensor(True))
-    places, reference = memory(update), None
-    for turn, allowed in enumerate((True, False, True), start=1):
-        fill(model, turn)
-        active = torch.tensor(allowed)
-        operations = traced(lambda turn=turn, active=active: update(1 / turn, active))
-        reference = reference or operations
-        assert operations == reference
-    assert memory(update) == places
-    active = torch.tensor(True)
-    # A step keeps its reports, which replace those of the step before; those of the first step
-    # existed before anything was counted.
-    (held, _), *later = held_and_peak_bytes(lambda: update(1.0, active), 3)
-    assert later[0] == later[1] and later[0][0] == held
-    assert tensors_left(lambda: update(1.0, active), 4) == 0
-
-
-def tensors_left(call: Callable[[], object], times: int) -> int:
-    """How many more tensors there are after `times` calls than after one."""
-
-    def alive() -> int:
-        gc.collect()
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
-
-    call()
-    before = alive()
-    for _ in range(times):
-        call()
-    return alive() - before
 
 
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
@@ -159,7 +106,7 @@ class Stream:
         other.pending = False
 
 
-@pytest.mark.parametrize("tasks", range(10))
+@pytest.mark.parametrize("tasks", [1, 3, 9])
 def test_streams_fork_from_the_captured_stream_and_join_it(monkeypatch, tasks):
     current = [Stream(captured=True)]
 

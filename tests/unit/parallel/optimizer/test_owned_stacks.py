@@ -18,7 +18,7 @@ from spectral.kernels import dispatch
 from spectral.polar import workspace
 from spectral.stepping import Units, batches
 from tests.paths import ROOT
-from training.build import config_assignments, config_routes, config_units
+from training.build import config_assignments, config_units
 from training.config import load_config
 
 CPU = torch.device("cpu")
@@ -75,17 +75,6 @@ def planned(found: list[OwnedStack], device: torch.device) -> list[list[tuple[in
     return batches(found[0].rule, [on(stack, device) for stack in found])
 
 
-def test_stacks_of_one_shorter_side_are_updated_together(listed_meta: torch.device) -> None:
-    found = stacks("tiny_sso", VOCABULARY)
-    lists = planned(found, listed_meta)
-    sides = [{min(found[i].units[0].shape) for i, _ in each} for each in lists]
-    assert all(len(each) == 1 for each in sides) and len(lists) < len(found)
-    assert len({min(each) for each in sides}) == len(lists)
-    assert sorted(i for each in lists for i, _ in each) == list(range(len(found)))
-    # On a CPU each is alone.
-    assert [len(each) for each in planned(found, CPU)] == [1] * len(found)
-
-
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_units_are_joined_and_cut_up_to_the_workspace(
     listed_meta: torch.device, device: str
@@ -111,24 +100,10 @@ def test_equal_rates_are_computed_once() -> None:
     assert len({id(lr) for lr, _ in other}) == len(other)
 
 
-def test_every_unit_has_the_rate_of_its_layer_and_role() -> None:
-    config = load_config(
-        ROOT / "configs" / "llama1b_muon.yaml",
-        [*POWER, "optimizer.roles.down.lr_factor=0.5", "optimizer.roles.down.weight_decay=0.3"],
-    )
-    base = config.optimizer
-    expected = {}
-    for unit in config_units(config):
-        group = base.matrix if unit.layer is not None and unit.is_matrix else base.scalar
-        group = {"embedding": base.embedding, "head": base.head}.get(unit.role, group)
-        by_layer = 1.0 if unit.layer is None else (unit.layer + 1) ** -0.5
-        expected[unit.name] = group.lr * (0.5 if unit.role == "down" else 1.0) * by_layer
-    routes = {row.unit: row.lr for row in config_routes(config)}
-    assert routes == pytest.approx(expected, rel=1e-12)
-    assert routes["layers.3.gate"] == 0.5 * routes["layers.0.gate"]
+def test_every_unit_has_the_rate_that_it_is_assigned() -> None:
     for stack in stacks("llama1b_muon", *POWER, "optimizer.roles.down.lr_factor=0.5"):
         assert isinstance(stack.rates.lr, torch.Tensor)
-        assert stack.rates.lr.tolist() == [routes[unit.name] for unit in stack.units]
+        assert stack.rates.lr.tolist() == [assigned.lr for assigned in stack.assigned]
 
 
 @pytest.mark.parametrize("factor", [0.37, torch.tensor(0.37), torch.tensor(0.37).double()])

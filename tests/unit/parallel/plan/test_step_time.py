@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import ModelConfig, MoEConfig
+from models.config import ModelConfig
 from parallel.plan.activation_volume import activation_traffic
 from parallel.plan.devices import DEVICES, peak_flops
 from parallel.plan.step_shape import PlanInputs, StepShape
-from parallel.plan.step_time import OptimizerLoad, stage_time, step_time
+from parallel.plan.step_time import OptimizerLoad, step_time
 
 H100 = DEVICES["h100"]
 LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_size=1024)
@@ -32,11 +32,8 @@ def sent(step, stage=0):
     return {each.kind: each.size for each in activation_traffic(step, stage)}
 
 
-def test_one_rank_sends_nothing():
-    assert sent(shape(data=1)) == {}
-
-
 def test_bytes_of_each_axis_by_hand():
+    assert sent(shape(data=1)) == {}
     tokens, width = 256, 256
     # Two blocks per layer: forward an all-gather and a reduce-scatter; backward both again, and the
     # gathered inputs once more. Embedding: both ways; head: gathered, again, and scattered.
@@ -55,32 +52,6 @@ def test_bytes_of_each_axis_by_hand():
     assert interleaved == {"pipeline activations": 3 * 4 * tokens * width * 2}
 
 
-def test_bytes_of_experts_by_hand():
-    moe = MoEConfig(experts=8, top_k=2, expert_ffn=64, dense_layers=1)
-    mixed = replace(LLAMA, family="moe", moe=moe)
-    rows = 256 * 2 * 3 // 4
-    found = sent(shape(mixed, data=4, expert=4))
-    each = 4 * 3 * 2 * rows * 256 * 2
-    assert found == {"expert dispatch": each, "expert combine": each}
-    assert sent(shape(mixed, data=4, expert=2, expert_tensor=2))["expert combine"] == 2 * each
-
-
-def test_a_known_case_of_the_236b_mixture():
-    """216,000 MiB per rank there and back: 65,536 tokens, 6 experts, 15 layers, 15 of 16 ranks."""
-    moe = MoEConfig(experts=160, top_k=6, expert_ffn=8)
-    model = replace(LLAMA, family="moe", moe=moe, layers=60, hidden=5120, heads=128, kv_heads=None)
-    step = replace(
-        shape(model, data=64, pipeline=4, expert=16),
-        micro_batch=1,
-        sequence_length=4096,
-        microbatches=16,
-    )
-    found = sent(step, stage=1)
-    assert (found["expert dispatch"] + found["expert combine"]) / 2**20 == pytest.approx(216_000)
-    traffic = {each.kind: each for each in activation_traffic(step, 1)}
-    assert traffic["expert dispatch"].across == pytest.approx(8 / 15)  # half of 16, without itself
-
-
 def test_time_has_its_parts():
     plain = step_time(shape(data=1), [NONE])
     assert plain.activations == plain.bubble == plain.recompute == plain.optimizer == 0
@@ -96,28 +67,15 @@ def test_time_has_its_parts():
     assert far.gradients > near.gradients > 0 and far.exchange > near.exchange > 0
 
 
-def test_large_products_come_near_their_share_of_the_peak():
-    model = ModelConfig(layers=1, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab_size=1024)
-    step = replace(shape(model, data=1), sequence_length=4096)
-    seconds = stage_time(step, 0).forward
-    flops = 2 * 8192 * 856_000_000
-    assert 0.5 < flops / seconds / H100.peak["bf16"] < H100.efficiency
-
-
 @pytest.mark.parametrize(
     ("device", "flops"),
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
         ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A100-PCIE-40GB", 312e12),
-        ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", None),
-        ("NVIDIA H100 PCIe", None),
         ("NVIDIA H20", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("cpu", None),
     ],
 )
 def test_peak_flops_of_the_devices_that_cuda_names(device, flops):

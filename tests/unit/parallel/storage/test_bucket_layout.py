@@ -11,8 +11,8 @@ from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
-from models.units import ALL, Unit, row_parallel_unit
-from parallel.storage.bucket_layout import BucketPlanner, local_ranges
+from models.units import Unit, row_parallel_unit
+from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.grouping import STEP_ELEMENTS, default_step_groups
 from parallel.storage.packing import Item, pack
 
@@ -139,33 +139,6 @@ def test_owner_storage_cuts_no_whole_matrix_unit(case):
             assert len(bucket_layout.holders(unit)) == 1
 
 
-@given(models(), st.integers(1, 9))
-def test_a_bucket_layout_is_the_same_every_time(case, ranks):
-    units, tensor_size = case
-    plans = [
-        BucketPlanner(ranks=ranks, elementwise=elementwise, tensor_size=tensor_size).layout(units)
-        for _ in range(2)
-    ]
-    assert plans[0] == plans[1] and plans[0].digest() == plans[1].digest()
-    other = BucketPlanner(ranks=ranks + 1, elementwise=elementwise, tensor_size=tensor_size).layout(
-        units
-    )
-    assert other.digest() != plans[0].digest()
-
-
-@pytest.mark.parametrize("storage", ["even", "owner"])
-@pytest.mark.parametrize("granularity", ["head", "group", "component", "fused"])
-def test_tensor_ranks_share_a_bucket_layout(granularity, storage):
-    model = ModelConfig(layers=3, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=40)
-    digests = {
-        BucketPlanner(ranks=4, storage=storage, elementwise=elementwise, tensor_size=4)
-        .layout(all_units(model, qkv_units=granularity, tensor_rank=rank, tensor_size=4))
-        .digest()
-        for rank in range(4)
-    }
-    assert len(digests) == 1
-
-
 def matrix(name, rows, cols):
     """A unit that is a parameter by itself."""
     return row_parallel_unit(name, name, "o", (rows, cols), 1)
@@ -186,24 +159,6 @@ def test_even_buckets_follow_backward_and_each_starts_elsewhere():
         ["layers.0.b", "layers.0.a", "layers.1.b", "layers.1.a"],
     ]
     assert [bucket.padding for bucket in bucket_layout.buckets] == [0, 0]
-
-
-def test_equal_layers_do_not_load_the_same_shard():
-    """Of sixteen layers with a large and a small matrix, no rank has every small one."""
-    units = [
-        matrix(f"layers.{i}.{name}", rows, 16)
-        for i in range(16)
-        for name, rows in (("small", 1), ("a", 40), ("b", 40), ("c", 40))
-    ]
-    bucket_layout = plan(units, 4, storage="even", bucket_numel=1936, alignment=64)
-    small = [min(bucket_layout.holders(unit)) for unit in units if unit.name.endswith("small")]
-    assert len(bucket_layout.buckets) == 16 and max(small.count(rank) for rank in range(4)) <= 8
-
-
-def test_buckets_close_at_the_given_size():
-    units = [matrix(f"layers.{i}.{name}", 10, 10) for i in range(2) for name in "abc"]
-    bucket_layout = plan(units, 1, bucket_numel=200)
-    assert [len(bucket.slots) for bucket in bucket_layout.buckets] == [2, 1, 2, 1]
 
 
 def test_preconditioned_parameters_have_buckets_of_their_own():
@@ -239,36 +194,12 @@ def test_auto_pads_only_for_less_than_the_exchange_costs():
         assert (bucket_layout.buckets[0].storage, bucket_layout.padding) == (chosen, padding)
 
 
-def test_elementwise_parameters_fill_gaps():
-    """Two matrices of 6 and a vector of 4 on two ranks: [6 2][2 6], the vector over the border."""
-    units = [
-        matrix("a", 6, 1),
-        Unit(name="g", parameter="g", role="gain", view_shape=(4,), index=(ALL,), axes=(4,)),
-        matrix("b", 6, 1),
-    ]
-    bucket_layout = plan(units, 2, storage="owner")
-    assert bucket_layout.padding == 0
-    assert all(len(bucket_layout.holders(unit)) == 1 for unit in units if unit.name != "g")
-
-
 def test_alignment_is_of_shards_and_yields_to_padding():
     units = [matrix("a", 100, 100)]
     aligned = plan(units, 4, storage="even", alignment=16)
     assert aligned.shard_numel(0) % 16 == 0 and aligned.padding == 48
     yielding = plan(units, 40, storage="even", alignment=64)
     assert yielding.shard_numel(0) == 256  # 250 rounded up to 8, not to 64
-
-
-def test_local_ranges_merge_what_is_contiguous():
-    def unit(shape, *index):
-        return Unit(name="u", parameter="p", role="q", view_shape=shape, index=index, axes=(1, 1))
-
-    assert local_ranges(unit((4, 6), ALL)) == [(0, 24)]
-    assert local_ranges(unit((4, 6), 2)) == [(12, 6)]
-    assert local_ranges(unit((4, 6), slice(1, 3))) == [(6, 12)]
-    assert local_ranges(unit((4, 6), ALL, 1)) == [(1, 1), (7, 1), (13, 1), (19, 1)]
-    assert local_ranges(unit((2, 3, 5), ALL, slice(0, 2))) == [(0, 10), (15, 10)]
-    assert local_ranges(unit((1, 3, 5), ALL, 2)) == [(10, 5)]
 
 
 @pytest.mark.parametrize(
@@ -286,11 +217,6 @@ def test_units_must_agree_about_their_parameter():
     liar = Unit(**{**vars(b), "parameter": "a"})
     with pytest.raises(ValueError, match=r"units of a must agree about its size, got \[4, 9\]"):
         plan([a, liar], 1)
-
-
-def test_a_unit_of_another_stage_is_refused():
-    with pytest.raises(KeyError, match="b"):
-        plan([matrix("a", 2, 2)], 1).spans(matrix("b", 2, 2))
 
 
 @pytest.mark.parametrize(
