@@ -110,12 +110,12 @@ class MoEConfig(Section):
         if self.experts % groups:
             yield f"expert_groups must divide experts = {self.experts}, got {groups}"
             return
-        each = self.experts // groups
+        size = self.experts // groups
         if not 1 <= used <= groups:
             yield f"top_groups must be in [1, expert_groups = {groups}], got {used}"
-        elif not used <= self.top_k <= used * each:
+        elif not used <= self.top_k <= used * size:
             yield (
-                f"top_k must be from top_groups = {used} to the {used * each} experts of so many "
+                f"top_k must be from top_groups = {used} to the {used * size} experts of so many "
                 f"groups, got {self.top_k}"
             )
 

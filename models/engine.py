@@ -60,7 +60,7 @@ def check_engine() -> str | None:
 def accepts(function: Callable[..., Any], keyword: str) -> bool:
     """Return whether `function` takes the argument `keyword`."""
     parameters = inspect.signature(function).parameters.values()
-    return any(each.name == keyword or each.kind is each.VAR_KEYWORD for each in parameters)
+    return any(keyword == one.name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def own_writer(save: Callable[..., Any]) -> dict[str, str]:

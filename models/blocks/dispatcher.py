@@ -93,7 +93,7 @@ class SortedDispatcher(MoETokenDispatcher):
         incoming = torch.empty_like(outgoing)
         all_to_all_single(incoming, outgoing.contiguous(), group=self.tp_ep_group)
         out, into = self.counts_on_host(outgoing, incoming)
-        self.sent, self.received = ([sum(each) for each in side] for side in (out, into))
+        self.sent, self.received = ([sum(counts) for counts in side] for side in (out, into))
         self.rows = incoming.sum(0)
         if self.on_host:
             self.rows = torch.tensor(into).sum(0)
@@ -146,8 +146,8 @@ class SortedDispatcher(MoETokenDispatcher):
     def _exchange(self, rows: Tensor) -> Tensor:
         """Rows that other ranks have for this one; each expert's go to all ranks with a part."""
         if self.tp_size > 1:
-            each = rows.split(self.sent[:: self.tp_size])
-            rows = torch.cat([part for part in each for _ in range(self.tp_size)])
+            parts = rows.split(self.sent[:: self.tp_size])
+            rows = torch.cat([part for part in parts for _ in range(self.tp_size)])
         return all_to_all(self.tp_ep_group, rows, self.received, self.sent)
 
     def _arrival(self, incoming: Tensor) -> Tensor:

@@ -113,8 +113,8 @@ class Architecture:
     def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:
         """Yield (rule, value) of each, e.g. ("qk_norm must be false", "true")."""
         if _hidden_act(model) is None:
-            known = " or ".join(name for name, each in ACTIVATIONS.items() if each.hugging_face)
-            yield f"activation must be {known}", model.activation
+            names = " or ".join(name for name, known in ACTIVATIONS.items() if known.hugging_face)
+            yield f"activation must be {names}", model.activation
         if self.qk_norm not in (None, model.qk_norm):
             yield f"qk_norm must be {str(self.qk_norm).lower()}", str(model.qk_norm).lower()
         if self.whole_heads and model.hidden % model.heads:
@@ -150,7 +150,7 @@ def _gemma2_settings(model: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_size,
         "attn_logit_softcapping": model.attention_softcap,
         "final_logit_softcapping": model.final_softcap,
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in windows],
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
     if model.sliding_window is not None:
         settings["sliding_window"] = model.sliding_window

@@ -29,7 +29,7 @@ def architecture(model: ModelConfig) -> Architecture:
         raise InexpressibleError(
             f"model.family must have a class in transformers to be exported, got {family.name}"
         )
-    nearest = min(family.hugging_face, key=lambda each: len(each.obstacles(model)))
+    nearest = min(family.hugging_face, key=lambda kind: len(kind.obstacles(model)))
     obstacles = nearest.obstacles(model)
     if obstacles:
         raise InexpressibleError("; ".join(obstacles))

@@ -222,9 +222,9 @@ class PendingSave:
         """Write the index of all files, the plain values and the format; on rank 0."""
         torch.save(self._common, self.folder / COMMON_STATE_FNAME)
         index = self._plan.writer(self.folder)
-        index.finish(self._plan.metadata, [each.index for each in written])
+        index.finish(self._plan.metadata, [part.index for part in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
-        files = {name: facts for each in written for name, facts in each.files.items()}
+        files = {name: facts for part in written for name, facts in part.files.items()}
         for path in sorted(self.folder.iterdir()):
             if path.name not in files:
                 sync(path)

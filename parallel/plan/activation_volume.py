@@ -34,7 +34,7 @@ def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
     """
     kinds = [_tensor(shape, stage), _context(shape, stage), _pipeline(shape, stage)]
     kinds += _experts(shape, stage)
-    return [each for each in kinds if each.size]
+    return [traffic for traffic in kinds if traffic.size]
 
 
 def _tensor(shape: StepShape, stage: int) -> Traffic:
@@ -58,12 +58,12 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
             once = (3 if column else 2) + again
             if not sequence:  # an all-reduce sends twice
                 once = 2 if column else 2 * (1 + again)
-            each = weight.cols if column else weight.rows
-            times[each] = times.get(each, 0) + once
+            side = weight.cols if column else weight.rows
+            times[side] = times.get(side, 0) + once
         latent = shape.model.latent
         if latent is not None:
             times[latent.rope_head_dim] = 2 + (sequence and inputs.recompute == "full")
-        width += number * sum(each * count for each, count in times.items())
+        width += number * sum(side * count for side, count in times.items())
         calls += number * sum(times.values())
     for chunk in shape.chunks(stage):
         if chunk.embedding:

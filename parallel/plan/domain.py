@@ -147,7 +147,7 @@ class DomainPlan:
         )
         # Owners keep the masters of parameters in 16 bits.
         exchanged = self._kept_by_owners() if inputs.dtype.itemsize >= 4 else ()
-        penalised = [name for name, each in self.assigned.items() if each.penalty is not None]
+        penalised = [name for name, unit in self.assigned.items() if unit.penalty is not None]
         return {
             "reduce-scatter": np.full(ranks, others * 4),
             "all-gather": np.full(ranks, others * inputs.dtype.itemsize),
@@ -163,8 +163,8 @@ class DomainPlan:
 
     def _kept_by_owners(self) -> Iterator[str]:
         """Names of the units whose weights their owners step, PC layers left out."""
-        for name, each in self.assigned.items():
-            if each.has_owner and each.pc is None:
+        for name, assigned in self.assigned.items():
+            if assigned.has_owner and assigned.pc is None:
                 yield name
 
     def _weight_bytes(self, owners: Owners) -> np.ndarray:

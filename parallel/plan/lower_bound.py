@@ -44,8 +44,8 @@ def least_seconds(shape: StepShape, owned_flops: float) -> float:
     )
     parts = [_parts(shape, stage, time) for stage, time in enumerate(times)]
     optimizer = max(*parts, sum(parts) / len(parts) + rules, 0.0)
-    slowest = max(each.total for each in times)
-    bubble = (sum(each.total for each in times) - slowest) / shape.inputs.virtual_pipeline
+    slowest = max(stage.total for stage in times)
+    bubble = (sum(stage.total for stage in times) - slowest) / shape.inputs.virtual_pipeline
     return shape.microbatches * slowest + bubble + optimizer
 
 

@@ -163,9 +163,9 @@ class Plan:
         figures = asdict(self)
         for stage, content in zip(self.stages, figures["stages"], strict=True):
             content["memory"]["total"] = stage.memory.total
-            content["sent"] |= {each.kind: int(each.size) for each in stage.traffic}
+            content["sent"] |= {traffic.kind: int(traffic.size) for traffic in stage.traffic}
             content["sent_across_nodes"] = {
-                each.kind: int(each.size * each.across) for each in stage.traffic
+                traffic.kind: int(traffic.size * traffic.across) for traffic in stage.traffic
             }
             del content["traffic"]
         return figures | {
@@ -203,7 +203,7 @@ def with_traffic(planned: StagePlan, shape: StepShape) -> StagePlan:
     for kind, size in planned.sent.items():
         if kind in ("reduce-scatter", "all-gather"):
             of_domain = planned.reduced if kind == "reduce-scatter" else planned.gathered
-            across = sum(shape.links(d).ring_across * each for d, each in of_domain.items())
+            across = sum(shape.links(d).ring_across * size for d, size in of_domain.items())
             traffic.append(Traffic(kind, size, 0, shape.links("dense"), across / max(size, 1)))
         elif size:
             links = shape.links("stage")
@@ -268,11 +268,11 @@ def plan_stage(
     ranks = inputs.stage_ranks * inputs.pipeline
     for kind, size in sums.items():
         sent[kind] = np.full(inputs.stage_ranks, 2 * size * (ranks - 1) // ranks)
-    always = [each for kind, each in sent.items() if kind not in PENALTY_KINDS]
+    always = [size for kind, size in sent.items() if kind not in PENALTY_KINDS]
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
     kept = np.sum([part.kept for part in parts], axis=0)
-    placed = [each for part in parts for each in part.placed]
+    placed = [placement for part in parts for placement in part.placed]
     return StagePlan(
         stage=stage,
         parameters=numel - padding,
@@ -282,12 +282,12 @@ def plan_stage(
             layout.numel // part.domain.inputs.data
             for layout, part in zip(layouts, parts, strict=True)
         ),
-        units=sum(len(each.owners) for each in placed),
+        units=sum(len(placement.owners) for placement in placed),
         load_max=float(loads.max()),
         load_mean=float(loads.mean()),
-        load_bound=max(each.bound for each in placed),
+        load_bound=max(placement.bound for placement in placed),
         load_unit=max((work.cost for part in parts for work in part.domain.works), default=0.0),
-        sent={kind: int(each.max()) for kind, each in sent.items()},
+        sent={kind: int(sizes.max()) for kind, sizes in sent.items()},
         reduced={name: float(p.sent["reduce-scatter"].max()) for name, p in domains.items()},
         gathered={name: float(p.sent["all-gather"].max()) for name, p in domains.items()},
         sent_max=int(np.sum(always, axis=0).max()),
@@ -325,26 +325,26 @@ class _Placed:
             loads: place(inputs.placement, domain.works, inputs.stage_ranks, base=loads)
             for loads in dict.fromkeys(bases)
         }
-        owners = {loads: placed.owners for loads, placed in unlike.items()}
+        owners_at = {loads: placed.owners for loads, placed in unlike.items()}
 
         def of_stage(values: dict[tuple[float, ...], ArrayLike]) -> np.ndarray:
             columns = [np.reshape(values[loads], (-1, inputs.tensor)) for loads in bases]
             return np.stack(columns, axis=1).reshape(-1)
 
         def figure(of: Callable[[Owners], ArrayLike]) -> np.ndarray:
-            return of_stage({loads: of(each) for loads, each in owners.items()})
+            return of_stage({loads: of(owners) for loads, owners in owners_at.items()})
 
-        sent = {loads: domain.sent(each) for loads, each in owners.items()}
+        sent = {loads: domain.sent(owners) for loads, owners in owners_at.items()}
         self.domain = domain
         self.placed: list[Placement] = [unlike[loads] for loads in bases]
         self.loads = of_stage({loads: placed.loads for loads, placed in unlike.items()})
         self.sent = {
-            kind: of_stage({loads: each[kind] for loads, each in sent.items()})
+            kind: of_stage({loads: sizes[kind] for loads, sizes in sent.items()})
             for kind in sent[bases[0]]
         }
         self.state, self.kept = figure(domain.state), figure(domain.kept)
-        self.buffers = max(domain.transient(each) for each in owners.values())
-        self.penalty = max(domain.penalty(each) for each in owners.values())
+        self.buffers = max(domain.transient(owners) for owners in owners_at.values())
+        self.penalty = max(domain.penalty(owners) for owners in owners_at.values())
         itemsize, data = inputs.dtype.itemsize, inputs.data
         self.elements = layout.numel // data
         stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_by_owners)

@@ -176,8 +176,8 @@ def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
     assert model.moe is not None
     rows, cols = weight.local(inputs.expert_tensor)
     local = model.moe.experts // inputs.expert
-    each = shape.pairs * inputs.expert / model.moe.experts
-    return local * product_seconds(shape.device, shape.operands, each, cols, rows)
+    rows_of_expert = shape.pairs * inputs.expert / model.moe.experts
+    return local * product_seconds(shape.device, shape.operands, rows_of_expert, cols, rows)
 
 
 def attention_seconds(shape: StepShape, layer: int) -> float:
@@ -216,13 +216,13 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
     forward, backward, recompute = 0.0, summed, 0.0
     for layer, number in shape.kinds(stage).items():
         seconds = [(w, weight_seconds(shape, w)) for w in layer_weights(model, layer).weights]
-        products, attention = sum(each for _, each in seconds), attention_seconds(shape, layer)
+        products, attention = sum(s for _, s in seconds), attention_seconds(shape, layer)
         moved = copied * layer_elements(shape, layer)
         if model.mixture(layer) is not None:
             moved += MIXTURE_LAUNCHES * device.launch_seconds
         least = LAYER_LAUNCHES * device.launch_seconds
         ahead = products + attention + max(FORWARD * moved, least)
-        block = sum(each for weight, each in seconds if weight.block)
+        block = sum(s for weight, s in seconds if weight.block)
         forward += number * ahead
         backward += number * (
             2 * products + 2.5 * attention + max((1 - FORWARD) * moved, 2 * least)
@@ -239,9 +239,8 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
         forward += head + FORWARD * logits
         backward += 2 * head + (1 - FORWARD) * logits
         recompute += 0.0 if inputs.loss_chunk is None else head
-    sending = {
-        each.kind: each.seconds / shape.microbatches for each in activation_traffic(shape, stage)
-    }
+    sent = activation_traffic(shape, stage)
+    sending = {traffic.kind: traffic.seconds / shape.microbatches for traffic in sent}
     return StageTime(forward, backward, recompute, sending)
 
 
@@ -251,10 +250,10 @@ def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
     All stages wait for the one whose optimizer is slowest.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
-    slowest = max(times, key=lambda each: each.total)
+    slowest = max(times, key=lambda stage: stage.total)
     count = shape.microbatches
-    bubble = sum(each.total for each in times) - slowest.total
-    parts = [optimizer_parts(shape, *each) for each in zip(times, loads, strict=True)]
+    bubble = sum(stage.total for stage in times) - slowest.total
+    parts = [optimizer_parts(shape, *both) for both in zip(times, loads, strict=True)]
     gradients, weights, exchange, optimizer = max(parts, key=sum)
     return StepTime(
         forward=count * slowest.forward,
@@ -277,7 +276,7 @@ def optimizer_parts(
 
     def ring(sizes: Mapping[Replicas, float]) -> float:
         links = {domain: shape.links(domain) for domain in sizes}
-        return sum(links[each].seconds(sizes[each], links[each].ring_across) for each in sizes)
+        return sum(links[d].seconds(size, links[d].ring_across) for d, size in sizes.items())
 
     reduced, gathered = ring(load.gradients), ring(load.weights)
     groups = shape.inputs.step_groups or default_step_groups(int(load.elements))
