@@ -418,7 +418,7 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
     Raises ConfigError without a tokenizer to write them with.
     """
     section = config.validation
-    if section.samples_interval == 0:
+    if section.samples_interval == 0 or not validation:
         return None
     source = config.data.tokenizer or data_manifest(config)
     if source is None:

@@ -32,9 +32,9 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
     except (StateError, CheckpointException, CheckpointingException) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ResumeError(f"{info.path} cannot be loaded: {reason}") from error
-    if extra["step"] != info.step:
+    if extra.get("step") != info.step:
         raise ResumeError(
-            f"{info.path}: the step of the state must be {info.step}, got {extra['step']}"
+            f"{info.path}: the step of the state must be {info.step}, got {extra.get('step')}"
         )
     check_replicas(trainer.model)
     try:

@@ -90,6 +90,9 @@ def untrusted(folder: str | Path) -> Iterator[str]:
         yield str(error)
     path = Path(folder) / COMMON_STATE_FNAME
     try:
-        torch.load(path, weights_only=True)
+        common = torch.load(path, weights_only=True)
     except Exception as error:
-        yield f"{path} is not trusted: {str(error).splitlines()[0]}"
+        yield f"{path} is not trusted: {(str(error) or 'it is empty').splitlines()[0]}"
+    else:
+        if not isinstance(common, dict) or not isinstance(common.get("extra"), dict):
+            yield f"{path} must be a mapping with a mapping 'extra'"

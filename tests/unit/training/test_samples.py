@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts.huggingface.export import Options, export
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
+from training.build import build_sampler
 from training.config import Config
 from training.errors import ConfigError
 from training.run import train
@@ -63,3 +64,8 @@ def test_samples_without_a_tokenizer_are_refused(world, folder) -> None:
     config = tiny_config(folder, validation__samples_interval=2, validation__samples_tokens=4)
     with pytest.raises(ConfigError, match="samples_interval needs data.tokenizer, as there is no"):
         train(config, world)
+
+
+def test_without_validation_sets_there_are_none(folder) -> None:
+    config = tiny_config(folder, validation__samples_interval=2, validation__samples_tokens=4)
+    assert build_sampler(config, []) is None

@@ -140,15 +140,23 @@ def refused(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     return said
 
 
+GENERATORS = {"python": 1, "numpy": [], "torch": 2, "cuda": 3}
+
+
 @pytest.mark.parametrize(
-    "generators", [b"", b"text", [{}], [7], [{"python": 1, "numpy": [], "torch": 2, "cuda": 3}]]
+    ("name", "content"),
+    [
+        *(("rng.pt", content) for content in (b"", b"text", [{}], [7], [GENERATORS])),
+        *(("state/common.pt", content) for content in (b"", [1], {}, {"schema": 1, "extra": [1]})),
+        ("state/common.pt", {"schema": 1, "extra": {}}),
+    ],
 )
-def test_generators_of_another_form_are_a_line(generators, saved, checkpoint, tmp_path, capsys):
-    if not isinstance(generators, bytes):
-        torch.save(generators, file := io.BytesIO())
-        generators = file.getvalue()
-    forge(checkpoint, "rng.pt", generators)
-    assert "step_00000001/rng.pt" in refused(saved, tmp_path, capsys)
+def test_values_of_another_form_are_a_line(name, content, saved, checkpoint, tmp_path, capsys):
+    if not isinstance(content, bytes):
+        torch.save(content, file := io.BytesIO())
+        content = file.getvalue()
+    forge(checkpoint, name, content)
+    assert "step_00000001" in refused(saved, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 60])
