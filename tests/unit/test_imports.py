@@ -6,7 +6,7 @@ Inside a package imports climb no floor and never go in a circle. Starting impor
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -49,23 +49,25 @@ FLOORS = {
 other."""
 
 
-def imported(source: str, place: str = "") -> Iterator[str]:
+@cache
+def imported(source: str, place: str = "") -> list[str]:
     """Dotted names that `source` imports or, under torch, reaches as attributes.
 
     `place` is the file's path relative to the root, from which relative imports start.
     """
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = place.split("/")[: -node.level] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            found += [f"{module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id == "torch":
-                yield f"torch.{node.attr}"
+            found += [f"torch.{node.attr}"] if node.value.id == "torch" else []
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            found += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+    return found
 
 
 def within(name: str, module: str) -> bool:
@@ -119,7 +121,7 @@ def test_an_optional_package_is_imported_in_one_file(root: Path, module: str) ->
     users = [
         place
         for place, text in files(root).items()
-        if any(within(name, module) for name in imported(text))
+        if any(within(name, module) for name in imported(text, place))
     ]
     assert len(users) <= 1, f"{module} is imported by {', '.join(users)}"
 
