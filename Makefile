@@ -26,7 +26,6 @@ NPROC ?= 2
 ARGS ?=
 JOBS ?= 1
 CORPUS_ARGS ?=
-REPAIRS ?=
 STUDIES ?= llama qwen3
 
 ENGINE ?= 0.19.2
@@ -126,7 +125,7 @@ slow-engine: .engines/$(ENGINE)
 
 # Not part of `make test`: it needs root and takes many minutes. Says what is missing where it cannot run.
 test-cluster: $(SETUP)  ## lose ranks, nodes and links of two nodes in namespaces, with and without SLURM: as root, 20 minutes
-	REPAIRS="$(REPAIRS)" $(PY) -m pytest -q -s -rs --durations=5 tests/cluster
+	$(PY) -m pytest -q -s -rs --durations=5 tests/cluster
 
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 ALLOWED: dict[str, float] = {
-    "tests/distributed/": 120.0,  # each starts its ranks anew, for every layout that it compares
-    "tests/rehearsal/": 150.0,  # a process for each rank that differs
-    "tests/smoke/": 90.0,  # whole runs, as a user starts them
+    "tests/distributed/": 85.0,  # each starts ranks, for every layout that it compares
+    "tests/rehearsal/": 80.0,  # a process for each rank that differs
+    "tests/smoke/": 60.0,  # whole runs, as a user starts them
     "tests/unit/scripts/test_export.py": 30.0,  # runs, and transformers' models of what they save
     "tests/unit/scripts/test_kills.py": 60.0,  # four commands, whole, killed and given again
     "tests/unit/scripts/test_paper.py": 40.0,  # every command of the papers' page is read

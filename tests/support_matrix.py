@@ -13,7 +13,7 @@ from typing import Any
 from models.families import FAMILIES as ALL
 from tests.families import overrides, settings
 from tests.run_configs import tiny_config
-from training.config import Config, InvalidConfigError, check
+from training.config import InvalidConfigError, check
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
@@ -32,7 +32,7 @@ SHAPE = {
 FAMILIES = tuple(name for name, family in ALL.items() if family.same_layers_as is None)
 """Families with layers of their own: the columns."""
 
-CHANGES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "`sequence: false`": {"parallel__sequence": False},
     "first stage 1 layer": {"parallel__first_stage_layers": 1},
     "recompute selective": {"train__recompute": "selective"},
@@ -41,84 +41,67 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bf16": {"train__precision": "bf16"},
     "fp8 on `sdpa`": {"train__precision": "bf16", "train__fp8": "hybrid"},
 }
-"""What the words of a row change beside the layout."""
-
-AXES = {"virtual": "virtual_pipeline", "expert tensor": "expert_tensor"}
-ROWS = (
-    "data 4",
-    "tensor 2",
-    "tensor 2, `sequence: false`",
-    "pipeline 4",
-    "pipeline 2",
-    "pipeline 2, virtual 2",
-    "pipeline 2, first stage 1 layer",
-    "pipeline 2, virtual 2, first stage 1 layer",
-    "context 2",
-    "expert 4",
-    "expert 2",
-    "expert tensor 2",
-    "expert tensor 4",
-    "expert 2, expert tensor 2",
-    "tensor 2, pipeline 2",
-    "tensor 2, pipeline 2, virtual 2",
-    "tensor 2, context 2",
-    "tensor 2, expert 4",
-    "tensor 2, expert 2, expert tensor 2",
-    "pipeline 2, virtual 2, expert tensor 2",
-    "context 2, expert tensor 2",
-    "pipeline 2, context 2",
-    "pipeline 2, virtual 2, expert 2",
-    "context 2, expert 4",
-    "tensor 2, pipeline 2, expert 2",
-    "pipeline 2, context 2, expert 2",
-    "tensor 2, pipeline 2; recompute selective",
-    "tensor 2, context 2; recompute full",
-    "pipeline 2, virtual 2; recompute full",
-    "tensor 2, pipeline 2, virtual 2; compile",
-    "context 2, expert tensor 2; compile, recompute full",
-    "tensor 2, pipeline 2; bf16",
-    "tensor 2, expert 2; bf16, recompute full",
-    "data 4; fp8 on `sdpa`",
-)
+"""What a row may have besides sizes of axes."""
 
 
-def row_of(text: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the layout and the other changes that a row names."""
-    layout: dict[str, int] = {}
-    changes: dict[str, Any] = {}
-    for words in re.split("[,;] ", text):
-        if words in CHANGES:
-            changes |= CHANGES[words]
-        else:
-            axis, size = words.rsplit(" ", 1)
-            layout[AXES.get(axis, axis)] = int(size)
-    layout.pop("data", None)  # what the others leave
+def row_of(name: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the layout and the changed keys that a row's name says."""
+    layout, changes = {}, {}
+    for part in re.split("[,;] ", name):
+        if part in MODES:
+            changes |= MODES[part]
+        elif not part.startswith("data "):
+            axis, size = part.rsplit(" ", 1)
+            axis = "virtual_pipeline" if axis == "virtual" else axis.replace(" ", "_")
+            layout[axis] = int(size)
     return layout, changes
 
 
-def config_of(
-    folder: str, family: str, row: str, ranks: int = RANKS, precision: str | None = None
-) -> Config:
-    """Return the config of a cell, on one rank that of the run it must equal.
-
-    Raises InvalidConfigError if it is refused.
-
-    precision    instead of the row's own
-    """
-    layout, changes = row_of(row)
-    if ranks == 1:
-        layout = {}
-        changes = {key: value for key, value in changes.items() if key == "train__precision"}
-    if precision is not None:
-        changes = {**changes, "train__precision": precision}
-    config = tiny_config(
-        folder,
-        "muon",
-        **SHAPE | overrides(settings(family)) | changes,
-        **{f"parallel__{key}": value for key, value in layout.items()},
+ROWS = {
+    name: row_of(name)
+    for name in (
+        "data 4",
+        "tensor 2",
+        "tensor 2, `sequence: false`",
+        "pipeline 4",
+        "pipeline 2",
+        "pipeline 2, virtual 2",
+        "pipeline 2, first stage 1 layer",
+        "pipeline 2, virtual 2, first stage 1 layer",
+        "context 2",
+        "expert 4",
+        "expert 2",
+        "expert tensor 2",
+        "expert tensor 4",
+        "expert 2, expert tensor 2",
+        "tensor 2, pipeline 2",
+        "tensor 2, pipeline 2, virtual 2",
+        "tensor 2, context 2",
+        "tensor 2, expert 4",
+        "tensor 2, expert 2, expert tensor 2",
+        "pipeline 2, virtual 2, expert tensor 2",
+        "context 2, expert tensor 2",
+        "pipeline 2, context 2",
+        "pipeline 2, virtual 2, expert 2",
+        "context 2, expert 4",
+        "tensor 2, pipeline 2, expert 2",
+        "pipeline 2, context 2, expert 2",
+        "tensor 2, pipeline 2; recompute selective",
+        "tensor 2, context 2; recompute full",
+        "pipeline 2, virtual 2; recompute full",
+        "tensor 2, pipeline 2, virtual 2; compile",
+        "context 2, expert tensor 2; compile, recompute full",
+        "tensor 2, pipeline 2; bf16",
+        "tensor 2, expert 2; bf16, recompute full",
+        "data 4; fp8 on `sdpa`",
     )
-    check(config, ranks)
-    return config
+}
+"""Layout and changed keys of each row."""
+
+
+def keys_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the config keys of a tiny run of a family, with changes."""
+    return SHAPE | overrides(settings(family)) | changes
 
 
 def cells() -> dict[tuple[str, str], str]:
@@ -131,8 +114,10 @@ def cells() -> dict[tuple[str, str], str]:
 
 def refusal(folder: str, family: str, row: str) -> str:
     """Return what the checks say of a cell, its own values left out."""
+    layout, changes = ROWS[row]
+    placed = {f"parallel__{key}": value for key, value in layout.items()}
     try:
-        config_of(folder, family, row)
+        check(tiny_config(folder, "muon", **keys_of(family, changes), **placed), RANKS)
     except InvalidConfigError as error:
         said = re.sub(r", got .*", "", error.problems[0])
         return said.replace(f"model.family {family}", "model.family FAMILY")

@@ -1,17 +1,13 @@
-"""The cluster of all tests of this folder, and the times in which runs were repaired."""
+"""The cluster of all tests of this folder, and the clone that they run in."""
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from scripts.bench.measure import record, write_json
 from tests.cluster.cluster import Cluster, missing
-from tests.cluster.repairs import Repairs
 from tests.paths import ROOT
 
 
@@ -36,14 +32,3 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             shutil.copy2(ROOT / name, folder / name)
     return folder
-
-
-@pytest.fixture(scope="session")
-def repairs() -> Iterator[Repairs]:
-    """Times of repairs, which go to the file that REPAIRS names."""
-    collected = Repairs()
-    yield collected
-    path = os.environ.get("REPAIRS")
-    if path and collected.taken:
-        content = {"command": f"make test-cluster REPAIRS={path}", "repairs": collected.taken}
-        write_json(Path(path), record("make test-cluster", [], torch.device("cpu"), content))

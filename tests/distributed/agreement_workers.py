@@ -42,7 +42,7 @@ def ended(config: str, overrides: list[list[str]]) -> None:
 def with_a_hanging_rank(folder: str) -> str:
     """Return what this rank's run says when rank 1 of 3 hangs after the second step, until the
     others have ended."""
-    groups = process_groups.initialize(timeout_seconds=20)
+    groups = process_groups.initialize(timeout_seconds=60)
     config = read_config(folder, log__interval=1, train__global_batch=6)
     ended = [Path(folder) / f"ended {rank}" for rank in (0, 2)]
 

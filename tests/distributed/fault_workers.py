@@ -1,23 +1,17 @@
-"""Kills a save, or fills the disk, at every point where the save touches the disk.
+"""Kills a save, or fills the disk, at every point where the save touches the disk, or makes a
+folder of the run read-only.
 
-Some faults are real: runs in folders that are full or read-only.
-
-    python -m tests.distributed.fault_workers FOLDER STRIDE
-
-FOLDER holds a token set; every STRIDE-th point is met. For every fault a process that has no
-process group yet is forked: the fork continues a run from its checkpoint of step 2 and meets the
-fault while it saves step 3. A second fork then continues the run to step 4. The outcome of every
-fault goes to report.json.
+For every fault a process that has no process group yet is forked: the fork continues a run from its
+checkpoint of step 2 and meets the fault while it saves step 3. A second fork then continues the run
+to step 4.
 """
 
-import ctypes
 import errno
 import functools
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -47,19 +41,13 @@ SETTINGS = [
 FULL_DISKS = 4  # every so many points are met with a full disk too
 ENTRIES = 8  # every so many tensors of a file are a point of their own
 
-NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)
-READ_ONLY = "mount --bind '{0}' '{0}' && mount -o remount,ro,bind '{0}'"
-FULL = "mount -t tmpfs -o size={1}k tmpfs '{0}' && cp -a '{2}/.' '{0}'"
-PLACES = {
-    "full file system": FULL,
-    "read-only run folder": READ_ONLY,
-    "read-only checkpoints": READ_ONLY,
-}
+ERRORS = {"full disk": errno.ENOSPC, "read-only": errno.EROFS}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when the trainer or its writer touches the disk for the `point`-th time."""
+    """What happens when the trainer or its writer touches the disk for the `point`-th time, or, if
+    the action is "read-only", from then on."""
 
     process: str
     point: int
@@ -67,10 +55,7 @@ class Fault:
 
 
 class Disk:
-    """Counts how often this process and its writer touch the checkpoints on the disk.
-
-    It acts when the fault's point is reached.
-    """
+    """Counts how often this process and its writer touch a folder, and acts at a fault's point."""
 
     def __init__(self, place: Path, fault: Fault | None) -> None:
         self.place = str(place)
@@ -93,10 +78,13 @@ class Disk:
         self.counts[process] += 1
         if self.fault is None:
             Path(f"{self.place}.{process}").write_text(str(self.counts[process]))
-        elif (process, self.counts[process]) == (self.fault.process, self.fault.point):
+        elif self.fault.action == "read-only" or (
+            (process, self.counts[process]) == (self.fault.process, self.fault.point)
+        ):
             if self.fault.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.place)
+            code = ERRORS[self.fault.action]
+            raise OSError(code, os.strerror(code), self.place)
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Count what Python asks of the operating system."""
@@ -136,38 +124,30 @@ def forked(call: Callable[[], int], output: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def own_mounts() -> bool:
-    """Whether this process, a fork with one thread, may mount for itself alone."""
-    user, group = os.getuid(), os.getgid()
-    if ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS) != 0:
-        return False
-    maps = {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}
-    for file, text in maps.items():
-        Path(f"/proc/self/{file}").write_text(text)
-    command = ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    return subprocess.run(command, capture_output=True).returncode == 0
-
-
 class Runs:
     """The run that meets faults, and the one that meets none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         tiny_config(str(folder), "adamw")
-        self.start("whole", END)
-        self.start("good", GOOD)
+        for name, step in (("whole", END), ("good", GOOD)):
+            code, said = self.start(name, step)
+            assert code == 0, said
         self.expected = {step: state_of(folder / "whole", step) for step in (FAULTY, END)}
         self.metrics = metrics_of(folder / "whole")
 
     def start(
-        self, name: str, step: int, fault: Fault | None = None, *, watch: bool = False
+        self, name: str, step: int, fault: Fault | None = None, watched: str | None = None
     ) -> Any:
-        """Start the run `name` in a fork, up to `step`; returns how it ended and what it said."""
+        """Start the run `name` in a fork, up to `step`; returns how it ended and what it said.
+
+        watched    folder in that of the run in which the fault may happen
+        """
         run_dir = self.folder / name
 
         def run() -> int:
-            if watch:
-                Disk(run_dir / "checkpoints", fault)
+            if watched is not None:
+                Disk(run_dir / watched, fault)
             config = ["--config", str(self.folder / "config.yaml"), f"run.dir={run_dir}"]
             return pretrain.main([*config, *SETTINGS, f"train.exit_step={step}"])
 
@@ -177,42 +157,29 @@ class Runs:
     def points(self) -> dict[str, int]:
         """Number of points of a save in each process."""
         shutil.copytree(self.folder / "good", self.folder / "counted")
-        code, said = self.start("counted", FAULTY, watch=True)
+        code, said = self.start("counted", FAULTY, None, "checkpoints")
         assert code == 0, said
         place = self.folder / "counted" / "checkpoints"
         return {name: int(Path(f"{place}.{name}").read_text()) for name in ("trainer", "writer")}
 
     def meet(self, fault: Fault, name: str) -> dict[str, Any]:
         """Let the run `name` meet the fault, start it again, and report what became of it."""
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        shutil.copytree(self.folder / "good", self.folder / name)
-        code, said = self.start(name, FAULTY, fault, watch=True)
+        self.copy_good(name)
+        code, said = self.start(name, FAULTY, fault, "checkpoints")
         killed = -signal.SIGKILL if fault == Fault("trainer", fault.point, "kill") else None
         return {"fault": vars(fault), **self.verdict(name, code, said, killed)}
 
-    def suffer(self, place: str, name: str) -> dict[str, Any]:
-        """Start the run `name` in a bad place, then in a good one, and report what became of it."""
-        good, folder = self.folder / "good", self.folder / name
-        shutil.copytree(good, folder)
-        used = sum(-(-path.stat().st_size // 4096) * 4 for path in good.rglob("*"))
-        part = folder / "checkpoints" if place.endswith("checkpoints") else folder
-        mount = PLACES[place].format(part, used * 5 // 4, good)
+    def read_only(self, place: str, expected: int) -> dict[str, Any]:
+        """Start a run one of whose folders cannot be written to, and report what became of it."""
+        self.copy_good("read-only")
+        fault = Fault("trainer", 1, "read-only")
+        code, said = self.start("read-only", FAULTY, fault, place)
+        return {"place": place, **self.verdict("read-only", code, said, expected)}
 
-        def run() -> int:
-            subprocess.run(mount, shell=True, check=True)
-            config = ["--config", str(self.folder / "config.yaml"), f"run.dir={folder}"]
-            code = pretrain.main([*config, *SETTINGS, f"train.exit_step={FAULTY}"])
-            if place == "full file system":  # it is gone with this process
-                shutil.copytree(folder, self.folder / f"{name} after")
-            return code
-
-        output = self.folder / f"{name}.txt"
-        code = forked(lambda: run() if own_mounts() else 77, output)
-        if code == 77:
-            return {"place": place, "skipped": "mounts are not permitted"}
-        name += " after" * (place == "full file system")
-        expected = 2 if place == "read-only run folder" else 1
-        return {"place": place, **self.verdict(name, code, output.read_text(), expected)}
+    def copy_good(self, name: str) -> None:
+        """Make the run `name` one that has met nothing yet."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        shutil.copytree(self.folder / "good", self.folder / name)
 
     def verdict(self, name: str, code: int, said: str, expected: int | None) -> dict[str, Any]:
         """What a faulty start of the run `name` said, where the next continued, and what is wrong.
@@ -250,36 +217,38 @@ class Runs:
         return found
 
 
-def main(folder: Path, every: int, workers: int = 2) -> None:
-    """Write report.json. Forks that many processes, each of which meets its faults."""
-    runs = Runs(folder)
+def report(folder: str, stride: int, workers: int = 2) -> dict[str, Any]:
+    """Meet every `stride`-th point in so many processes side by side.
+
+    Returns the number of points, and what became of all faults and of folders that are read-only.
+    """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+        del os.environ[name]  # each run is of a process of its own
+    runs = Runs(Path(folder))
     counts = runs.points()
     faults = [
         Fault(process, point, action)
         for process, count in counts.items()
-        for action, stride in (("kill", every), ("full disk", every * FULL_DISKS))
-        for point in range(1 + every // 2, count + 1, stride)
+        for action, step in (("kill", stride), ("full disk", stride * FULL_DISKS))
+        for point in range(1 + stride // 2, count + 1, step)
     ]
 
-    def meet_all(worker: int) -> int:
+    def meet_all(worker: int) -> None:
         met = [runs.meet(fault, f"faulty{worker}") for fault in faults[worker::workers]]
-        (folder / f"met{worker}.json").write_text(json.dumps(met))
-        return 0
+        (runs.folder / f"met{worker}.json").write_text(json.dumps(met))
 
     pids = []
     for worker in range(workers):
         pid = os.fork()
         if pid == 0:
-            os._exit(meet_all(worker))
+            meet_all(worker)
+            os._exit(0)
         pids.append(pid)
     for pid in pids:
         os.waitpid(pid, 0)
-    met = [json.loads((folder / f"met{w}.json").read_text()) for w in range(workers)]
-    places = [runs.suffer(place, place) for place in PLACES]
-    found = [each for some in met for each in some]
-    report = {"points": counts, "faults": found, "places": places}
-    (folder / "report.json").write_text(json.dumps(report, indent=1))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    files = [runs.folder / f"met{worker}.json" for worker in range(workers)]
+    return {
+        "points": sum(counts.values()),
+        "faults": [met for file in files for met in json.loads(file.read_text())],
+        "places": [runs.read_only(".", expected=2), runs.read_only("checkpoints", expected=1)],
+    }

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import initialize
 from models.units import Unit
@@ -17,25 +16,9 @@ from training.checkpoint import files as checkpoint
 from training.checkpoint import initial_weights as initial
 
 
-class Decompositions(TorchDispatchMode):
-    """Context that writes down every decomposition of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if any(word in name for word in ("svd", "eig", "lobpcg")):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
-    """The matrices whose norms this rank computes when a model is built, all whose norms it needs,
-    and the decompositions that it takes."""
+    """The matrices whose norms this rank computes when a model is built, and all whose norms it
+    needs."""
     groups = process_groups.initialize()
     config = read_config(folder, **changes)
     real, computed = initialize.spectral_norms, []
@@ -45,9 +28,7 @@ def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
         return real(units, *arguments, **options)
 
     initialize.spectral_norms = spectral_norms
-    data = build_data(config)
-    with Decompositions() as found:
-        trainer = build_trainer(config, groups, *data)
+    trainer = build_trainer(config, groups, *build_data(config))
     needed = [
         unit.name
         for domain in trainer.model.domains
@@ -55,7 +36,7 @@ def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
         if unit.is_matrix and unit.role not in initialize.VOCABULARY
     ]
     process_groups.shutdown()
-    return {"computed": computed, "needed": needed, "decompositions": found.seen}
+    return {"computed": computed, "needed": needed}
 
 
 def chosen(folder: str) -> int:

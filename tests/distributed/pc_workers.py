@@ -1,8 +1,7 @@
 """What the ranks of the PC layer tests run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,91 +21,57 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.exchange import assemble
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
-from tests.distributed.workers import named_gradient, rank_folder, start
-from tests.run_configs import tiny_config
+from tests.distributed.state_workers import label, started
+from tests.distributed.workers import Case, built, named_gradient
 from tests.saved_state import save_state
 from training.assignments import assignments
-from training.build import build_data, build_trainer
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
 from training.loop import Trainer
 
-STEPS = 4
-HALF = 2
+HALF, STEPS = 2, 4
 BLOCKS = ["k", "o", "gate", "up", "down"]
-EXPERT_BLOCKS = ["o", "expert_gate", "expert_up", "expert_down"]
-MIXTURE = {
-    "model__family": "moe",
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 32,
-    "model__moe__dense_layers": 1,
-}
 GROUP = GroupConfig(rule="adamw", lr=1e-3)
 OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=GROUP, head=GROUP, scalar=GROUP)
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 
 
-def runs(
-    folder: str,
-    layouts: list[dict[str, int]],
-    cases: list[tuple[str, str]],
-    kept: list[tuple[str, str]],
-    loads: list[tuple[str, str, str]],
-    experts: list[dict[str, int]],
-) -> dict[str, Any]:
-    """Losses of four steps of every (rule, evaluator) of `cases` on every layout.
-
-    They are under `layout rule evaluator`; the float64 gradients of the first step are under
-    `layout evaluator`, what a weight that is not finite does under `layout unsound`. The runs in
-    `kept` are saved after two steps. `loads` are (saved run, rule, evaluator): such runs begin with
-    the state that another one saved and have the losses of the steps after it. On the layouts
-    `experts` a mixture of experts trains with PC layers in its experts under Muon.
-    """
-    found: dict[str, Any] = {}
-    for layout in experts:
-        groups = start(layout)
+def gradients(layouts: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
+    """What `first_gradients` gives by layout and evaluator, and `unsound_owner` by layout."""
+    found: dict[str, dict[str, Any]] = {}
+    for layout, groups in started(layouts):
         for evaluator in ("materialized", "in_graph"):
-            trainer = tiny_trainer(
-                folder, layout, groups, "muon", evaluator, EXPERT_BLOCKS, MIXTURE
-            )
-            run = " ".join([f"experts on ranks{dist.get_world_size()}", *layout, evaluator])
-            found[run] = steps(trainer, 0, STEPS)
-        process_groups.shutdown()
-    for layout in layouts:
-        groups = start(layout)
-        name = " ".join([f"ranks{dist.get_world_size()}", *layout])
-        for evaluator in ("materialized", "in_graph"):
-            found[f"{name} {evaluator}"] = first_gradients(groups, evaluator)
-        found[f"{name} unsound"] = unsound_owner(groups)
-        for rule, evaluator in cases:
-            trainer = tiny_trainer(folder, layout, groups, rule, evaluator)
-            run = f"{name} {rule} {evaluator}"
-            found[run] = steps(trainer, 0, HALF)
-            if (rule, evaluator) in kept:
-                save_state(Path(folder) / run, trainer.model, trainer.optimizer)
-            found[run] += steps(trainer, HALF, STEPS)
-        for source, rule, evaluator in loads:
-            trainer = tiny_trainer(folder, layout, groups, rule, evaluator)
-            load_state(Path(folder) / source, trainer.model, trainer.optimizer)
-            for _ in range(HALF * trainer.microbatches):
-                next(trainer.batches)
-            found[f"{source} -> {name} {rule} {evaluator}"] = steps(trainer, HALF, STEPS)
-        if kept:
-            found[f"{name} refused"] = refusal(folder, layout, groups, f"{name} adamw materialized")
-        process_groups.shutdown()
+            found[f"{label(layout)} {evaluator}"] = first_gradients(groups, evaluator)
+        found[f"{label(layout)} unsound"] = unsound_owner(groups)
     return found
 
 
-def refusal(folder: str, layout: dict[str, int], groups: process_groups.Groups, saved: str) -> str:
-    """What a model without PC layers says of a checkpoint with them."""
-    keys = {f"parallel__{key}": value for key, value in layout.items()}
-    config = tiny_config(rank_folder(folder), "adamw", **keys)
-    trainer = build_trainer(config, groups, *build_data(config))
-    try:
-        load_state(Path(folder) / saved, trainer.model, trainer.optimizer)
-    except StateError as error:
-        return str(error)
-    return "loaded"
+def saved(folder: str, cases: dict[str, Case]) -> dict[str, list[float]]:
+    """Losses of the steps after each case's run is saved, in FOLDER/NAME, after two steps."""
+    found = {}
+    for name, case in cases.items():
+        for _, groups in started([case[0]]):
+            trainer = built(folder, groups, case)
+            steps(trainer, 0, HALF)
+            save_state(Path(folder) / name, trainer.model, trainer.optimizer)
+            found[name] = steps(trainer, HALF, STEPS)
+    return found
+
+
+def loaded(folder: str, cases: list[tuple[str, Case]]) -> list[list[float] | str]:
+    """Losses of the steps of each case after it has loaded FOLDER/NAME, or why it has not."""
+    found: list[list[float] | str] = []
+    for name, case in cases:
+        for _, groups in started([case[0]]):
+            trainer = built(folder, groups, case)
+            try:
+                load_state(Path(folder) / name, trainer.model, trainer.optimizer)
+            except StateError as error:
+                found.append(str(error))
+                continue
+            for _ in range(HALF * trainer.microbatches):
+                next(trainer.batches)
+            found.append(steps(trainer, HALF, STEPS))
+    return found
 
 
 def steps(trainer: Trainer, first: int, last: int) -> list[float]:
@@ -114,38 +79,12 @@ def steps(trainer: Trainer, first: int, last: int) -> list[float]:
     return [trainer.step(step).loss.item() for step in range(first, last)]
 
 
-def tiny_trainer(
-    folder: str,
-    layout: dict[str, int],
-    groups: process_groups.Groups,
-    rule: str,
-    evaluator: str,
-    blocks: list[str] = BLOCKS,
-    model: Mapping[str, Any] = MappingProxyType({}),
-) -> Trainer:
-    """Trainer of a tiny run with PC layers and two micro-batches, or one.
-
-    `model` are keys of its config.
-    """
-    pc = {"evaluator": evaluator, "blocks": blocks, "level": 4 if rule == "adamw" else 2}
-    config = tiny_config(
-        rank_folder(folder),
-        rule,
-        train__global_batch=16,
-        train__micro_batch=8,
-        pc=pc,
-        **{f"parallel__{key}": value for key, value in layout.items()},
-        **model,
-    )
-    return build_trainer(config, groups, *build_data(config))
-
-
 def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, Tensor]:
     """Float64 gradients of whole PC layers and their gammas, given those of PC(W).
 
     (The engine's loss is float32, so a whole backward pass is not float64.)
     """
-    model, optimizer = built(groups, evaluator)
+    model, optimizer = preconditioned(groups, evaluator)
     if evaluator == "in_graph":
         return dict(in_graph(model, groups))
     return dict(materialized(model, optimizer, groups))
@@ -154,7 +93,7 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
 def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]:
     """Whether each unit of each rank is finite and has moved after a step in which owners hold
     NaN for the weights of `down`."""
-    model, optimizer = built(groups, "materialized")
+    model, optimizer = preconditioned(groups, "materialized")
     views = {unit.name: unit.view(model.parameters[unit.parameter]) for unit in model.units}
     before = {name: view.clone() for name, view in views.items()}
     for unit in model.units:
@@ -172,7 +111,7 @@ def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]
     }
 
 
-def built(
+def preconditioned(
     groups: process_groups.Groups, evaluator: str
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """A tiny model with PC layers in float64, and its optimizer."""

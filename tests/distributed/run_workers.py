@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from parallel.checkpoint.state import load_state
+from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from parallel.optimizer.build import DisagreementError
 from tests.distributed.state_workers import label, started
@@ -32,7 +33,7 @@ BF16: dict[str, Any] = {"train__precision": "bf16"}
 
 def runs(
     folder: str,
-    loads: list[tuple[dict[str, int], str]],
+    layouts: list[dict[str, int]],
     twice: list[tuple[dict[str, int], str, str | None]],
     keys: dict[str, Any],
 ) -> list[str]:
@@ -40,22 +41,19 @@ def runs(
 
     That is its stacks during a hang, and what it finds of copies that differ.
 
-    loads   (layout, model) that continues FOLDER/one MODEL from step 2 to step 4
+    layouts that continue FOLDER/one from step 2 to step 4
     twice   (layout, rule, evaluator of PC layers) that runs whole, and in parts
     keys    of every run's config
     """
     said = []
-    for number, (layout, groups) in enumerate(started([{}, *(layout for layout, _ in loads)])):
+    for number, (layout, groups) in enumerate(started(layouts)):
         if number == 0:
             same_layout(folder, groups, keys)
             said.append(hang(folder, groups, keys))
-            continue
-        model = loads[number - 1][1]
-        said += other_layout(folder, groups, layout, model, keys)
-        if model == "dense":
-            for case in twice:
-                if case[0] == layout:
-                    resumed_twice(folder, groups, *case, keys)
+        said.append(other_layout(folder, groups, layout, keys))
+        for case in twice:
+            if case[0] == layout:
+                resumed_twice(folder, groups, *case, keys)
     return said
 
 
@@ -76,53 +74,43 @@ def resumed_twice(
         more |= {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
     for stop in (1, 2, 3):
         twice = {**keys, **more, "train__exit_step": stop, "run__dir": f"{folder}/{name} twice"}
-        assert train(read_config(f"{folder}/dense", **twice), groups).step == stop
+        assert train(read_config(folder, **twice), groups).step == stop
     whole = {**keys, **more, "train__exit_step": 3, "run__dir": f"{folder}/{name} whole"}
-    train(read_config(f"{folder}/dense", **whole), groups)
+    train(read_config(folder, **whole), groups)
 
 
-def other_layout(
-    folder: str, groups: Groups, layout: dict[str, int], model: str, keys: dict[str, Any]
-) -> list[str]:
+def other_layout(folder: str, groups: Groups, layout: dict[str, int], keys: dict[str, Any]) -> str:
     """Continue the run of one process on a layout; returns what `differing_copies` says.
 
-    FOLDER/LAYOUT MODEL is the continued run, FOLDER/LAYOUT MODEL loaded what was loaded.
+    FOLDER/LAYOUT is the continued run, FOLDER/LAYOUT loaded what was loaded.
     """
-    place = f"{folder}/{label(layout)} {model}"
+    place = f"{folder}/{label(layout)}"
     if groups.rank == 0:
-        shutil.copytree(f"{folder}/one {model}", place)
+        shutil.copytree(f"{folder}/one", place)
     dist.barrier()
     parallel = {f"parallel__{key}": size for key, size in layout.items()}
-    config = read_config(f"{folder}/{model}", **keys, **parallel, run__dir=place)
+    config = read_config(folder, **keys, **parallel, run__dir=place)
     trainer = build_trainer(config, groups, *build_data(config))
     info = find_start(place, "2", {}, config_kinds()).info
     assert info is not None
     restore(trainer, info)
     save_state(f"{place} loaded/state", trainer.model, trainer.optimizer)
     dist.barrier()
-    said = differing_copies(trainer, info, groups) if model == "dense" else []
+    said = differing_copies(trainer, info, groups)
     train(config, groups)
     return said
 
 
-def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> list[str]:
-    """What is said of a load after which a weight's copies on ranks 0 and 1 differ in a bit.
-
-    Nothing if no weight has copies.
-    """
+def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> str:
+    """What is said of a load after which a weight's copies on ranks 0 and 1 differ in a bit."""
     part = trainer.model.domains[0]
-    shared = [
-        unit
-        for unit in part.units
-        if part.domain.replicas.size > 1 or (unit.replicated and part.domain.tensor.size > 1)
-    ]
-    if not shared:
-        return []
+    copied = part.domain.replicas.size > 1
+    shared = next(unit for unit in part.units if copied or unit.replicated)
 
     def load_with_an_error(*arguments: Any) -> dict[str, Any]:
         extra = load_state(*arguments)
         if groups.rank == 1:
-            weight = trainer.model.parameters[shared[0].parameter].data.view(torch.int32)
+            weight = trainer.model.parameters[shared.parameter].data.view(torch.int32)
             weight.view(-1)[3] ^= 1
         return extra
 
@@ -130,10 +118,10 @@ def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> 
     try:
         restore(trainer, info)
     except DisagreementError as error:
-        return [f"{shared[0].parameter}: {error}"]
+        return f"{shared.parameter}: {error}"
     finally:
         restoring.load_state = load_state
-    return ["not noticed"]
+    return "not noticed"
 
 
 def config_kinds() -> tuple[str, ...]:
@@ -148,9 +136,9 @@ def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
     """
     more = {"train__steps": 12, "train__exit_step": 12, "validation__interval": 2}
     more |= BF16 | {"checkpoint__interval": 5}
-    config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/whole")
+    config = read_config(folder, **{**keys, **more}, run__dir=f"{folder}/whole")
     train(config, groups)
-    config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/preempted")
+    config = read_config(folder, **{**keys, **more}, run__dir=f"{folder}/preempted")
     chance = random.Random(0)
     reasons = [preempted(config, groups, chance) for _ in range(PREEMPTIONS)]
     if groups.rank == 0:
@@ -184,12 +172,12 @@ def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
 def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
     """The stacks that this rank wrote while rank 1 stood still for a moment."""
     place = f"{folder}/hang"
-    config = read_config(f"{folder}/dense", **{**keys, "watchdog__hang_seconds": 8}, run__dir=place)
+    config = read_config(folder, **{**keys, "watchdog__hang_seconds": 8}, run__dir=place)
 
     def stand_still(step: int, result: StepResult) -> None:
         if step == 2 and groups.rank == 1:
             # Longer than a step of a busy machine takes, after which no stacks are written.
-            file, end = Path(f"{place}/stacks/rank_00001.txt"), time.monotonic() + 60
+            file, end = Path(f"{place}/stacks/rank_00001.txt"), time.monotonic() + 600
             while time.monotonic() < end and "stand_still" not in (
                 file.read_text() if file.exists() else ""
             ):
@@ -205,10 +193,8 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
 
     It is rank 1, the writer of rank 1, or every rank.
     """
-    from parallel.comm import groups as process_groups
-
-    groups = process_groups.initialize(timeout_seconds=60)
-    config = read_config(f"{folder}/dense", **keys, run__dir=f"{folder}/{what}")
+    groups = process_groups.initialize()
+    config = read_config(folder, **keys, run__dir=f"{folder}/{what}")
     parent, write = os.getpid(), filesystem_async.FileSystemWriterAsync.write_preloaded_data
 
     def die(*arguments: Any, **options: Any) -> None:

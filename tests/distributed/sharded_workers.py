@@ -22,37 +22,30 @@ from spectral.rules.base import Rule
 HIDDEN, INNER, HEADS = 12, 20, 3  # two ranks cut through the head in the middle
 ROWS = 5  # of a matrix that four ranks share unevenly: one has nothing
 TOKENS = 10
+BLOCKS = ["q_proj", "o_proj", "up", "down"]
+"""Blocks with PC layers, if there are any."""
 HALF, STEPS = 2, 4
 
 
 class Attention(nn.Module):
-    """What attention has of matrices: projections of heads, separate or fused as in Phi-3."""
+    """What attention has of matrices: projections of heads."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.head_dim = HIDDEN // HEADS
-        self.fused = fused
-        if fused:
-            self.qkv_proj = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
-        else:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                self.add_module(name, nn.Linear(HIDDEN, HIDDEN, bias=False))
-        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(HIDDEN, HIDDEN, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused:
-            q, k, v = self.qkv_proj(x).chunk(3, -1)
-        else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        out: Tensor = self.o_proj(torch.tanh(q * k) + v)
+        out: Tensor = self.o_proj(torch.tanh(self.q_proj(x) * self.k_proj(x)) + self.v_proj(x))
         return out
 
 
 class Block(nn.Module):
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN)
-        self.attention = Attention(fused)
+        self.attention = Attention()
         self.up = nn.Linear(HIDDEN, INNER)
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
 
@@ -62,10 +55,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, HIDDEN)
-        self.blocks = nn.ModuleList(Block(fused) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.narrow = nn.Linear(HIDDEN, ROWS, bias=False)
         self.lm_head = nn.Linear(ROWS, TOKENS, bias=False)
 
@@ -85,15 +78,14 @@ PLAN = {
 }
 
 
-def build(how: str, fused: bool = True, pc: bool = False) -> nn.Module:
+def build(how: str, pc: bool = False) -> nn.Module:
     """The model of seed 0 in float64, with PC layers if wanted, sharded as `how` says."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = Model(fused).double()
-    blocks = ["qkv_proj" if fused else "q_proj", "o_proj", "up", "down"]
+    model = Model().double()
     if pc and not how.startswith("tp"):
-        preconditioned(model, blocks=blocks)
+        preconditioned(model, blocks=BLOCKS)
     world = dist.get_world_size()
     match how:
         case "one":
@@ -113,7 +105,7 @@ def build(how: str, fused: bool = True, pc: bool = False) -> nn.Module:
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
     if pc:
-        preconditioned(model, blocks=blocks)
+        preconditioned(model, blocks=BLOCKS)
     return sharded(model, mesh["data"]) if how == "tp_fsdp" else model
 
 
@@ -172,44 +164,45 @@ def counted(rule: str) -> Counter[tuple[int, ...]]:
     return seen
 
 
-def curves(
-    how: str, rules: list[str], fused: bool = True, pc: bool = False, **options: Any
-) -> dict[str, Any]:
-    """Weights after four steps by rule, the matrices stepped here in one step, and bytes sent."""
-    found: dict[str, Any] = {}
-    for rule in rules:
-        model = build(how, fused, pc)
-        optimizer = optimizer_of(model, rule, **options)
-        train(model, optimizer, how, 0, STEPS - 1)
-        seen = counted(rule)
-        before = optimizer.sent_bytes
-        train(model, optimizer, how, STEPS - 1, STEPS)
-        found[rule] = {
-            "weights": whole(model),
-            "stepped": [[*shape, n] for shape, n in sorted(seen.items())],
-            "sent": optimizer.sent_bytes - before,
-        }
+def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
+    """For each (how, rules, PC layers) by rule: the weights after four steps, and the matrices that
+    are stepped here in the last."""
+    found: list[dict[str, Any]] = []
+    for how, rules, pc in cases:
+        found.append({})
+        for rule in rules:
+            model = build(how, pc)
+            optimizer = optimizer_of(model, rule)
+            train(model, optimizer, how, 0, STEPS - 1)
+            seen = counted(rule)
+            train(model, optimizer, how, STEPS - 1, STEPS)
+            stepped = [[*shape, n] for shape, n in sorted(seen.items())]
+            found[-1][rule] = {"weights": whole(model), "stepped": stepped}
     return found
 
 
-def save(how: str, rule: str, folder: str) -> None:
-    """Two steps, and a checkpoint by torch.distributed.checkpoint."""
-    model = build(how)
-    optimizer = optimizer_of(model, rule)
-    train(model, optimizer, how, 0, HALF)
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+def save(how: str, rules: list[str], folder: str) -> None:
+    """Two steps by each rule, and a checkpoint by torch.distributed.checkpoint in FOLDER/RULE."""
+    for rule in rules:
+        model = build(how)
+        optimizer = optimizer_of(model, rule)
+        train(model, optimizer, how, 0, HALF)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{rule}")
 
 
-def resume(how: str, rule: str, folder: str) -> dict[str, Tensor]:
-    """Weights after two more steps from a checkpoint."""
-    model = build(how)
-    optimizer = optimizer_of(model, rule)
-    weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    train(model, optimizer, how, HALF, STEPS)
-    return whole(model)
+def resume(how: str, rules: list[str], folder: str) -> list[dict[str, Tensor]]:
+    """Weights after two more steps from each checkpoint."""
+    found = []
+    for rule in rules:
+        model = build(how)
+        optimizer = optimizer_of(model, rule)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{rule}")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        train(model, optimizer, how, HALF, STEPS)
+        found.append(whole(model))
+    return found
 
 
 def refusals() -> list[str]:
@@ -246,7 +239,7 @@ def refusals() -> list[str]:
 
 def merged(how: str) -> list[Any]:
     """PC layers merged: the largest change of logits, or what is said of a model under FSDP."""
-    model = build(how, fused=False, pc=True)
+    model = build(how, pc=True)
     tokens = torch.arange(12).view(2, 6) % TOKENS
     before = model(tokens).detach()
     try:
@@ -257,8 +250,14 @@ def merged(how: str) -> list[Any]:
     return [left, float((model(tokens).detach() - before).abs().max())]
 
 
-def rounded(rule: str) -> list[Any]:
-    """Relative distance of the weights' changes in ten steps, and bytes, of bfloat16 exchanges."""
+def rounded(rules: list[str]) -> list[list[float]]:
+    """Relative distance of the weights' changes in ten steps, and bytes, of bfloat16 exchanges by
+    each rule."""
+    return [rounded_by(rule) for rule in rules]
+
+
+def rounded_by(rule: str) -> list[float]:
+    """What `rounded` returns of a rule."""
     start, runs = whole(build("fsdp")), []
     for dtype in (None, torch.bfloat16):
         model = build("fsdp")

@@ -77,8 +77,9 @@ def test_a_rank_with_an_error_of_its_own_names_itself(folder):
     assert "unknown key train.stepz" in str(failed.value)
 
 
+@pytest.mark.slow
 def test_the_rank_that_hangs_is_named(folder):
-    """By every other one, and in the events of the run."""
+    """By every other one, a minute later, and in the events of the run."""
     said = run_on_ranks(3, WORKERS, "with_a_hanging_rank", {"folder": str(folder)})
     for rank in (0, 2):
         assert f"failed on rank {rank}" in said[rank]
@@ -96,3 +97,4 @@ def test_a_rank_that_fails_says_why_and_nobody_waits_for_it(folder):
     assert [failed[0], others[0]] == [1, 1]
     assert "Traceback" in failed[1] and "OutOfMemoryError: as on a GPU that is full" in failed[1]
     assert others[1].startswith("error: ") and "Traceback" not in others[1]
+    assert others[1].count("; no answer from rank 1 (host ") == 1

@@ -9,7 +9,6 @@ import pytest
 
 from scripts.bench.train import CONFIG
 from tests.launch import environment
-from tests.run_configs import tiny_config
 
 pytestmark = pytest.mark.slow
 RANKS = 2
@@ -48,22 +47,6 @@ def test_variants_of_the_optimizer_are_measured_in_one_run(root, tmp_path):
     assert padded <= sent["reduce-scatter"] < 1.1 * padded
     assert sent["all-gather"] == sent["reduce-scatter"]
     assert figures[narrow]["sent"]["all-gather"] == sent["all-gather"] / 2
-
-
-def test_training_is_measured_on_the_layout_of_the_config(root, tmp_path):
-    tiny_config(str(tmp_path))
-    result = tmp_path / "result.json"
-    moe = ["family=moe", "moe.experts=4", "moe.top_k=2", "moe.expert_ffn=32"]
-    run_script(
-        root,
-        "train",
-        *("--config", f"{tmp_path}/config.yaml", "--synthetic", "--json", str(result)),
-        *("--steps", "1", "--warmup", "1"),
-        *(f"model.{each}" for each in moe),
-        "parallel.expert_tensor=2",
-    )
-    layout = json.loads(result.read_text())["layout"]
-    assert layout["expert_tensor"] == 2 and layout["data"] == 2
 
 
 def test_the_library_is_measured_under_fsdp2(root, tmp_path):

@@ -1,24 +1,29 @@
 """The oldest and the newest release of megatron-core train and save alike."""
 
-import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from models.engine import TESTED, engine_version
-from tests.engine_runs import CASES
+from tests.families import overrides, settings
 from tests.launch import environment
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
+from tests.run_results import metrics_of
 from tests.token_files import write_token_set
+from training.checkpoint.files import read_checkpoint, step_folder
+from training.config import to_yaml
 
 NEWEST = TESTED[1]
 # float32, and the same operations in the same order but for fused parts of newer releases.
 LOSS_TOLERANCE = 1e-6
+FAMILIES = {"llama": "tensor", "moe": "expert", "deepseek": "pipeline"}
+"""The axis that two ranks share of each family."""
+SAVED, LAST = 10, 13
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -32,51 +37,35 @@ def newest() -> Path:
     return folder
 
 
-def run(engine: Path | None, config: Path, folder: Path, *saved: Path) -> dict[str, Any]:
-    """What `tests.engine_runs` writes with an engine, the installed one for None."""
-    folder.mkdir(exist_ok=True)
-    path = [str(engine)] if engine else []
-    command = [
-        sys.executable,
-        "-m",
-        "tests.engine_runs",
-        str(config),
-        str(folder),
-        *map(str, saved),
-    ]
+def trained(engine: Path | None, version: str, run: Path, last: int) -> list[float]:
+    """The losses of a run up to a step, by an engine or the installed one, from its checkpoint if
+    it has one."""
     variables = environment()
-    variables["PYTHONPATH"] = os.pathsep.join([*path, variables["PYTHONPATH"]])
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1200)
+    if engine is not None:
+        variables["PYTHONPATH"] = os.pathsep.join([str(engine), variables["PYTHONPATH"]])
+    command = [sys.executable, "pretrain.py", "--ranks", "2", f"run.dir={run}"]
+    command += ["--config", str(run.parent / "config.yaml"), f"train.exit_step={last}"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "losses.json").read_text())
+    assert read_checkpoint(step_folder(run, last)).meta["versions"]["megatron-core"] == version
+    return [line["train/loss"] for line in metrics_of(run)]
 
 
-def test_losses_are_equal_and_checkpoints_cross(tmp_path: Path, newest: Path) -> None:
-    """Ten steps and a save by each engine, then three steps by each from the saves of both."""
-    engines = {"installed": None, "newest": newest}
-    config = tmp_path / "config"
-    config.mkdir()
-    write_token_set(config / "tokens", tokens=4000, vocab=120, seed=3)
-    tiny_config(str(config), "muon")
-    first = {name: run(engine, config, tmp_path / name) for name, engine in engines.items()}
-    assert {name: found["version"] for name, found in first.items()} == {
-        "installed": engine_version(),
-        "newest": NEWEST,
-    }
-    compare(first["installed"]["losses"], first["newest"]["losses"], steps=10)
-    own, other = tmp_path / "installed", tmp_path / "newest"
-    by_installed = run(None, config, own, own, other)
-    by_newest = run(newest, config, other, own)
-    compare(by_installed["installed"], by_installed["newest"], steps=3)
-    compare(by_installed["installed"], by_newest["installed"], steps=3)
-
-
-def compare(expected: dict[str, list[float]], found: dict[str, list[float]], *, steps: int) -> None:
-    """Assert that the losses of all cases are equal, and print how far apart they are (-rP)."""
-    assert sum(len(families) for _, families in CASES) == len(expected) == len(found)
-    assert len({tuple(losses) for losses in expected.values()}) > 3  # families differ
-    for case, losses in expected.items():
-        assert len(losses) == len(found[case]) == steps
-        worst = max(abs(a / b - 1) for a, b in zip(found[case], losses, strict=True))
-        print(f"{case}: {steps} losses, relative difference at most {worst:.1e}")
-        assert worst <= LOSS_TOLERANCE, case
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_equal_and_checkpoints_cross(family: str, tmp_path: Path, newest: Path) -> None:
+    """Ten steps and a save by each engine, then three steps by each from the save of the oldest."""
+    write_token_set(tmp_path / "tokens", tokens=4000, vocab=120, seed=3)
+    shape = {"hidden": 32, "ffn": 32, "kv_heads": 4}
+    keys = overrides(shape | settings(family)) | {f"parallel__{FAMILIES[family]}": 2}
+    keys |= {"train__steps": LAST, "log__interval": 1, "checkpoint__interval": SAVED}
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(tiny_config(str(tmp_path), "muon", **keys)))
+    old, new = (None, engine_version()), (newest, NEWEST)
+    own, other, crossed = (tmp_path / name for name in ("own", "other", "crossed"))
+    trained(*old, own, SAVED)
+    shutil.copytree(own, crossed)
+    whole = trained(*old, own, LAST)
+    assert len(whole) == LAST
+    trained(*new, other, SAVED)
+    for losses in (trained(*new, other, LAST), trained(*new, crossed, LAST)):
+        assert losses == pytest.approx(whole, rel=LOSS_TOLERANCE)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.convert_hf import main
 from tests.distributed.export_workers import LENGTH, VOCABULARY
-from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
+from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3
 from tests.launch import run_on_ranks
 from tests.models import tokens_of
 from tests.token_files import write_token_set
@@ -31,23 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek expert pc": {**EXPERT, **DEEPSEEK, "pc__blocks": "[o, expert_gate, expert_down]"},
     "moe tensor groups": {**TENSOR, **MOE, **GROUPS, "model__qk_norm": True},
 }
-MORE: dict[str, dict[str, Any]] = {
-    "llama tensor pc": {**TENSOR, **PC, "optimizer__qkv_units": "component"},
-    "qwen3 pipeline": {**PIPELINE, **QWEN3, "optimizer__qkv_units": "group"},
-    "gemma2 pipeline pc": {**PIPELINE, **GEMMA2, **PC, "model__sliding_window": "null"},
-    "deepseek tensor": {**TENSOR, **DEEPSEEK, "optimizer__qkv_units": "fused"},
-    "deepseek pipeline pc": {**PIPELINE, **DEEPSEEK, **PC, "model__latent__query_rank": 20},
-    "moe softmax pipeline": {**PIPELINE, **SOFTMAX_MOE},
-    "moe softmax one expert": {**EXPERT, **SOFTMAX_MOE, "model__moe__top_k": 1},
-}
 
 
-@pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_transformers_computes_what_was_trained(name: str, tmp_path: Path) -> None:
     write_token_set(tmp_path / "tokens", tokens=8_000, vocab=VOCABULARY, seed=0)
-    keys = (CASES | MORE)[name] | ({} if name == PADDED else EXACT)
+    keys = CASES[name] | ({} if name == PADDED else EXACT)
     arguments = {"folder": str(tmp_path), "keys": keys}
     losses, _ = run_on_ranks(2, "tests.distributed.export_workers", "saved_run", arguments)
     target = tmp_path / "out"

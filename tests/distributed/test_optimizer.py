@@ -63,26 +63,6 @@ def test_updates_are_those_of_one_process(name, alone):
         assert seen == alone[i].keys()
 
 
-def test_joined_stacks_take_the_steps_of_single_ones(tmp_path):
-    """Owners join stacks only on devices of the kernels' table, in which this rank puts its own."""
-    variants = [
-        {"rule": "muon", "layer_factors": [1.0, 0.3]},
-        {"rule": "muon_sphere"},
-        {"rule": "spectral_sphere"},
-    ]
-    arguments = {"layout": {}, "variants": variants, "steps": 2}
-    single = run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
-    joined = run_on_ranks(
-        1, WORKERS, "joined_optimizer_steps", {"folder": str(tmp_path), **arguments}
-    )[0]
-    for variant, mine, expected in zip(variants, joined, single, strict=True):
-        for unit, whole in expected.items():
-            # float64: the order of sums differs, and msign amplifies it.
-            torch.testing.assert_close(
-                mine[unit], whole, rtol=1e-9, atol=1e-9, msg=f"{variant} {unit}"
-            )
-
-
 def test_each_layer_has_its_own_rate(alone):
     """The first step of a unit, decay included, is proportional to its rate."""
     plain, rated = ({"rule": "muon", **more} for more in ({}, {"layer_factors": [1.0, 0.3]}))

@@ -1,127 +1,85 @@
-"""PC layers on any layout: the evaluators against each other, one process, a resumed run."""
+"""PC layers on any layout: the evaluators against each other, one process, a resumed run.
+
+That a run with PC layers is that of one process is in test_layouts.
+"""
+
+from typing import Any
 
 import pytest
 import torch
 
+from tests.distributed.workers import Case
 from tests.launch import run_on_ranks
 from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.pc_workers"
-RULES = ["adamw", "spectral_sphere"]
-CASES = [(rule, evaluator) for rule in RULES for evaluator in ("materialized", "in_graph")]
-KEPT = [
-    ("adamw", "materialized"),
-    ("spectral_sphere", "materialized"),
-]
-ONE = "ranks1"
-LAYOUTS = {"ranks2": {}, "ranks2 tensor": {"tensor": 2}, "ranks2 pipeline": {"pipeline": 2}}
-SPHERE = "spectral_sphere"
+LAYOUTS: list[dict[str, int]] = [{}, {"tensor": 2}, {"pipeline": 2}]
 
-# float32 over four steps: another order of sums, amplified by msign in rare directions.
+# float32 over two steps: another order of sums, amplified by msign in rare directions.
 TOLERANCE = 1e-4
-
-# Three launches belong to the first test.
-pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What one rank finds and then two; the last launch resumes on one what two saved."""
-    folder = tmp_path_factory.mktemp("pc")
-    write_token_set(folder / "tokens", tokens=20_000, vocab=120, seed=0)
-    common = {"folder": str(folder), "cases": CASES}
-    results = {}
-    crossings = [
-        (f"{ONE} {SPHERE} materialized", SPHERE, "in_graph"),
-        (f"{ONE} adamw materialized", "adamw", "materialized"),
-    ]
-    back = [
-        ("ranks2 tensor spectral_sphere materialized", SPHERE, "materialized"),
-        ("ranks2 pipeline adamw materialized", "adamw", "in_graph"),
-        *((f"{ONE} {rule} {evaluator}", rule, evaluator) for rule, evaluator in KEPT),
-    ]
-    launches = [
-        (1, {"layouts": [{}], "kept": KEPT, "loads": [], "experts": [{}]}),
-        (
-            2,
-            {
-                "layouts": list(LAYOUTS.values()),
-                "kept": KEPT,
-                "loads": crossings,
-                "experts": [{"expert": 2}],
-            },
-        ),
-        (1, {"layouts": [{}], "cases": [], "kept": [], "loads": back, "experts": []}),
-    ]
-    for ranks, arguments in launches:
-        for rank, part in enumerate(run_on_ranks(ranks, WORKERS, "runs", common | arguments)):
-            for key, value in part.items():
-                if isinstance(value, dict):  # each rank has the units that it holds or owns
-                    results.setdefault(key, {}).update(value)
-                elif rank == 0:
-                    results[key] = value
-    return results
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_both_evaluators_train_alike(found, rule):
-    for layout in (ONE, *LAYOUTS):
-        materialized = torch.tensor(found[f"{layout} {rule} materialized"])
-        in_graph = torch.tensor(found[f"{layout} {rule} in_graph"])
-        torch.testing.assert_close(materialized, in_graph, rtol=TOLERANCE, atol=0)
-        alone = torch.tensor(found[f"{ONE} {rule} materialized"])
-        torch.testing.assert_close(materialized, alone, rtol=TOLERANCE, atol=0)
-
-
-def test_experts_train_alike_with_either_evaluator_and_shared_out(found):
-    alone = torch.tensor(found["experts on ranks1 in_graph"])
-    assert alone[-1] < alone[0]
-    for run in (
-        "experts on ranks1 materialized",
-        "experts on ranks2 expert in_graph",
-        "experts on ranks2 expert materialized",
-    ):
-        torch.testing.assert_close(torch.tensor(found[run]), alone, rtol=TOLERANCE, atol=0)
-
-
-def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
-    alone = found[f"{ONE} in_graph"]
-    assert sum(name.endswith(".gamma") for name in alone) == 2 * (2 + 1 + 3)
-    for layout in (ONE, *LAYOUTS):
-        for evaluator in ("materialized", "in_graph"):
-            gradients = found[f"{layout} {evaluator}"]
-            assert gradients.keys() == alone.keys()
-            for name, gradient in gradients.items():
-                # float64: one process and both evaluators agree up to the order of sums.
-                torch.testing.assert_close(gradient, alone[name], rtol=1e-9, atol=1e-12)
+def found() -> dict[str, dict[str, Any]]:
+    """Gradients and what unsound weights do, on one rank and by layout of two."""
+    found = run_on_ranks(1, WORKERS, "gradients", {"layouts": [{}]})[0]
+    for rank in run_on_ranks(2, WORKERS, "gradients", {"layouts": LAYOUTS}):
+        for name, units in rank.items():  # each rank has the units that it holds or owns
+            found.setdefault(name, {}).update(units)
+    return found
 
 
 def test_a_weight_that_is_not_finite_at_its_owner_reaches_no_rank(found):
-    for layout in (ONE, *LAYOUTS):
-        units = found[f"{layout} unsound"]
+    unsound = [units for name, units in found.items() if name.endswith("unsound")]
+    assert len(unsound) == 1 + len(LAYOUTS)
+    for units in unsound:
         assert any(".down" in name for name in units)
         for name, (finite, moved) in units.items():
             assert finite and moved == (".down" not in name), name
 
 
-def test_a_run_resumes_bit_for_bit_on_the_same_layout(found):
-    for rule, evaluator in KEPT:
-        run = f"{ONE} {rule} {evaluator}"
-        assert found[f"{run} -> {run}"] == found[run][2:]
+def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
+    expected = found["ranks1 in_graph"]
+    assert sum(name.endswith(".gamma") for name in expected) == 2 * (2 + 1 + 3)
+    gradients_of = [units for name, units in found.items() if not name.endswith("unsound")]
+    assert len(gradients_of) == 2 * (1 + len(LAYOUTS))
+    for gradients in gradients_of:
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            # float64: one process and both evaluators agree up to the order of sums.
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_run_goes_on_with_the_other_evaluator_and_layout(found):
-    crossings = [key for key in found if "->" in key]
-    assert len(crossings) == 3 * 2 + 4
-    for key in crossings:
-        source, target = key.split(" -> ")
-        losses, expected = torch.tensor(found[key]), torch.tensor(found[source][2:])
+def case(rule: str, evaluator: str, **layout: int) -> Case:
+    """A run with PC layers in several micro-batches."""
+    pc = {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
+    batches = {"train__global_batch": 16, "train__micro_batch": 4}
+    return layout, rule, {**batches, **pc, "pc__blocks": "[k,o,gate,up,down]"}
+
+
+def test_a_run_goes_on_with_the_other_evaluator_and_layout(tmp_path):
+    write_token_set(tmp_path / "tokens", tokens=20_000, vocab=120, seed=0)
+    folder = {"folder": str(tmp_path)}
+
+    def saved(ranks: int, cases: dict[str, Case]) -> dict[str, list[float]]:
+        return run_on_ranks(ranks, WORKERS, "saved", folder | {"cases": cases})[0]
+
+    def loaded(ranks: int, cases: list[tuple[str, Case]]) -> list[list[float]]:
+        return run_on_ranks(ranks, WORKERS, "loaded", folder | {"cases": cases})[0]
+
+    sphere, adamw = "spectral_sphere", "adamw"
+    whole = saved(1, {"sphere": case(sphere, "materialized"), "adamw": case(adamw, "in_graph")})
+    whole |= saved(2, {"shared": case(sphere, "in_graph", tensor=2)})
+    shared = [
+        ("sphere", case(sphere, "in_graph", tensor=2)),
+        ("adamw", case(adamw, "materialized", pipeline=2)),
+    ]
+    back = [("shared", case(sphere, "materialized")), ("sphere", case(sphere, "materialized"))]
+    plain: Case = ({}, adamw, {})
+    *found, same, refused = [*loaded(2, shared), *loaded(1, [*back, ("adamw", plain)])]
+    assert same == whole["sphere"]  # to the bit
+    assert "PC layers and the model 0; layers.0.down, for one" in refused
+    for (name, _), losses in zip([*shared, back[0]], found, strict=True):
         # The first is that of the loaded weights; later steps have another order of sums.
-        torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-6, atol=0)
-        torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=0)
-        assert found[key] != found[target][:2]
-
-
-def test_a_model_without_pc_layers_refuses_the_checkpoint(found):
-    for layout in (ONE, *LAYOUTS):
-        assert "PC layers and the model 0; layers.0.down, for one" in found[f"{layout} refused"]
+        assert losses[0] == pytest.approx(whole[name][0], rel=1e-6)
+        assert losses == pytest.approx(whole[name], rel=TOLERANCE)

@@ -1,7 +1,6 @@
 """The optimizers on parameters of FSDP2, HSDP, tensor parallelism and DDP, beside one process."""
 
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,35 @@ TOLERANCE = 1e-10
 """Of weights of size 1 in float64 after four steps, whose sums run in another order."""
 
 
+FAST: list[tuple[int, str, list[str], bool]] = [
+    (2, "fsdp", RULES, False),
+    (2, "tp", ["adamw", "spectral_sphere"], False),
+    (2, "ddp", ["muon"], False),
+    (4, "hsdp", ["spectral_sphere"], False),  # one shard is empty
+    (2, "fsdp", ["adamw", "spectral_sphere"], True),
+    (4, "tp_fsdp", ["muon_plus_plus"], True),
+]
+"""Ranks, how a model is sharded, rules, and whether it has PC layers."""
+SLOW: list[tuple[int, str, list[str], bool]] = [
+    (4, "fsdp", RULES, False),
+    (4, "tp_fsdp", RULES, False),
+    (4, "hsdp", RULES, True),
+    (2, "tp", RULES, True),
+]
+
+
+def on_ranks(ranks: int, cases: list[tuple[int, str, list[str], bool]]) -> list[list[Any]]:
+    """What the ranks find of each case, in order; `ranks` may be 1."""
+    given = [("one" if ranks == 1 else how, rules, pc) for _, how, rules, pc in cases]
+    return list(zip(*run_on_ranks(ranks, WORKERS, "curves", {"cases": given}), strict=True))
+
+
 @pytest.fixture(scope="module")
-def one() -> dict[tuple[bool, bool], dict[str, Any]]:
-    """One process by (fused projections, PC layers)."""
-    results = {}
-    for fused, pc in product((True, False), repeat=2):
-        arguments = {"how": "one", "rules": RULES, "fused": fused, "pc": pc}
-        results[fused, pc] = run_on_ranks(1, WORKERS, "curves", arguments)[0]
-    return results
+def fast() -> list[tuple[Any, Any]]:
+    """Of each fast case what one process finds, and what the ranks do."""
+    shared = {n: iter(on_ranks(n, [case for case in FAST if case[0] == n])) for n in (2, 4)}
+    alone = on_ranks(1, FAST)
+    return [(one, next(shared[case[0]])) for case, (one,) in zip(FAST, alone, strict=True)]
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -33,37 +53,29 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "how", "rules", "pc"),
-    [
-        (2, "fsdp", RULES, False),
-        (2, "tp", ["adamw", "spectral_sphere"], False),
-        (2, "ddp", ["muon"], False),
-        (4, "hsdp", ["spectral_sphere"], False),  # one shard is empty
-        (2, "fsdp", ["adamw", "spectral_sphere"], True),
-        (4, "tp_fsdp", ["muon_plus_plus"], True),
-        pytest.param(4, "fsdp", RULES, False, marks=pytest.mark.slow),
-        pytest.param(4, "tp_fsdp", RULES, False, marks=pytest.mark.slow),
-        pytest.param(4, "hsdp", RULES, True, marks=pytest.mark.slow),
-        pytest.param(2, "tp", RULES, True, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_together_equal_one_process(
-    one: dict[tuple[bool, bool], dict[str, Any]], ranks: int, how: str, rules: list[str], pc: bool
-) -> None:
-    fused = not how.startswith("tp")
-    arguments = {"how": how, "rules": rules, "fused": fused, "pc": pc}
-    results = run_on_ranks(ranks, WORKERS, "curves", arguments)
-    for rule in rules:
-        expected = one[fused, pc][rule]
+@pytest.mark.parametrize("case", range(len(FAST)), ids=lambda i: str(FAST[i]))
+def test_ranks_together_equal_one_process(fast: list[tuple[Any, Any]], case: int) -> None:
+    compare(*fast[case], pc=FAST[case][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_more_ranks_and_rules_equal_one_process(case: tuple[int, str, list[str], bool]) -> None:
+    ((alone,),), (results,) = on_ranks(1, [case]), on_ranks(case[0], [case])
+    compare(alone, results, pc=case[-1])
+
+
+def compare(alone: dict[str, Any], results: list[dict[str, Any]], *, pc: bool) -> None:
+    """Check what all ranks have of a case."""
+    for rule, expected in alone.items():
         for result in results:
             assert_equal(result[rule]["weights"], expected["weights"])
             assert any(name.endswith(".gamma") for name in result[rule]["weights"]) is pc
         stepped = Counter[tuple[int, ...]]()
         for result in results:
             stepped.update({tuple(shape): n for *shape, n in result[rule]["stepped"]})
-        alone = {tuple(shape): n for *shape, n in expected["stepped"]}
-        assert stepped == alone, "each matrix is stepped once in the whole world"
+        once = {tuple(shape): n for *shape, n in expected["stepped"]}
+        assert stepped == once, "each matrix is stepped once in the whole world"
 
 
 def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
@@ -73,16 +85,16 @@ def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
         assert said == "merge_ needs a model before fully_shard: load the state into one"
 
 
-@pytest.mark.parametrize("rule", ["adamw", "spectral_sphere"])
 def test_a_checkpoint_continues_on_another_mesh(
-    one: dict[tuple[bool, bool], dict[str, Any]], tmp_path: Path, rule: str
+    fast: list[tuple[Any, Any]], tmp_path: Path
 ) -> None:
-    folder = str(tmp_path / "state")
-    shared = {"rule": rule, "folder": folder}
+    rules = ["adamw", "spectral_sphere"]
+    shared = {"rules": rules, "folder": str(tmp_path)}
     run_on_ranks(4, WORKERS, "save", {"how": "hsdp", **shared})
     for ranks, how in ((2, "fsdp"), (1, "one")):
-        for result in run_on_ranks(ranks, WORKERS, "resume", {"how": how, **shared}):
-            assert_equal(result, one[True, False][rule]["weights"])
+        for results in run_on_ranks(ranks, WORKERS, "resume", {"how": how, **shared}):
+            for rule, weights in zip(rules, results, strict=True):
+                assert_equal(weights, fast[0][0][rule]["weights"])
 
 
 def test_wrong_use_is_one_clear_error() -> None:
@@ -94,13 +106,14 @@ def test_wrong_use_is_one_clear_error() -> None:
         assert gradients == "all ranks must have gradients of the same parameters"
 
 
-@pytest.mark.parametrize(("rule", "share"), [("muon", 0.25), ("spectral_sphere", 0.81)])
-def test_momenta_are_sent_in_16_bits(rule: str, share: float) -> None:
+def test_momenta_are_sent_in_16_bits() -> None:
     """Instead of 64: a quarter of Muon's bytes. SSO sends weights and vectors besides, exactly."""
-    for distance, part in run_on_ranks(2, WORKERS, "rounded", {"rule": rule}):
-        # bfloat16 rounds by 2^-9; msign may enlarge that of small singular values.
-        assert 0 < distance < 0.1
-        assert abs(part - share) < 0.02
+    shares = {"muon": 0.25, "spectral_sphere": 0.81}
+    for found in run_on_ranks(2, WORKERS, "rounded", {"rules": list(shares)}):
+        for (distance, part), share in zip(found, shares.values(), strict=True):
+            # bfloat16 rounds by 2^-9; msign may enlarge that of small singular values.
+            assert 0 < distance < 0.1
+            assert abs(part - share) < 0.02
 
 
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:

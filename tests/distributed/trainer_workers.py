@@ -8,43 +8,19 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from spectral import SpectralSphere, split_parameters
 
-WIDTH, HEADS, GROUPS = 32, 4, 2
 
-
-def model_of(name: str) -> tuple[PreTrainedModel, str]:
-    """A tiny model in which every rank draws the same weights, and its layer's class."""
+def tiny_llama() -> LlamaForCausalLM:
+    """A model in which every rank draws the same weights."""
     torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
-        "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(**common)), "LlamaDecoderLayer"
-    if name == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=8)), "Qwen3DecoderLayer"
-    return (
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=64, n_embd=WIDTH, n_head=HEADS, n_layer=2, n_positions=32,
-                bos_token_id=None, eos_token_id=None,
-            )
-        ),
-        "GPT2Block",
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+        )
     )  # fmt: skip
 
 
@@ -57,12 +33,11 @@ class SpectralTrainer(Trainer):
         return self.optimizer
 
 
-def trained(name: str) -> dict[str, Any]:
+def trained() -> dict[str, Any]:
     """Train with the Trainer under FSDP2; whole weights, initial and final loss, what is sharded.
 
     accelerate starts FSDP2 on accelerators alone: here it is told that these processes are such.
     """
-    model, layer = model_of(name)
     options: dict[str, Any] = {"output_dir": tempfile.mkdtemp(), "report_to": "none"}
     arguments = TrainingArguments(
         max_steps=4, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
@@ -71,7 +46,7 @@ def trained(name: str) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[layer],
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
     )
     state = Accelerator(cpu=True).state
@@ -80,7 +55,7 @@ def trained(name: str) -> dict[str, Any]:
     state.fsdp_plugin = plugin
     rows = torch.arange(32 * 16).view(32, 16) % 61
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = SpectralTrainer(model, arguments, train_dataset=data)
+    trainer = SpectralTrainer(tiny_llama(), arguments, train_dataset=data)
     trainer.train()
     wrapped = trainer.model_wrapped
     parameters = dict(wrapped.named_parameters())

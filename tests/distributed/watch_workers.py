@@ -1,7 +1,5 @@
 """What the ranks of the tests of flipped bits do."""
 
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,22 +70,3 @@ def memory(trainer: Trainer, what: str) -> Tensor | None:
         if what == "PC layer" and group.materialized.stacks:
             return group.materialized.stacks[-1].weight.view(-1)
     return None
-
-
-def slowed(folder: str) -> list[tuple[str, int, str]]:
-    """Train 60 steps of which the last rank takes longer, and return this rank's events."""
-    events: list[tuple[str, int, str]] = []
-    for _, groups in started([{}]):
-        config = read_config(folder, train__steps=60, log__interval=10)
-        trainer = build_trainer(config, groups, *build_data(config))
-        trainer.note = lambda kind, step, text: events.append((kind, step, text))  # noqa: B023
-        if groups.rank == dist.get_world_size() - 1:
-            trainer.batches = late(trainer.batches)
-        trainer.run()
-    return events
-
-
-def late(batches: Iterator[Tensor]) -> Iterator[Tensor]:
-    for batch in batches:
-        time.sleep(0.3)
-        yield batch

@@ -1,6 +1,5 @@
 """What the ranks of the distributed tests run."""
 
-from collections.abc import Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -22,13 +21,14 @@ from parallel.optimizer.build import DisagreementError, build_optimizer, check_a
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.effective_weight import Preconditioner
-from spectral.kernels import dispatch
 from spectral.rules import RULES as RULE_CLASSES
-from tests.run_configs import RULES, tiny_config
+from tests.run_configs import tiny_config
 from tests.step_trace import traced
-from training.build import build_data, build_trainer, config_routes
+from training.build import build_data, build_trainer
 from training.config import group_of
-from training.loop import StepResult
+from training.loop import StepResult, Trainer
+from training.report.metrics import without_times
+from training.samples import next_tokens
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
@@ -47,41 +47,79 @@ def rank_folder(folder: str) -> str:
     return str(mine)
 
 
-def curves(
-    folder: str,
-    layout: dict[str, int],
-    overrides: dict[str, Any],
-    rules: Sequence[str] = tuple(RULES),
-) -> dict[str, Any]:
-    """Losses and gradient norms of a run, and its validation losses, for every rule."""
-    layout_groups = start(layout)
-    results: dict[str, Any] = {}
-    for rule in rules:
-        losses: list[float] = []
-        norms: list[float] = []
+Case = tuple[dict[str, int], str, dict[str, Any]]
+"""Layout, rule, and keys of the config."""
 
-        def keep(step: int, result: StepResult, losses=losses, norms=norms) -> None:
-            losses.append(result.loss.item())
-            norms.append(result.norm.total.item())
 
-        config = tiny_config(
-            rank_folder(folder),
-            rule,
-            **{f"parallel__{key}": value for key, value in layout.items()},
-            **overrides,
-        )
-        trainer = build_trainer(config, layout_groups, *build_data(config), on_step=keep)
-        initial = whole_units(trainer.model, layout_groups)
-        outcome = trainer.run()
-        results[rule] = {
-            "loss": losses,
-            "norm": norms,
-            "validation": outcome.validation,
-            "initial": initial,
-            "units": whole_units(trainer.model, layout_groups),
-        }
-    process_groups.shutdown()
-    return results
+def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
+    """The trainer of a case."""
+    layout, rule, keys = case
+    placed = {f"parallel__{key}": value for key, value in layout.items()}
+    config = tiny_config(rank_folder(folder), rule, **{**placed, **keys})
+    return build_trainer(config, groups, *build_data(config))
+
+
+def runs(folder: str, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """What `followed` returns of the run of every case."""
+    found = {}
+    for name, case in cases.items():
+        groups = start(case[0])
+        found[name] = followed(built(folder, groups, case))
+        dist.barrier(groups.host)
+        process_groups.shutdown()
+    return found
+
+
+def followed(trainer: Trainer) -> dict[str, Any]:
+    """Run, and return all that may not depend on the layout.
+
+    loss, norm       of every step
+    validation       metrics of the last
+    tokens           most probable ones after some positions, before the first step
+    initial, units   weights of this rank's whole units, before and after
+    kept             number of weights that this rank keeps in float32 as their owner
+    logged, lines    metrics and the monitors' lines by step, on the first rank
+    """
+    groups, vocab = trainer.groups, trainer.config.model.vocab_size
+    length = trainer.config.train.sequence_length
+    found: dict[str, Any] = {"loss": [], "norm": [], "logged": {}, "lines": {}}
+
+    def keep(step: int, result: StepResult) -> None:
+        assert result.active, f"step {step} was skipped"
+        found["loss"].append(result.loss.item())
+        found["norm"].append(result.norm.total.item())
+
+    trainer.on_step = keep
+    trainer.report = lambda metrics, step: found["logged"].update({step: without_times(metrics)})
+    trainer.record = lambda line, step: found["lines"].update({step: line})
+    windows = torch.stack(
+        [torch.from_numpy(trainer.validation[0].set.window(i)[:-1]) for i in range(3)]
+    )
+    found["tokens"] = [
+        next_tokens(trainer.model, groups, windows, place, vocab).tolist()
+        for place in (length // 4, length - 1)
+    ]
+    found["initial"] = whole_units(trainer.model, groups)
+    found["validation"] = trainer.run().validation
+    found["units"] = whole_units(trainer.model, groups)
+    found["kept"] = checked_kept(trainer)
+    return found
+
+
+def checked_kept(trainer: Trainer) -> int:
+    """Check that the float32 weights that owners keep are the masters, bit for bit, and return
+    their number."""
+    count = 0
+    for domain in trainer.optimizer.domains:
+        kept = [dict(group.kept) for group in domain.step_groups]
+        before = [{name: weight.clone() for name, weight in each.items()} for each in kept]
+        domain.reload_kept()
+        for old, group in zip(before, domain.step_groups, strict=True):
+            for name, weight in old.items():
+                assert torch.equal(weight, group.kept[name]), name
+                assert not torch.equal(weight, weight.bfloat16().float()), name
+                count += 1
+    return count
 
 
 def whole_units(
@@ -133,20 +171,6 @@ def optimizer_steps(
     found = [units_after(layout_groups, steps, **variant) for variant in variants]
     process_groups.shutdown()
     return found
-
-
-def joined_optimizer_steps(
-    folder: str, layout: dict[str, int], variants: list[dict[str, Any]], steps: int
-) -> list[dict[str, torch.Tensor]]:
-    """`optimizer_steps` where the kernels' table lists this device, so that owners join stacks.
-
-    It has no tile and no triton is new enough, so that everything else stays with the library.
-    """
-    dispatch.TABLE = Path(folder) / "table.json"  # type: ignore[misc]
-    dispatch.TABLE.write_text('{"devices": {"cpu": {"measured": null, "entries": []}}}')
-    dispatch.DOUBLES = (99, 0)
-    dispatch.forget()
-    return optimizer_steps(layout, variants, steps)
 
 
 def units_after(
@@ -258,50 +282,6 @@ def assign_matrices(
         return Assignment(group, name, RULE_CLASSES[name](**mine), lr, 0.1, mapped, added)
 
     return assign
-
-
-def radius_errors(
-    folder: str, layout: dict[str, int], rules: list[str], lr: float
-) -> dict[str, dict[str, float]]:
-    """Largest relative distance of each unit's norm from its radius over six steps, for every rule.
-
-    The norms come from a float64 SVD.
-    """
-    layout_groups = start(layout)
-    found = {rule: errors_of_run(folder, layout, layout_groups, rule, lr) for rule in rules}
-    process_groups.shutdown()
-    return found
-
-
-def errors_of_run(
-    folder: str,
-    layout: dict[str, int],
-    layout_groups: process_groups.Groups,
-    rule: str,
-    lr: float,
-) -> dict[str, float]:
-    """Largest relative distance of each unit's norm from its radius over a run's six steps."""
-    config = tiny_config(
-        rank_folder(folder),
-        rule,
-        **{f"parallel__{key}": value for key, value in layout.items()},
-        optimizer__matrix__lr=lr,
-        schedule__kind="constant",
-        schedule__warmup_steps=0,
-        train__exit_step=6,
-    )
-    routes = {row.unit: row.radius for row in config_routes(config)}
-    errors: dict[str, float] = {}
-    trainer = build_trainer(config, layout_groups, *build_data(config))
-    for step in range(6):
-        trainer.step(step)
-        for unit in trainer.model.units:
-            if routes[unit.name] is None:
-                continue
-            whole = whole_unit(trainer.model, layout_groups, unit).double()
-            error = abs(torch.linalg.matrix_norm(whole, ord=2).item() / routes[unit.name] - 1)
-            errors[unit.name] = max(error, errors.get(unit.name, 0.0))
-    return errors
 
 
 def disagree() -> str:

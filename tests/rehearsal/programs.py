@@ -26,6 +26,7 @@ SHAPE = {
     "model__hidden": 32,
     "model__ffn": 32,
     "model__kv_heads": 4,
+    "train__global_batch": 4,
     "train__micro_batch": 1,
     "train__sequence_length": 32,
     "train__precision": "bf16",

@@ -35,7 +35,9 @@ def rehearse(tmp_path):
 
 
 def test_a_run_that_would_not_break(rehearse, processes, tmp_path, capsys):
-    assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json")) == 0
+    # Samples of text are left out of what is rehearsed.
+    samples = ("validation.samples_interval=2", "validation.samples_tokens=4")
+    assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json"), *samples) == 0
     said = capsys.readouterr().out
     assert "passed: it would not break" in said and "rank 0 of 4" in said
     report = json.loads((tmp_path / "report.json").read_text())
@@ -48,12 +50,6 @@ def test_a_run_that_would_not_break(rehearse, processes, tmp_path, capsys):
         assert counts.keys() >= FIGURES and counts["launches"] > 0
     plain = report["phases"]["optimizer"]
     assert plain["host_reads"] == plain["synchronizations"] == 0 < plain["collective_bytes"]
-
-
-def test_a_run_that_samples_text_is_rehearsed_without(rehearse, processes, capsys):
-    wanted = ("validation.samples_interval=2", "validation.samples_tokens=4")
-    assert rehearse("--gpus", "1", *wanted) == 0
-    assert "passed: it would not break" in capsys.readouterr().out
 
 
 def test_a_run_that_would_break_says_where(rehearse, processes, tmp_path, capsys):
@@ -121,11 +117,11 @@ def test_nothing_lives_on_when_it_is_stopped(tmp_path):
     with open(tmp_path / "said.txt", "w") as said:
         running = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
     me = psutil.Process(running.pid)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while len(found := me.children(recursive=True)) < 2:  # the worker, and a rank
         assert running.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     running.send_signal(signal.SIGTERM)
     running.wait()
-    _, alive = psutil.wait_procs(found, timeout=30)
+    _, alive = psutil.wait_procs(found, timeout=300)
     assert not alive

@@ -1,6 +1,7 @@
 """The memory and the bytes that the planner foretells, against those of a rehearsal of the run."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -62,24 +63,22 @@ AXES = {
 }
 QUICK = {("llama", "pipeline"), ("moe", "expert")}
 """What runs in every test run; the others go through the same code."""
-
-
 OFF = {
     ("gpt", "pipeline"): "the plan of its first stage is 6% below the peak",
     ("gemma2", "pipeline"): "the plan of its first stage is 20% above the peak",
 }
 
 
-def marks(family, axis):
-    """The marks of a case."""
-    found = [] if (family, axis) in QUICK else [pytest.mark.slow]
+def case(family: str, axis: str) -> Any:
+    """The parameters of a test, with its marks."""
+    marks = [] if (family, axis) in QUICK else [pytest.mark.slow]
     if (family, axis) in OFF:
-        found.append(pytest.mark.xfail(reason=OFF[family, axis], strict=True))
-    return found
+        marks.append(pytest.mark.xfail(reason=OFF[family, axis], strict=True))
+    return pytest.param(family, axis, marks=marks)
 
 
 CASES = [
-    pytest.param(family, axis, marks=marks(family, axis))
+    case(family, axis)
     for family in FAMILIES
     for axis in AXES
     if axis != "expert" or "model__moe__experts" in FAMILIES[family]
@@ -118,6 +117,13 @@ def counted_kinds(report: RankReport, axis: str) -> Counter[str]:
     return found
 
 
+def peak(report: RankReport) -> float:
+    """Bytes that a rank needs at most in the parts that a plan has."""
+    assert report.error is None, report.error
+    parts = ("forward_backward", "optimizer")
+    return max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
+
+
 @pytest.mark.parametrize(("family", "axis"), CASES)
 def test_planned_memory_and_bytes_are_those_of_a_rehearsal(family, axis, processes, tmp_path):
     world, changes = AXES[axis]
@@ -129,42 +135,32 @@ def test_planned_memory_and_bytes_are_those_of_a_rehearsal(family, axis, process
     reports = processes.perform([Job(config, world, rank, H100) for rank in ranks])
     planned = plan_run(config, world)
     for stage, report in enumerate(reports):
-        assert report.error is None, report.error
-        parts = ("forward_backward", "optimizer")
-        peak = max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
-        assert planned.stages[stage].memory.total == pytest.approx(peak, rel=0.05), stage
+        assert planned.stages[stage].memory.total == pytest.approx(peak(report), rel=0.05), stage
         counted, foretold = counted_kinds(report, axis), planned_kinds(config, world, stage)
         assert {"reduce-scatter", "all-gather"} <= counted.keys()
         for kind, size in counted.items():
             assert foretold[kind] == pytest.approx(size, rel=0.01), (stage, kind)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_planned_memory_of_one_axis_is_that_of_every_rule(rule, processes, tmp_path):
-    values = SHAPE | {"train__micro_batch": 4, "train__global_batch": 16}
-    config = program(tmp_path, 2, rule=rule, **values)
-    (report,) = processes.perform([Job(config, 2, 0, H100)])
-    assert report.error is None, report.error
-    parts = ("forward_backward", "optimizer")
-    peak = max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
-    assert plan_run(config, 2).memory.total == pytest.approx(peak, rel=0.05)
-
-
-GROUPED = {"model__kv_heads": 2}
-GATED = {"model__moe__shared_gate": True}
+LARGE_BATCH = {"train__micro_batch": 4, "train__global_batch": 16}
+GROUPED = {"model__kv_heads": 2, "train__global_batch": 8}
+GATED = MIXTURE | GROUPED | {"model__moe__shared_gate": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "moe"])
-def test_planned_memory_has_what_norms_of_grouped_queries_and_gates_save(
-    family, processes, tmp_path
+@pytest.mark.parametrize(
+    ("world", "family", "rule", "changes", "tolerance"),
+    [
+        (2, "llama", "adamw", LARGE_BATCH, 0.05),
+        (2, "llama", "muon", LARGE_BATCH, 0.05),
+        # What norms of grouped queries and gates save: 6% of an 8B mixture's memory.
+        (1, "qwen3", "adamw", GROUPED, 0.02),
+        (1, "moe", "adamw", GATED, 0.02),
+    ],
+)
+def test_planned_memory_is_that_of_every_rule_and_option(
+    world, family, rule, changes, tolerance, processes, tmp_path
 ):
-    """Each is a tensor per layer: 6% of an 8B mixture's memory."""
-    changes = MIXTURE | GATED if family == "moe" else {}
-    config = program(tmp_path, 1, family, "adamw", **SHAPE | changes | GROUPED)
-    (report,) = processes.perform([Job(config, 1, 0, H100)])
-    assert report.error is None, report.error
-    parts = ("forward_backward", "optimizer")
-    peak = max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
-    assert plan_run(config, 1).memory.total == pytest.approx(peak, rel=0.02)
+    config = program(tmp_path, world, family, rule, **SHAPE | changes)
+    (report,) = processes.perform([Job(config, world, 0, H100)])
+    assert plan_run(config, world).memory.total == pytest.approx(peak(report), rel=tolerance)

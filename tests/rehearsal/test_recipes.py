@@ -1,17 +1,20 @@
-"""Every recipe on pretended GPUs, as it is and with its model cut: small, and at full size on the
-GPUs that it names, which takes hours."""
+"""Every recipe and every full command of docs/papers.md that changes one, on pretended GPUs: small,
+with an axis cut in two, and at full size on the GPUs that it names, which takes hours."""
 
-from dataclasses import asdict, replace
-from typing import Any
+import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from parallel.plan.devices import device_named
+from scripts.papers.catalogue import read_catalogue
+from scripts.papers.gpu_hours import key_of
 from tests.paths import ROOT
 from tests.rehearsal.programs import H100, check_rank
 from tests.small_recipes import recipes, small_recipe
 from training.build import on_mock_tokens
-from training.config import Config, InvalidConfigError, check, load_config
+from training.config import InvalidConfigError, check, load_config
 from training.rehearsal.processes import Processes
 from training.rehearsal.rank import Job
 from training.rehearsal.rehearse import rehearse
@@ -19,55 +22,24 @@ from training.rehearsal.rehearse import rehearse
 pytestmark = pytest.mark.slow
 
 NAMES = [name for names in recipes().values() for name in names]
-RATES = {
-    "lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "max_norm", "std",
-    "embedding_std", "head_std", "radius_scaler", "rope_base", "norm_epsilon", "min_ratio",
-}  # fmt: skip
-"""Numbers that change no operation."""
-NOT_REHEARSED = ("run", "data", "seed", "plan", "schedule")
+RUNS = {
+    key_of(run)
+    for paper in read_catalogue().values()
+    for item in paper.items.values()
+    for run in item.full
+}
 PEERS = 2
 CUTS = ("tensor", "pipeline", "context", "expert")
-OWN = ""
-
-
-def form(config: Any) -> Any:
-    """What of a section of a config decides which operations there are."""
-    if isinstance(config, dict):
-        return tuple((key, form(value)) for key, value in config.items() if key not in RATES)
-    return tuple(map(form, config)) if isinstance(config, list | tuple) else config
-
-
-def small_forms() -> dict[str, list[str]]:
-    """Recipes that are one when they are small, by the first of them; of tiny recipes, those whose
-    model or precision no other has."""
-    found: dict[Any, list[str]] = {}
-    for name in NAMES:
-        config = asdict(small_recipe(name, "nowhere"))
-        for key in NOT_REHEARSED:
-            del config[key]
-        found.setdefault(form(config), []).append(name)
-    some = ("tiny_gemma2_sso", "tiny_gpt_muon_gram", "tiny_muon")
-    return {
-        names[0]: names
-        for names in found.values()
-        if names[0] in some or not names[0].startswith("tiny")
-    }
-
-
-FORMS = small_forms()
-
-
-def test_all_large_recipes_have_a_small_form() -> None:
-    assert {n for n in NAMES if not n.startswith("tiny")} <= {n for f in FORMS.values() for n in f}
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("recipe", FORMS)
-def test_a_small_recipe_would_not_break(
-    recipe: str, cut: str, processes: Processes, tmp_path: Any
+@pytest.mark.parametrize("run", sorted(RUNS | set(NAMES)))
+def test_a_small_run_would_not_break(
+    run: str, cut: str, processes: Processes, tmp_path: Path
 ) -> None:
+    recipe, *overrides = shlex.split(run)
     try:
-        config = small_recipe(recipe, str(tmp_path), **{cut: PEERS})
+        config = small_recipe(recipe, str(tmp_path), overrides, **{cut: PEERS})
         config = replace(
             config,
             data=replace(config.data, mock=True),
@@ -83,25 +55,11 @@ def test_a_small_recipe_would_not_break(
     check_rank(report)
 
 
-def planned(recipe: str, cut: str) -> tuple[Config, int]:
-    """The config of a recipe on made tokens, with an axis cut in two, and the GPUs that it names.
-
-    Raises InvalidConfigError for what it may not.
-    """
-    overrides = [f"parallel.{cut}=2"] if cut else []
-    config = on_mock_tokens(load_config(ROOT / "configs" / f"{recipe}.yaml", overrides))
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_would_not_break(recipe: str, processes: Processes) -> None:
+    config = on_mock_tokens(load_config(ROOT / "configs" / f"{recipe}.yaml"))
     assert config.plan.gpus is not None
     check(config, config.plan.gpus)
-    return config, config.plan.gpus
-
-
-@pytest.mark.parametrize("cut", [OWN, *CUTS])
-@pytest.mark.parametrize("recipe", NAMES)
-def test_a_recipe_would_not_break(recipe: str, cut: str, processes: Processes) -> None:
-    try:
-        config, gpus = planned(recipe, cut)
-    except InvalidConfigError as error:
-        assert cut, error
-        pytest.skip(str(error).splitlines()[0])
-    report = rehearse(config, gpus, device_named(config.plan.device), processes=processes)
+    device = device_named(config.plan.device)
+    report = rehearse(config, config.plan.gpus, device, processes=processes)
     assert report.ok, report.error

@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TextIO
@@ -13,36 +11,18 @@ from typing import TextIO
 import pytest
 
 from tests.launch import ROOT, environment
-from tests.run_configs import tiny_config
-from tests.run_results import metrics_of
-from tests.token_files import write_token_set
-from training.checkpoint.files import steps
 from training.config import check, load_config
 
-SRUN = 'while [[ $1 == --* ]]; do shift; done\nexec "$@"'
 SCONTROL = """case $1 in
     show) for i in {1..9999}; do echo localhost; done ;;
     requeue) echo "$2" >> "$QUEUE" ;;
 esac"""
-KEYS = [
-    "log.interval=1",
-    "checkpoint.interval=1000",
-    "train.global_batch=4",
-    "validation.samples=2",
-]
-
-# Two starts of torchrun belong to one test.
-pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A token set, a config, and the commands that a node has."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    tiny_config(str(tmp_path), "adamw")
-    torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": torchrun}.items():
-        put(tmp_path, name, text)
+    """A folder with the commands that a node has."""
+    put(tmp_path, "scontrol", SCONTROL)
     return tmp_path
 
 
@@ -73,7 +53,7 @@ def job(
     }
     script = ["bash", "scripts/slurm/pretrain.sbatch", str(folder / "config.yaml")]
     return subprocess.Popen(
-        [*script, *KEYS, *overrides],
+        [*script, *overrides],
         cwd=ROOT,
         env=environment() | slurm | variables,
         stdout=output,
@@ -87,32 +67,6 @@ def queued(folder: Path) -> list[str]:
     """Jobs that were put into the queue again."""
     queue = folder / "queue"
     return queue.read_text().split() if queue.exists() else []
-
-
-@pytest.mark.slow
-def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
-    metrics = folder / "run" / "metrics.jsonl"
-    with job(folder, "train.steps=100000", "train.exit_step=100000") as first:
-        deadline = time.monotonic() + 250
-        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-            assert first.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        first.send_signal(signal.SIGUSR1)
-        printed, _ = first.communicate(timeout=500)
-    assert first.returncode == 0, printed
-    assert "stopped by a STOP file after step" in printed
-    assert queued(folder) == ["17"]
-    (saved,) = steps(folder / "run")
-    assert saved == metrics_of(folder / "run")[-1]["step"] > 2
-    assert not (folder / "run" / "STOP").exists() and not (folder / "run" / "DONE").exists()
-
-    end = ["train.steps=100000", f"train.exit_step={saved + 2}"]
-    with job(folder, *end) as second:
-        printed, _ = second.communicate(timeout=500)
-    assert second.returncode == 0, printed
-    assert f"continuing from {folder}/run/checkpoints/step_{saved:08d}" in printed
-    assert [line["step"] for line in metrics_of(folder / "run")] == list(range(1, saved + 3))
-    assert queued(folder) == ["17"]  # it was not asked to stop
 
 
 MADE = "for i in {1..900}; do [ -e $RUN_DIR/STOP ] && break; sleep 0.1; done; [ -e $RUN_DIR/STOP ]"
