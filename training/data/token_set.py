@@ -106,6 +106,11 @@ class TokenSet:
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
         """Tokens as they are in the file, whatever their ids; compared with their hashes."""
         size = self._dtype.itemsize
+        there = os.path.getsize(self.prefix + ".bin")  # to read past the end ends the process
+        if there < (start + count) * size:
+            raise DataError(
+                f"set {self.name}: {self.prefix}.bin was cut to {there} bytes after it was opened"
+            )
         if self._blocks is not None:
             self._blocks.check_bytes(start * size, (start + count) * size)
         view: NDArray[np.integer] = self._dataset.bin_reader.read(

@@ -9,7 +9,7 @@ from parallel.comm.agreement import Agreement
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
 from training.lifecycle.preemption import REASONS, StopRequests
-from training.lifecycle.run_folder import check_own
+from training.lifecycle.run_folder import check_own, lock_number
 from training.lifecycle.watchdog import Watchdog
 
 
@@ -33,6 +33,7 @@ class Lifecycle:
         self.watchdog = watchdog
         self.agreement = agreement
         self.step = 0
+        self._lock = lock_number(config.run.dir)
         self._asked_about_save = False
         self._stop = 0
 
@@ -91,7 +92,7 @@ class Lifecycle:
 
     def _begin(self, meta: Mapping[str, Any]) -> None:
         """Begin a save. Raises FolderError if another run has taken the run folder."""
-        first_rank(partial(check_own, self.config.run.dir))
+        first_rank(partial(check_own, self.config.run.dir, self._lock))
         self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:

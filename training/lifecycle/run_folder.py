@@ -56,23 +56,27 @@ def locked(run_dir: str | Path) -> Iterator[None]:
                 f"run.dir {folder} is in use by another run: {file.read().strip() or 'unknown'}"
             )
         file.truncate(0)
-        file.write(_owner() + "\n")
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
         file.flush()
         yield
 
 
-def check_own(run_dir: str | Path) -> None:
-    """Raise FolderError if another run has locked `run_dir`, as it can once the lock of this one,
-    which `locked` has made, was removed by hand."""
-    file = Path(run_dir) / LOCK
-    owner = file.read_text(encoding="utf-8", errors="replace").strip() if file.exists() else ""
-    if owner not in ("", _owner()):
-        raise FolderError(f"run.dir {run_dir} is in use by another run since: {owner:.80}")
+def lock_number(run_dir: str | Path) -> int | None:
+    """Return the number of the file that is the lock, None if there is none.
+
+    A run must not open its lock again: closing it would release it.
+    """
+    try:
+        return os.stat(Path(run_dir) / LOCK).st_ino
+    except FileNotFoundError:
+        return None
 
 
-def _owner() -> str:
-    """What the lock says of the run that holds it."""
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+def check_own(run_dir: str | Path, number: int | None) -> None:
+    """Raise FolderError if another run has made a lock of its own since that of this one, which had
+    this `number`, was removed by hand."""
+    if lock_number(run_dir) not in (None, number):
+        raise FolderError(f"run.dir {run_dir} is in use by another run since its lock was removed")
 
 
 def in_use(run_dir: str | Path) -> bool:

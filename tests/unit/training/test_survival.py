@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -254,18 +256,25 @@ def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypa
     assert steps(folder / "run") == [10]
 
 
+TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
 def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> None:
-    """Its lock was removed by hand, and the other made one of its own."""
+    """Its lock, which it holds over its saves, was removed by hand, and the other made one."""
+    lock, taken = folder / "run" / "lock", []
 
     def take(step: int, result: StepResult) -> None:
+        done = subprocess.run([sys.executable, "-c", TAKE, lock], capture_output=True)
+        taken.append(done.returncode == 0)
         if step == 3:
-            (folder / "run" / "lock").unlink()
-            (folder / "run" / "lock").write_text('{"host": "n2", "pid": 7}\n')
+            lock.unlink()
+            lock.touch()
 
     config = config_of(folder, checkpoint__interval=2, train__steps=6)
-    with pytest.raises(FolderError, match="in use by another run since: .*n2"):
+    with pytest.raises(FolderError, match="in use by another run since its lock was removed"):
         train(config, world, on_step=take)
     assert checkpoint.steps(folder / "run") == [2]
+    assert taken == [False, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "lock", ".heartbeat.json", "events.jsonl"])

@@ -1,5 +1,6 @@
 """Damaged tokens are noticed: at the start, or when they are first read."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -87,6 +88,15 @@ def test_each_block_is_hashed_once(prepared: Path, monkeypatch: pytest.MonkeyPat
     for index in range(len(tokens)):
         tokens.window(index)
     assert calls == []  # there are fewer blocks than are compared at the start
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(prepared: Path) -> None:
+    tokens = opened(prepared, "none")
+    last = tokens.window(len(tokens) - 1)
+    assert len(last) == SEQUENCE + 1
+    os.truncate(prepared / "tokens.train.bin", 1000)
+    with pytest.raises(DataError, match="tokens.train.bin was cut to 1000 bytes"):
+        tokens.window(len(tokens) - 1)
 
 
 @pytest.mark.parametrize("suffix", ["idx", "blocks"])
