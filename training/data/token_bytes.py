@@ -44,9 +44,6 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     lengths = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
     for token in content["added_tokens"]:  # these are matched as plain text, not as bytes
         lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
-    wrong = [id_ for id_ in lengths if type(id_) is not int or not 0 <= id_ <= LARGEST_ID]
-    if wrong:
-        raise DataError(f"{tokenizer_file(source)}: ids must be in [0, 2^24], got {wrong[0]!r:.40}")
     result = torch.zeros(max(lengths) + 1, dtype=torch.int32)
     result[list(lengths)] = torch.tensor(list(lengths.values()), dtype=torch.int32)
     return result
@@ -105,4 +102,19 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
         raise DataError(f"cannot read the tokenizer {path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{path} is not a tokenizer.json: it has no section 'model'")
-    return {"added_tokens": [], **content}
+    content = {"added_tokens": [], **content}
+    problem = _wrong_id(content)
+    if problem is not None:
+        raise DataError(f"{path}: {problem}")
+    return content
+
+
+def _wrong_id(content: dict[str, Any]) -> str | None:
+    """A sentence about the first id that is none or that two tokens have, None without one."""
+    vocab = content["model"].get("vocab")
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []  # a list in unigram models
+    for id_ in [*ids, *(token.get("id") for token in content["added_tokens"])]:
+        if type(id_) is not int or not 0 <= id_ <= LARGEST_ID:
+            return f"ids must be in [0, 2^24], got {id_!r:.40}"
+    twice = len(ids) - len(set(ids))
+    return f"tokens must have ids of their own, got {twice} of others" if twice else None
