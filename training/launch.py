@@ -31,7 +31,7 @@ class Ranks:
     def __init__(self, context: SubprocessContext) -> None:
         self.context = context
         self.processes = [each.proc for each in context.subprocess_handlers.values()]
-        self.interrupted = False
+        self.interrupted = self.killed = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on)
 
@@ -40,6 +40,7 @@ class Ranks:
         ends = number == signal.SIGINT and self.interrupted
         self.interrupted = self.interrupted or number == signal.SIGINT
         if ends:
+            self.killed = True
             os.write(2, f"{SECOND}\n".encode())  # past streams that the main thread may hold
         if number == signal.SIGHUP:
             number = signal.SIGTERM
@@ -105,4 +106,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
         started = Ranks(context)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        return started.wait()
+        code = started.wait()
+    if started.killed:  # without Python's way to its end, which takes a second
+        os._exit(code)
+    return code
