@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from scripts.evaluation import process_results
 from training.config import Config
-from training.data.manifest import check_one_tokenizer
+from training.data.manifest import check_one_tokenizer, manifest_of
 from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
 from training.errors import InputError
@@ -40,6 +40,13 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
         raise InputError("the run has no validation sets to evaluate on")
     check_one_tokenizer((name, each.path) for name, each in config.data.validation.items())
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    for name, each in config.data.validation.items():
+        manifest = manifest_of(each.path)
+        file = tokenizer_file if manifest is None else manifest.tokenizer_path
+        if file.is_file() and Tokenizer.from_file(str(file)).get_vocab() != tokenizer.get_vocab():
+            raise InputError(
+                f"validation set {name} has the tokenizer {file}, the model has {tokenizer_file}"
+            )
     lengths = token_byte_lengths(tokenizer_file)
     (folder / PROCESSING).write_text(Path(process_results.__file__).read_text())
     tasks = []

@@ -163,7 +163,7 @@ def refusal(place: str, different: Mapping[str, list[str]]) -> str:
     lines = []
     for kind, changes in different.items():
         more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-        lines.append(f"{place} has another {kind}: {', '.join(changes[:SHOWN])}{more}")
+        lines.append(f"{place} differs in its {kind}: {', '.join(changes[:SHOWN])}{more}")
     if any(change.startswith("pc.") for change in different.get("model", [])):
         lines.append(
             "to start a new run from its effective weights, set checkpoint.initialize_from"

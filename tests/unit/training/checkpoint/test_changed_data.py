@@ -41,7 +41,7 @@ def overwrite_between_samples(path: Path) -> None:
 def test_a_set_that_was_overwritten_between_samples_is_refused(run, tmp_path) -> None:
     run(2)
     overwrite_between_samples(tmp_path / "tokens.bin")
-    with pytest.raises(ResumeError, match=r"another data: (.|\n)*walk.content was"):
+    with pytest.raises(ResumeError, match=r"its data: (.|\n)*walk.content was"):
         run(4)
 
 

@@ -149,8 +149,8 @@ def test_resume_none_starts_over_and_keeps_what_was(run, saved, tmp_path):
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "data": ({"seed": 8}, "another data: seed was 7, is 8"),
-    "model": ({"model__rope_base": 5e4}, "another model: rope_base was 10000.0, is 50000.0"),
+    "data": ({"seed": 8}, "its data: seed was 7, is 8"),
+    "model": ({"model__rope_base": 5e4}, "its model: rope_base was 10000.0, is 50000.0"),
     "optimizer": ({"optimizer__matrix__lr": 0.5}, "another optimizer: matrix.lr was 0.003, is 0.5"),
     "schedule": ({"train__steps": 8}, "another schedule: steps was 4, is 8"),
     "train": ({"train__global_batch": 4}, "another train: global_batch was 8, is 4"),
@@ -173,11 +173,11 @@ def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run):
 
 def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
     run(train__exit_step=2)
-    with pytest.raises(ResumeError, match="another data: .*walk.share was 1.0, is 0.5"):
+    with pytest.raises(ResumeError, match="its data: .*walk.share was 1.0, is 0.5"):
         run(data__train__more__path=f"{tokens}/tokens")
     now = saved_identity(read_checkpoint(tmp_path / "run"))
     other = {**now, "tokenizer": {"sha256": "another"}}
-    with pytest.raises(ResumeError, match="another tokenizer: sha256 was None, is another"):
+    with pytest.raises(ResumeError, match="its tokenizer: sha256 was None, is another"):
         find_start(tmp_path / "run", "latest", other, ())
 
 
@@ -325,7 +325,7 @@ def test_a_checkpoint_without_a_key_of_today_continues(run, whole, tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "step_00000002"
     without_key(folder, "model", "rope_base")
     without_key(folder, "optimizer", "qkv_units")
-    with pytest.raises(ResumeError, match="another model: rope_base was 10000.0, is 50000.0"):
+    with pytest.raises(ResumeError, match="its model: rope_base was 10000.0, is 50000.0"):
         run(model__rope_base=5e4)
     run()
     assert same_state(state_of(tmp_path / "run", 4), state_of(whole, 4)) == []

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 import pretrain
+from scripts.evaluation.local_text import write_tasks
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
 from training.config import InvalidConfigError, load_config
+from training.errors import InputError
 
 FOX = "The quick brown fox number {i} jumps over the lazy dog.\n\n"
 MATRIX = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"
@@ -51,6 +53,19 @@ def test_a_tokenizer_that_the_config_names_must_be_that_of_the_sets(folder, caps
     said = capsys.readouterr().err
     assert "data.tokenizer" in said and f"{folder}/own/d/tokenizer.json" in said
     assert train(folder, f"data.tokenizer={folder}/own/d/tokenizer.json") == 0
+
+
+def test_the_local_task_refuses_sets_of_two_tokenizers(folder):
+    config, own, other = (folder / name for name in ("config.yaml", "own/d", "other/d"))
+    mixed = load_config(config, [f"data.validation.mine.path={other}/tokens.train"])
+    with pytest.raises(InputError, match=f"walk from {own}.*mine from {other}"):
+        write_tasks(folder, mixed, own / "tokenizer.json")
+
+
+def test_a_missing_set_that_would_say_the_vocabulary_is_named(folder, capsys):
+    assert train(folder, "data.train.walk.path=nowhere") == 2
+    said = capsys.readouterr().err
+    assert "set walk: no file nowhere.idx" in said and "data.train.walk=null" in said
 
 
 def test_replace_leaves_out_the_sets_of_the_base(folder):
