@@ -11,7 +11,8 @@ saved or validated. `--synthetic` trains on random tokens and reads no data.
 Each `--variant` is the same config with further overrides, in quotes if there are several. Variants
 take steps in turn with the config itself, and `x` is a variant's time over the config's; `x by
 update` compares the steps without data, forward and backward. Phases are then processor time on a
-CPU.
+CPU. The phase data is reading tokens and comparing them with their hashes; `--variant
+data.verify=none` is without the latter.
 
 MFU is model FLOPs per token (models/size.py: 6 per parameter of an active matrix, causal attention;
 recomputation does not count) times tokens per second and device, over the device's dense bfloat16

@@ -149,3 +149,11 @@ def test_an_option_without_effect_is_refused(options, problem, folder, capsys):
         run(folder, *options)
     assert ended.value.code == 2 and problem in capsys.readouterr().err
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("take", [bytearray, np.empty, torch.empty])
+def test_memory_that_cannot_be_had_is_known(take) -> None:
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        take(1 << 50)
+    assert pretrain.out_of_memory(caught.value)
+    assert not pretrain.out_of_memory(RuntimeError("another"))

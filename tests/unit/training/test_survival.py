@@ -256,6 +256,14 @@ def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypa
     assert steps(folder / "run") == [10]
 
 
+def test_saves_that_are_slower_than_their_interval_are_whole(folder, world, monkeypatch) -> None:
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.05), sync(file)))
+    train(config_of(folder, checkpoint__interval=1, train__steps=4), world)
+    saved = [read_checkpoint(checkpoint.step_folder(folder / "run", step)) for step in range(1, 5)]
+    assert [text for info in saved for text in checkpoint.problems(info)] == []
+
+
 TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
