@@ -69,11 +69,8 @@ def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
     """Largest singular value over the mean of the smallest tenth of them: lower is better
     conditioned. Mean of each role, and geometric mean of all matrices."""
-    runs = [run for run in runs if run.names("monitor/condition_number/")]
-    if not runs:
-        return None
-    figure, axes = new_figure(len(runs), width=5.6, height=3.6)
-    for axis, run in zip(axes, runs, strict=True):
+
+    def draw(axis: Axes, run: RunData) -> None:
         for i, role in enumerate(run.roles()):
             plain = run.series(f"monitor/condition_number/{role}")
             effective = run.series(f"monitor/effective_condition_number/{role}")
@@ -81,23 +78,17 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
             _line(axis, effective or plain, **look(i), label=label)
         geometric = run.series("monitor/condition_number/geometric_mean")
         _line(axis, geometric, color="black", linewidth=2.5, label="all, geometric mean")
-        axis.set(title=run.name)
-        count_tokens(axis)
         plain_log(axis)
-        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes[0].set_ylabel("modified condition number")
-    return figure
+
+    return _per_run(runs, "monitor/condition_number/", "modified condition number", draw)
 
 
 def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
     """Relative error of the tracked spectral norm: median over a role's matrices, dashed the
     largest."""
     name = "pc_norm_error"
-    runs = [run for run in runs if run.names(f"monitor/{name}/")]
-    if not runs:
-        return None
-    figure, axes = new_figure(len(runs), width=5.6, height=3.6)
-    for axis, run in zip(axes, runs, strict=True):
+
+    def draw(axis: Axes, run: RunData) -> None:
         roles = [role for role in run.roles() if run.names(f"monitor/{name}/{role}")]
         for i, role in enumerate(roles):
             found = [
@@ -107,11 +98,9 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
             ]
             _line(axis, [(x, median(e)) for x, e in found], **look(i), label=role)
             _line(axis, [(x, max(e)) for x, e in found], **look(i) | {"linestyle": "--"})
-        axis.set(title=run.name, yscale="log")
-        count_tokens(axis)
-        axis.legend(fontsize=8)
-    axes[0].set_ylabel("relative error of the tracked norm")
-    return figure
+        axis.set(yscale="log")
+
+    return _per_run(runs, f"monitor/{name}/", "relative error of the tracked norm", draw)
 
 
 def signal(run: RunData) -> Figure | None:
@@ -166,6 +155,23 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
     count_tokens(axis)
     if len(runs) > 1:
         axis.legend()
+    return figure
+
+
+def _per_run(
+    runs: Sequence[RunData], prefix: str, label: str, draw: Callable[[Axes, RunData], None]
+) -> Figure | None:
+    """A panel for each run that has metrics with a prefix, into which `draw` draws it."""
+    runs = [run for run in runs if run.names(prefix)]
+    if not runs:
+        return None
+    figure, axes = new_figure(len(runs), width=5.6, height=3.6)
+    for axis, run in zip(axes, runs, strict=True):
+        draw(axis, run)
+        axis.set(title=run.name)
+        count_tokens(axis)
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[0].set_ylabel(label)
     return figure
 
 
