@@ -59,12 +59,12 @@ def properties(sizes: Sizes, runs: dict[str, Training]) -> list[Check]:
     ]  # fmt: skip
 
 
-def draw(data: Data, title: str = "relu² network") -> Figure:
+def draw(data: Data) -> Figure:
     """Draw the loss, stable ranks of activations and nuclear ranks of gradients."""
     figure, axes = new_figure(3, width=4.2)
     names = {"gradient descent": "gd", "spectral on W2, W3": "spectral"}
     draw_lines(axes[0], {name: data[key]["loss"] for name, key in names.items()},
-               yscale="log", xlabel="step", ylabel="loss", title=f"{title}: loss")  # fmt: skip
+               yscale="log", xlabel="step", ylabel="loss", title="relu² network: loss")  # fmt: skip
     for axis, ranks, layers, about in (
         (axes[1], "stable_rank", {"A1": 1, "A2": 2, "A3": 3}, "stable rank of activations"),
         (axes[2], "nuclear_rank", {"G1": 0, "G2": 1, "G3": 2}, "nuclear rank of gradients"),
