@@ -10,9 +10,9 @@ are fused.
 Declarations are pure functions of the config: they need no model, no process group, no memory.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Literal
 
@@ -130,9 +130,9 @@ def attention_units(
     """
     prefix, size = f"layers.{layer}.", model.head_size
     qkv = FusedQKV(prefix, model, split)
-    kinds = {
+    kinds: dict[str, Callable[[], list[Unit]]] = {
         "head": qkv.per_head,
-        "group": qkv.per_group,
+        "group": partial(qkv.per_head, joined=True),
         "component": qkv.per_component,
         "fused": qkv.fused,
     }
@@ -175,28 +175,20 @@ class FusedQKV:
         """Shape of one head."""
         return self.model.head_size, self.model.hidden
 
-    def per_head(self) -> list[Unit]:
-        """Return every query, key and value head as a unit."""
-        one = self.head
-        units = []
-        for i, g in self._local_groups():
-            for j, h in enumerate(self._heads(g)):
-                units.append(self._unit("q", f"q.{h}", (i, j), one, [("q", h)]))
-            units.append(self._unit("k", f"k.{g}", (i, self.query_heads), one, [("k", g)]))
-            units.append(self._unit("v", f"v.{g}", (i, self.query_heads + 1), one, [("v", g)]))
-        return units
-
-    def per_group(self) -> list[Unit]:
-        """Return the query heads that share a key as one unit; keys and values have their own."""
-        one = self.head
-        queries = slice(0, self.query_heads)
-        units = []
+    def per_head(self, joined: bool = False) -> list[Unit]:
+        """Return every query, key and value head as a unit; with `joined` the query heads that
+        share a key are one."""
+        one, infix, units = self.head, "group." if joined else "", []
         for i, g in self._local_groups():
             heads = [("q", h) for h in self._heads(g)]
-            axes = (self.query_heads, *one)
-            units.append(self._unit("q", f"q.group.{g}", (i, queries), axes, heads))
+            if joined:
+                index, axes = (i, slice(0, self.query_heads)), (self.query_heads, *one)
+                units.append(self._unit("q", f"q.group.{g}", index, axes, heads))
+            else:
+                for j, draw in enumerate(heads):
+                    units.append(self._unit("q", f"q.{draw[1]}", (i, j), one, [draw]))
             for role, j in (("k", self.query_heads), ("v", self.query_heads + 1)):
-                units.append(self._unit(role, f"{role}.group.{g}", (i, j), one, [(role, g)]))
+                units.append(self._unit(role, f"{role}.{infix}{g}", (i, j), one, [(role, g)]))
         return units
 
     def per_component(self) -> list[Unit]:

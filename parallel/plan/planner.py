@@ -278,10 +278,7 @@ def plan_stage(
         parameters=numel - padding,
         buckets=sum(len(layout.buckets) for layout in layouts),
         padding=padding,
-        elements=sum(
-            layout.numel // part.domain.inputs.data
-            for layout, part in zip(layouts, parts, strict=True)
-        ),
+        elements=sum(part.elements for part in parts),
         units=sum(len(placement.owners) for placement in placed),
         load_max=float(loads.max()),
         load_mean=float(loads.mean()),
