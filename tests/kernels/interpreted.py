@@ -156,8 +156,11 @@ def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
     torch.testing.assert_close(msign(x, steps=4).double(), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("scale", [None, torch.tensor([0.5, 3.0])], ids=["plain", "scaled"])
-@pytest.mark.parametrize("gate", [[True, True], [False, True], [False, False]], ids=str)
+@pytest.mark.parametrize(
+    ("gate", "scale"),
+    [([True, True], None), ([False, True], torch.tensor([0.5, 3.0])), ([False, False], None)],
+    ids=["all", "one, scaled", "none"],
+)
 @pytest.mark.parametrize(("dtype", "tall"), [(d, d == torch.float32) for d in BOUNDS])
 def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor | None) -> None:
     """More elements than a program takes, a transposed direction, rates per matrix, and weights
@@ -214,9 +217,10 @@ def test_optimizer_joins_shapes_by_the_kernels(
         parameters = [torch.nn.Parameter(w.clone()) for w, _ in values]
         for parameter, (_, gradient) in zip(parameters, values, strict=True):
             parameter.grad = gradient.clone()
-        kind(parameters, steps=4, msign_dtype="float32").step()
+        kind(parameters, steps=4, **dtype).step()
         return [p.detach() for p in parameters]
 
+    dtype = {"msign_dtype": "float32"} if kind is Muon else {}  # the interpreter is slow
     joined_products: list[int] = []
     launch = grouped.grams
     monkeypatch.setattr(
@@ -225,7 +229,7 @@ def test_optimizer_joins_shapes_by_the_kernels(
     with patch.object(kernels, "update_", wraps=kernels.update_) as passes:
         joined = stepped()
         assert [len(call.args[0]) for call in passes.call_args_list] == [3, 1]  # 6 x 24 is alone
-        assert set(joined_products) == {3}
+        assert set(joined_products) == ({3} if dtype else set())
         monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
         dispatch.forget()
         for ours, expected in zip(joined, stepped(), strict=True):
