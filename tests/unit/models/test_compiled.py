@@ -1,5 +1,5 @@
-"""Compiled norms, rotary positions and activations: the same mathematics, fewer kernels, and no
-graph compiled twice."""
+"""Compiled norms, rotary positions and activations: the same mathematics, and no graph compiled
+twice."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sequences cut over context ranks and put back in order, and exact attention."""
+"""Sequences cut over context ranks and put back in order, and what attention refuses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The routed scale against its closed form and simulation, MaxVio by hand, the expert bias on a
+"""The routed scale against the paper and its closed form, MaxVio by hand, the expert bias on a
 router that prefers one expert."""
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""PC layers in a model of one process: against the paper's algorithm, plain weights and SVD."""
+"""PC layers in a model of one process: against singular value decompositions."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""AdamW by PyTorch's fused step: beside `torch.optim.AdamW`, what may be skipped, and what may be
-joined."""
+"""AdamW by PyTorch's fused step beside `torch.optim.AdamW`, and gradients that are not finite."""
 
 import pytest
 import torch

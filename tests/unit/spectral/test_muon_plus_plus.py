@@ -1,4 +1,4 @@
-"""Muon++: the gap condition, its counterexample, the invariant pair, and the long run."""
+"""Muon++: the direction, the gap condition, its counterexample, and the long run."""
 
 import math
 
