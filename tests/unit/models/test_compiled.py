@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from models.blocks import compiled
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.compiled import Fused, compile_blocks_, some_tokens
 from models.config import ModelConfig
@@ -18,8 +17,7 @@ from models.size import all_units
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import built, tokens_of
-from training import build
-from training.build import check_backend, compile_backend, described_backend
+from training.build import check_backend
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 
@@ -112,15 +110,6 @@ def test_experts_with_few_tokens_make_no_graph() -> None:
     assert few(torch.zeros(1)).item() == 0 and few(torch.zeros(2)).sum().item() == 2
 
 
-def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "GRAPHS", 2)
-    swiglu = Fused("aot_eager").compiled(ACTIVATIONS["swiglu"].block)
-    for width in (4, 6):
-        swiglu(torch.randn(3, width))
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        swiglu(torch.randn(3, 8))
-
-
 def test_a_machine_without_a_compiler_is_refused(
     minimal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,20 +122,3 @@ def test_a_machine_without_a_compiler_is_refused(
     fused = ["train.compile=inductor", "model.attention_backend=transformer_engine"]
     with pytest.raises(InvalidConfigError, match="train.compile needs"):
         load_config(minimal, fused)
-
-
-def test_auto_compiles_on_gpus_and_says_what_it_lacks(
-    minimal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, te = (
-        load_config(minimal, [f"model.attention_backend={name}"])
-        for name in ("sdpa", "transformer_engine")
-    )
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(build, "missing_compiler", lambda device: None)
-    assert compile_backend(config, gpu) == described_backend(config, gpu) == "inductor"
-    assert compile_backend(config, cpu) is None and described_backend(config, cpu) == "none"
-    assert described_backend(te, gpu) == "none, transformer_engine fuses them"
-    monkeypatch.setattr(build, "missing_compiler", lambda device: "Triton")
-    assert compile_backend(config, gpu) is None
-    assert described_backend(config, gpu) == "none, inductor needs Triton"

@@ -1,13 +1,10 @@
-"""Sequences cut over context ranks and put back in order, and what attention refuses."""
+"""Sequences cut over context ranks and put back in order."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from models.blocks.attention import SDPACoreAttention
 from models.context import context_chunks, context_part, in_sequence_order
 
 
@@ -34,24 +31,3 @@ def test_a_length_that_does_not_divide_is_refused() -> None:
     message = r"length must be divisible by 2 \* context parallel size = 8, got 12"
     with pytest.raises(ValueError, match=message):
         context_part(torch.zeros(2, 12), 1, rank=0, size=4)
-
-
-@pytest.mark.parametrize(
-    ("context", "kind", "arguments", "message"),
-    [
-        (1, "cross", {}, "is causal self-attention"),
-        (2, "self", {}, "must have 2 ranks"),
-        (1, "self", {"packed_seq_params": object()}, "takes neither packed sequences"),
-        (1, "self", {"attention_bias": torch.zeros(3, 3)}, "nor an attention bias"),
-    ],
-)
-def test_attention_refuses_what_it_cannot_do(context, kind, arguments, message) -> None:
-    config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, context_parallel_size=context
-    )
-    x = torch.zeros(3, 1, 4, 8)
-    with pytest.raises(ValueError, match=message):
-        module = SDPACoreAttention(
-            config, 1, attn_mask_type=AttnMaskType.causal, attention_type=kind
-        )
-        module(x, x, x, None, **arguments)

@@ -6,12 +6,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2Text
 
 from models.blocks.norm import zero_centered_rms_norm
 from models.blocks.scaled_embedding import ScaledEmbedding
-from models.size import mean_keys, model_size
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import built
-
-MODEL = tiny_model("gemma2", layers=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,19 +36,3 @@ def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
     tokens = torch.arange(1, 13).view(2, 6)
     found = ours(tokens, torch.zeros_like(tokens))
     assert torch.equal(found, theirs(tokens).transpose(0, 1))
-
-
-def test_flops_count_the_keys_that_are_seen() -> None:
-    """By hand: 24 tokens, 5 of them at most in layers 0 and 2."""
-    length = 24
-    seen = [min(query + 1, 5) for query in range(length)]
-    # As that of the causal mask, the formula leaves out half of a triangle's diagonal.
-    assert mean_keys(MODEL, 0, length) == pytest.approx((sum(seen) - 5 / 2) / length)
-    assert mean_keys(MODEL, 1, length) == length / 2
-    assert mean_keys(MODEL, 0, 4) == 2
-    whole = model_size(tiny_model("gemma2", layers=4, sliding_window=None), length)
-    found = model_size(MODEL, length)
-    saved = 2 * (length / 2 - mean_keys(MODEL, 0, length))
-    difference = whole.flops_per_token - found.flops_per_token
-    assert difference == pytest.approx(6 * 4 * 2 * 12 * saved)
-    assert whole.parameters == found.parameters

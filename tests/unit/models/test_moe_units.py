@@ -36,25 +36,6 @@ def test_units_of_experts_are_shared_out_once(split, expert_tensor):
     assert len(whole) == 2 * 4 * (3 if split else 2)
 
 
-def test_units_have_their_logical_shapes():
-    shapes = {unit.name: unit.shape for unit in all_units(GATED)}
-    assert shapes["layers.0.gate"] == (48, 32)
-    assert "layers.1.gate" not in shapes
-    assert shapes["layers.1.experts.3.gate"] == shapes["layers.1.experts.3.up"] == (16, 32)
-    assert shapes["layers.2.experts.0.down"] == (32, 16)
-    assert shapes["layers.2.shared.gate"] == (32, 32)  # two shared experts of width 16
-    assert shapes["layers.2.router"] == (4, 32)
-    assert shapes["layers.2.shared.router"] == (1, 32)
-    assert shapes["layers.2.attention.q_norm"] == (12,)
-
-
-def test_every_expert_starts_from_its_own_draw():
-    units, parameters = initialized(GATED)
-    gates = [u.view(parameters[u.parameter]) for u in units if u.role == "expert_gate"]
-    for i, gate in enumerate(gates):
-        assert not any(torch.equal(gate, other) for other in gates[:i])
-
-
 def test_depth_scaling_reaches_the_outputs_of_experts():
     model = replace(GATED, init=InitConfig(spectral=False, depth_scaled=True, std=1.0))
     units, parameters = initialized(model)

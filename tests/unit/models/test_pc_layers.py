@@ -6,7 +6,7 @@ from torch import Tensor
 
 from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
-from models.pc_config import PCConfig, PCOverride, PolynomialConfig
+from models.pc_config import PCConfig
 from models.size import all_units
 from parallel.comm import groups as process_groups
 from parallel.model import ModelOptions, ParallelModel, build_model
@@ -100,26 +100,6 @@ def test_compensation_keeps_the_size_of_the_initial_weights(world):
             effective = unit.view(model.parameters[unit.parameter])
             torch.testing.assert_close(effective.norm(), batch.weight[i].norm())
         assert bool((other.gamma == 1).all()) and bool((batch.gamma < 1).all())
-
-
-def test_levels_may_differ_by_role_and_layer(world):
-    overrides = {
-        "second": PCOverride(layers=(1, 1), level=2),
-        "down": PCOverride(roles=["down"], level=1),
-    }
-    pc = PCConfig(level=4, overrides=overrides)
-    _, optimizer = built(world, pc)
-    levels = {
-        unit.name: batch.preconditioner.level
-        for batch in batches(optimizer)
-        for unit in batch.units
-    }
-    assert levels["layers.0.o"] == 4
-    assert levels["layers.1.o"] == 2
-    assert levels["layers.0.down"] == levels["layers.1.down"] == 1
-    fitted = PCConfig(polynomial=PolynomialConfig(kind="fitted", degree=2, cutoff=0.5))
-    (some, *_) = batches(built(world, fitted)[1])
-    assert len(some.preconditioner.level) == 3
 
 
 def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):

@@ -26,13 +26,6 @@ def test_radius_has_the_scaler_and_the_update_scale_has_not() -> None:
         radius((2, 2), scaler=0)
 
 
-def test_hard_retraction_reaches_the_radius() -> None:
-    w = torch.randn(3, 12, 20, dtype=torch.float64)
-    sigma = torch.linalg.matrix_norm(w, ord=2)
-    assert retract_hard_(w, sigma, 0.7) is w
-    torch.testing.assert_close(torch.linalg.matrix_norm(w, ord=2), torch.full_like(sigma, 0.7))
-
-
 def test_a_norm_that_is_zero_or_not_finite_leaves_the_weight() -> None:
     w = torch.randn(4, 3, 5)
     before = w.clone()
@@ -43,14 +36,6 @@ def test_a_norm_that_is_zero_or_not_finite_leaves_the_weight() -> None:
 def test_the_dynamic_factor_moves_towards_the_radius_by_rate_times_lr() -> None:
     factor = dynamic_factor(torch.tensor([0.5, 1.0, 2.0]), 1.0, rate=0.1, lr=0.02)
     torch.testing.assert_close(factor, torch.tensor([1.002, 1.0, 0.998]))
-
-
-def test_inactive_retraction_changes_no_bit() -> None:
-    w = torch.randn(2, 4, 4)
-    before, off, sigma = w.clone(), torch.tensor(False), torch.tensor([torch.nan, 3.0])
-    retract_hard_(w, sigma, 1.0, active=off)
-    assert torch.equal(w, before)
-    assert dynamic_factor(sigma, 1.0, rate=1, lr=1, active=off).tolist() == [1, 1]
 
 
 def test_spectral_init_is_exact_and_reproducible() -> None:

@@ -11,13 +11,8 @@ import torch
 
 from parallel.comm.streams import Streams
 from parallel.optimizer.clip_and_step import Update
-from tests.run_configs import read_config, tiny_config
 from tests.step_trace import on_meta, traced
-from tests.token_files import write_token_set
 from tests.update_cases import KINDS, built, fill
-from training.config import InvalidConfigError
-from training.errors import ConfigError
-from training.run import train
 
 FAST = [("adamw", "none"), ("muon", "none"), ("spectral_sphere", "materialized")]
 EVERY_KIND = pytest.mark.parametrize(
@@ -127,16 +122,3 @@ def test_streams_fork_from_the_captured_stream_and_join_it(monkeypatch, tasks):
         ran.append(i)
     assert ran == list(range(tasks))
     assert not any(stream.pending for stream in streams.streams)
-
-
-def test_a_run_says_why_it_cannot_record_its_step(world, tmp_path):
-    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
-    asked = {"optimizer__distributed__cuda_graph": "true"}
-    with pytest.raises(InvalidConfigError, match="overlap_gather must be false with cuda_graph"):
-        tiny_config(str(tmp_path), **asked)
-    asked["optimizer__distributed__overlap_gather"] = "false"
-    with pytest.raises(InvalidConfigError, match="spectral_sphere.early_exit must not be true"):
-        read_config(str(tmp_path), **asked, optimizer__rules__spectral_sphere__early_exit="true")
-    config = read_config(str(tmp_path), **asked)
-    with pytest.raises(ConfigError, match="cuda_graph must be false on a cpu"):
-        train(config, world)

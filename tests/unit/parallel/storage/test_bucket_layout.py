@@ -150,34 +150,6 @@ def plan(units, ranks, **options):
     return BucketPlanner(ranks=ranks, **{**defaults, **options}).layout(units)
 
 
-def test_even_buckets_follow_backward_and_each_starts_elsewhere():
-    units = [matrix(f"layers.{i}.{name}", 3, 5) for i in range(4) for name in "ab"]
-    bucket_layout = plan(units, 2, storage="even")
-    names = [[slot.parameter for slot in bucket.slots] for bucket in bucket_layout.buckets]
-    assert names == [
-        ["layers.3.b", "layers.3.a", "layers.2.b", "layers.2.a"],
-        ["layers.0.b", "layers.0.a", "layers.1.b", "layers.1.a"],
-    ]
-    assert [bucket.padding for bucket in bucket_layout.buckets] == [0, 0]
-
-
-def test_preconditioned_parameters_have_buckets_of_their_own():
-    units = [matrix(f"layers.{i}.{name}", 10, 10) for i in range(4) for name in "abc"]
-
-    def preconditioned(unit):
-        return unit.name[-1] in "bc"
-
-    narrow = plan(units, 2, preconditioned=preconditioned)
-    for bucket in narrow.buckets:
-        ends = {slot.parameter[-1] in "bc" for slot in bucket.slots}
-        assert ends == {bucket.stepped_by_owners}
-    layers = [max(slot.parameter for slot in bucket.slots)[:8] for bucket in narrow.buckets]
-    assert layers == sorted(layers, reverse=True)  # in backward order
-    assert set(narrow.slots) == {unit.parameter for unit in units}
-    wide = plan(units, 2, parameter_bytes=4, preconditioned=preconditioned)
-    assert wide == plan(units, 2, parameter_bytes=4)
-
-
 def test_owner_storage_reorders_to_need_no_padding():
     """Backward order 1, 3, 3, 1, 4 cuts units at every border of four shards of 3; these fit."""
     units = [matrix(name, size, 10) for name, size in zip("abcde", (1, 3, 2, 3, 3), strict=True)]
