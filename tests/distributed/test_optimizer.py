@@ -108,11 +108,6 @@ def test_shardwise_steps_each_piece_as_a_matrix_by_itself():
         torch.testing.assert_close(ranks[rank][name], piece, rtol=1e-10, atol=1e-10)
 
 
-def test_a_step_never_makes_the_host_wait_and_is_the_same_every_time():
-    rules = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
-    run_on_ranks(2, WORKERS, "steps_without_sync", {"layout": {"tensor": 2}, "rules": rules})
-
-
 def test_ranks_with_different_plans_are_refused():
     first, second = run_on_ranks(2, WORKERS, "disagree", {})
     assert "differs between rank 0 and ranks 1" in first

@@ -1,13 +1,11 @@
 """What the ranks of the distributed tests run."""
 
 from dataclasses import astuple, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
 from models.initialize import normal
@@ -18,12 +16,10 @@ from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
-from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.effective_weight import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import tiny_config
-from tests.step_trace import traced
 from training.build import build_data, build_trainer
 from training.config import group_of
 from training.loop import StepResult, Trainer
@@ -295,50 +291,3 @@ def disagree() -> str:
     finally:
         process_groups.shutdown()
     return "agreed"
-
-
-def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
-    """Raise if a step reads a tensor's value on the host, or differs from the step before.
-
-    Every step, taken or skipped, must be the same operations on the same memory, as a CUDA graph
-    requires.
-    """
-    layout_groups = start(layout)
-    for rule in rules:
-        # Small buckets, so that the exchange has elements to send.
-        model = tiny_model(layout_groups, bucket_numel=9000, storage="even")
-        fixed = {"early_exit": False} if rule == "spectral_sphere" else {}
-        optimizer = build_optimizer(
-            model, assign_matrices(rule, **fixed), overlap_gather=False, step_groups=2
-        )
-        update = Update(optimizer, max_norm=1.0, cuda_graph=True)
-        seen: list[Any] = []
-        places: list[list[int]] = []
-        for allowed in (True, True, False, True):
-            for unit in model.units:
-                model.gradient(unit).normal_()
-            with NoHostSync():
-                model.finish_gradients()
-                active = torch.tensor(allowed)
-            step = partial(update, 0.5, active)
-            seen.append(traced(step) if places else step())  # the first fills caches
-            kept = [t for batch in optimizer.stacks for t in batch.tensors()]
-            kept += [t for region in optimizer.regions for t in region.state.values()]
-            for domain in optimizer.domains:
-                kept += [*domain.buffers.masters, *domain.buffers.parameters]
-            places.append([t.data_ptr() for t in kept])
-        assert seen[1] == seen[2] == seen[3], rule
-        assert places[0] == places[-1], rule
-        assert model.comm_volume.calls["exchange in"] > 0 or rule == "adamw"
-    process_groups.shutdown()
-
-
-class NoHostSync(TorchDispatchMode):
-    """Forbids operations for which a GPU's host waits, such as reading a tensor's value."""
-
-    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.FORBIDDEN:
-            raise AssertionError(f"{func} makes the host wait for the device")
-        return func(*args, **(kwargs or {}))
