@@ -41,13 +41,6 @@ def test_equals_torch(chunk: int, cap: float | None) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
 
-def test_large_logits_do_not_overflow() -> None:
-    hidden, weight, labels = problem(4, 3, 11)
-    large = linear_cross_entropy(1e4 * hidden, weight, labels, chunk=3, group=None)
-    expected = F.cross_entropy(1e4 * hidden @ weight.T, labels, reduction="none")
-    torch.testing.assert_close(large, expected)
-
-
 def test_bfloat16_is_as_near_as_with_all_logits() -> None:
     hidden, weight, labels = problem(64, 32, 500)
     exact = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels), (hidden, weight))

@@ -92,16 +92,6 @@ def test_the_models_weight_has_the_mapped_singular_values(world):
     assert seen == 2 * (2 + 1 + 3)
 
 
-def test_compensation_keeps_the_size_of_the_initial_weights(world):
-    _, plain = built(world, PCConfig(level=4, init_compensation=False))
-    model, optimizer = built(world, PCConfig(level=4, init_compensation=True))
-    for batch, other in zip(batches(optimizer), batches(plain), strict=True):
-        for i, unit in enumerate(batch.units):
-            effective = unit.view(model.parameters[unit.parameter])
-            torch.testing.assert_close(effective.norm(), batch.weight[i].norm())
-        assert bool((other.gamma == 1).all()) and bool((batch.gamma < 1).all())
-
-
 def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
     """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
     runs = {}

@@ -118,12 +118,3 @@ def test_nan_and_infinity_come_through(name: str, monkeypatch: pytest.MonkeyPatc
         by_blocks(monkeypatch, 20)
         assert torch.equal(call(x).isnan(), whole.isnan()) and whole[1].isnan().any()
         assert not whole[0].isnan().any()
-
-
-def test_what_is_differentiated_is_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mirrored triangle would have another gradient by each of two matrices."""
-    p, q = (symmetric(1, 12, 12, dtype=torch.float64).requires_grad_() for _ in range(2))
-    coefficients = drawn(1, 12, 12, dtype=torch.float64)
-    by_blocks(monkeypatch, 1)
-    (library.commuting(p, q) * coefficients).sum().backward()
-    torch.testing.assert_close(p.grad, coefficients @ q.detach().mT)

@@ -226,13 +226,6 @@ def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int])
 
 
 @ALL
-def test_cost_covers_every_shape(name: str) -> None:
-    rule = make(name)
-    square, wide, tall = (rule.cost(shape) for shape in ((64, 64), (64, 256), (256, 64)))
-    assert 0 < square < wide == tall
-
-
-@ALL
 def test_only_a_rule_that_waits_for_the_device_cannot_be_captured(name: str) -> None:
     rule = make(name)
     assert waiting_field(rule) is None

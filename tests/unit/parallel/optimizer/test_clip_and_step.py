@@ -4,12 +4,9 @@ It is a fixed sequence of operations on fixed memory that never reads a value on
 of several ranks are in tests/distributed.
 """
 
-import contextlib
-
 import pytest
 import torch
 
-from parallel.comm.streams import Streams
 from parallel.optimizer.clip_and_step import Update
 from tests.step_trace import on_meta, traced
 from tests.update_cases import KINDS, built, fill
@@ -82,43 +79,3 @@ def test_a_replay_counts_the_bytes_that_it_sends(world):
     twice = model.comm_volume.difference(before)
     assert once.calls["all-gather"] > 0
     assert twice.calls == once.calls + once.calls
-
-
-class Stream:
-    """A stream as capture sees it.
-
-    It joins a capture by waiting for a stream that is part of it; no stream of a capture may wait
-    for one that is not.
-    """
-
-    def __init__(self, captured: bool = False) -> None:
-        self.captured = captured
-        self.pending = False  # work that the capturing stream has not waited for
-
-    def wait_stream(self, other: "Stream") -> None:
-        assert other.captured or not self.captured, "waits for a stream outside of the capture"
-        self.captured = self.captured or other.captured
-        other.pending = False
-
-
-@pytest.mark.parametrize("tasks", [1, 3, 9])
-def test_streams_fork_from_the_captured_stream_and_join_it(monkeypatch, tasks):
-    current = [Stream(captured=True)]
-
-    @contextlib.contextmanager
-    def entered(stream):
-        current.append(stream)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    streams = Streams(torch.device("cuda"))
-    ran = []
-    for i in streams.spread(range(tasks)):
-        assert current[-1].captured
-        current[-1].pending = True
-        ran.append(i)
-    assert ran == list(range(tasks))
-    assert not any(stream.pending for stream in streams.streams)

@@ -6,14 +6,13 @@ from functools import cache
 import pytest
 import torch
 
-from models.blocks.attention import ROWS
 from models.config import ModelConfig, MoEConfig
 from models.layout import ChunkSpec
 from models.size import all_units, model_size
 from parallel.optimizer.routing import Assignment
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
-from parallel.plan.memory import activation_bytes, score_bytes
+from parallel.plan.memory import activation_bytes
 from parallel.plan.planner import plan, plan_stage, stage_units
 from parallel.plan.step_shape import PlanInputs, StepShape
 from spectral.power_iteration import NEARBY
@@ -140,26 +139,6 @@ def test_activations_by_hand():
     ]
     assert again[0] == 10 * (2 * (saved - 5 * block) + 5 * block + once) * 2
     assert again[1] == 10 * (2 * 16 + (saved - 16) + once) * 2
-
-
-def test_activations_of_post_norms_and_explicit_scores_by_hand():
-    part = ChunkSpec((0, 1), False, False)
-    plain = replace(TINY, family="llama")
-    gemma = replace(TINY, family="gemma2", attention_softcap=50.0)
-    without, with_norms = (
-        activation_bytes(ten_tokens(model, sequence_parallel=True), [part])
-        for model in (plain, gemma)
-    )
-    # The inputs of two more norms, those of all four and what their gains multiply in float32
-    # instead of bfloat16, and the output of attention once more, by heads.
-    assert with_norms - without == 2 * 10 * (2 * 16 // 2 + 4 * 3 * 16 // 2 + 2 * 8 // 2) * 2
-    capped = replace(TINY, final_softcap=30.0)
-    head = replace(part, layers=(), head=True)
-    sizes = [activation_bytes(ten_tokens(each), [head]) for each in (TINY, capped)]
-    assert sizes[1] - sizes[0] == 4 * 10 * TINY.padded_vocab // 2
-    assert score_bytes(plain, tokens=10, tensor=2) == 0
-    assert score_bytes(gemma, tokens=10, tensor=2) == 4 * 4 * 4 * 10 * 10
-    assert score_bytes(gemma, tokens=1000, tensor=1) == 4 * 4 * 8 * ROWS * 1000
 
 
 @pytest.mark.parametrize("data", [64, 256])

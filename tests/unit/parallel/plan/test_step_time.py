@@ -1,6 +1,4 @@
-"""Bytes of activations by hand, and properties of the modelled time."""
-
-from dataclasses import replace
+"""Bytes of activations by hand, and peaks of devices."""
 
 import pytest
 
@@ -8,11 +6,9 @@ from models.config import ModelConfig
 from parallel.plan.activation_volume import activation_traffic
 from parallel.plan.devices import DEVICES, peak_flops
 from parallel.plan.step_shape import PlanInputs, StepShape
-from parallel.plan.step_time import OptimizerLoad, step_time
 
 H100 = DEVICES["h100"]
 LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_size=1024)
-NONE = OptimizerLoad(0.0, 0.0, {}, {})
 
 
 def shape(model=LLAMA, **inputs):
@@ -50,21 +46,6 @@ def test_bytes_of_each_axis_by_hand():
     assert ends == [{"pipeline activations": 4 * tokens * width * 2}] * 2
     interleaved = sent(shape(data=1, pipeline=2, virtual_pipeline=2))
     assert interleaved == {"pipeline activations": 3 * 4 * tokens * width * 2}
-
-
-def test_time_has_its_parts():
-    plain = step_time(shape(data=1), [NONE])
-    assert plain.activations == plain.bubble == plain.recompute == plain.optimizer == 0
-    assert plain.total == plain.forward + plain.backward
-    again = step_time(shape(data=1, recompute="full"), [NONE])
-    assert 0 < again.recompute < again.forward
-    piped = step_time(shape(data=1, pipeline=2), [NONE] * 2)
-    interleaved = step_time(shape(data=1, pipeline=2, virtual_pipeline=2), [NONE] * 2)
-    assert 0 < interleaved.bubble < piped.bubble
-    network = replace(shape(data=16, tensor=1), device=replace(H100, node_size=1))
-    load = OptimizerLoad(1e12, 1e9, {"dense": 4e9}, {"dense": 2e9}, 1e9)
-    far, near = (step_time(each, [load]) for each in (network, shape(data=16)))
-    assert far.gradients > near.gradients > 0 and far.exchange > near.exchange > 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
-from models.units import Unit, row_parallel_unit
+from models.units import row_parallel_unit
 from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.grouping import STEP_ELEMENTS, default_step_groups
 from parallel.storage.packing import Item, pack
@@ -164,31 +164,6 @@ def test_auto_pads_only_for_less_than_the_exchange_costs():
     for asked, chosen, padding in (("auto", "even", 0), ("owner", "owner", 100)):
         bucket_layout = plan([matrix("a", 10, 10)], 2, storage=asked)
         assert (bucket_layout.buckets[0].storage, bucket_layout.padding) == (chosen, padding)
-
-
-def test_alignment_is_of_shards_and_yields_to_padding():
-    units = [matrix("a", 100, 100)]
-    aligned = plan(units, 4, storage="even", alignment=16)
-    assert aligned.shard_numel(0) % 16 == 0 and aligned.padding == 48
-    yielding = plan(units, 40, storage="even", alignment=64)
-    assert yielding.shard_numel(0) == 256  # 250 rounded up to 8, not to 64
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("ranks", 0), ("tensor_size", 0), ("alignment", 0), ("bucket_numel", 0), ("storage", "odd")],
-)
-def test_wrong_arguments_are_named(argument, value):
-    arguments = {"ranks": 2, "tensor_size": 1, "elementwise": elementwise, argument: value}
-    with pytest.raises(ValueError, match=f"{argument} must be .*, got '?{value}"):
-        BucketPlanner(**arguments).layout([matrix("a", 2, 2)])
-
-
-def test_units_must_agree_about_their_parameter():
-    a, b = matrix("a", 2, 2), matrix("b", 3, 3)
-    liar = Unit(**{**vars(b), "parameter": "a"})
-    with pytest.raises(ValueError, match=r"units of a must agree about its size, got \[4, 9\]"):
-        plan([a, liar], 1)
 
 
 @pytest.mark.parametrize(
