@@ -151,9 +151,9 @@ def test_resume_none_starts_over_and_keeps_what_was(run, saved, tmp_path):
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"seed": 8}, "its data: seed was 7, is 8"),
     "model": ({"model__rope_base": 5e4}, "its model: rope_base was 10000.0, is 50000.0"),
-    "optimizer": ({"optimizer__matrix__lr": 0.5}, "another optimizer: matrix.lr was 0.003, is 0.5"),
-    "schedule": ({"train__steps": 8}, "another schedule: steps was 4, is 8"),
-    "train": ({"train__global_batch": 4}, "another train: global_batch was 8, is 4"),
+    "optimizer": ({"optimizer__matrix__lr": 0.5}, "its optimizer: matrix.lr was 0.003, is 0.5"),
+    "schedule": ({"train__steps": 8}, "its schedule: steps was 4, is 8"),
+    "train": ({"train__global_batch": 4}, "its train: global_batch was 8, is 4"),
 }
 
 
