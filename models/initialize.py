@@ -44,9 +44,10 @@ def initialize_(
     drawn whole, normalised whole and then cut, so that any tensor-parallel size gives the same
     model. Gains have their start value. Matrices are N(0, std^2); with `init.spectral` each is
     rescaled to the spectral norm of its sphere ("Controlled LLM Training on Spectral Sphere",
-    section 4), except the vocabulary's. `tensor` is (rank, size) of the ranks that share a unit.
-    `together(units, compute)` is `compute(units)`, float64
-    `[units]`; ranks that have the same units may each compute a part.
+    section 4), except the vocabulary's.
+
+    `tensor` is (rank, size) of the ranks that share a unit. `together(units, compute)` is
+    `compute(units)`, float64 `[units]`; ranks that have the same units may each compute a part.
     """
     some = next(iter(parameters.values()))
     with torch.no_grad():

@@ -246,36 +246,21 @@ def gated_mlp_units(
 ) -> list[Unit]:
     """Return the gate, up and down units of layer `layer`; gate and up are one parameter."""
     prefix = f"layers.{layer}."
-    parameter = prefix + "mlp.gate_up"
-    layout = (2, ffn // tensor_size, hidden)
-    cut = tensor_size > 1
-    if split_gate_up:
-        units = [
-            Unit(
-                name=prefix + role,
-                parameter=parameter,
-                role=role,
-                view_shape=layout,
-                index=(i,),
-                axes=(ffn, hidden),
-                shard_axis=0 if cut else None,
-                draws=((prefix + role, ffn),),
-            )
-            for i, role in enumerate(("gate", "up"))
-        ]
-    else:
-        units = [
-            Unit(
-                name=prefix + "gate_up",
-                parameter=parameter,
-                role="gate_up",
-                view_shape=layout,
-                index=(ALL,),
-                axes=(2, ffn, hidden),
-                shard_axis=1 if cut else None,
-                draws=((prefix + "gate", ffn), (prefix + "up", ffn)),
-            )
-        ]
+    split = split_gate_up
+    indices: dict[str, Index] = {"gate": (0,), "up": (1,)} if split else {"gate_up": (ALL,)}
+    units = [
+        Unit(
+            name=prefix + role,
+            parameter=prefix + "mlp.gate_up",
+            role=role,
+            view_shape=(2, ffn // tensor_size, hidden),
+            index=index,
+            axes=(ffn, hidden) if split else (2, ffn, hidden),
+            shard_axis=(0 if split else 1) if tensor_size > 1 else None,
+            draws=tuple((prefix + part, ffn) for part in ([role] if split else ("gate", "up"))),
+        )
+        for role, index in indices.items()
+    ]
     down = row_parallel_unit(
         prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size
     )
