@@ -20,7 +20,6 @@ class ModelSize:
 
     parameters: int
     active_parameters: int
-    parameters_by_role: dict[str, int]
     flops_per_token: float
 
 
@@ -39,14 +38,13 @@ def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
     those keys alone that the mask lets through.
     """
     units = all_units(model)
-    by_role = count_by_role(units)
     active = active_by_role(model, units)
     matrices = sum(n for role, n in active.items() if role not in ("embedding", "gain"))
     head = model.head_size + model.value_head_size
     keys = sum(mean_keys(model, layer, sequence_length) for layer in range(model.layers))
     attention = 6 * model.heads * head * keys
     return ModelSize(
-        sum(by_role.values()), sum(active.values()), by_role, 6.0 * matrices + attention
+        sum(unit.numel for unit in units), sum(active.values()), 6.0 * matrices + attention
     )
 
 

@@ -32,8 +32,13 @@ class Face:
         for name, thing in streams.items():
             put(torch.cuda, name, thing)
         put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # which errors of collectives name
-        put(torch.profiler, "record_function", _phases(self.trace))
-        put(torch.Tensor, "record_stream", _record_stream(self.trace))
+        trace = self.trace
+        put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
+
+        def record_stream(tensor: Tensor, stream: Any) -> None:
+            trace.order.share(trace.memory.storage(tensor), stream.stream_id)
+
+        put(torch.Tensor, "record_stream", record_stream)
 
     def _device(self) -> dict[str, Callable[..., Any]]:
         device = self.trace.device
@@ -81,17 +86,6 @@ class Face:
             "manual_seed_all": lambda _: None,
             "initial_seed": lambda: 0,
         }
-
-
-def _record_stream(trace: Trace) -> Callable[[Tensor, Any], None]:
-    def record_stream(tensor: Tensor, stream: Any) -> None:
-        trace.order.share(trace.memory.storage(tensor), stream.stream_id)
-
-    return record_stream
-
-
-def _phases(trace: Trace) -> Callable[[str], contextlib.AbstractContextManager[None]]:
-    return lambda name, *_: trace.within(name)
 
 
 def _streams(trace: Trace, index: int) -> dict[str, Any]:

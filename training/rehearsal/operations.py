@@ -118,16 +118,10 @@ def arguments(
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
         (writes if key in kind.written else reads).extend(tensors_in(value))
-    if kind.name not in OVERWRITES:
-        reads += [x for key, x in _in_place(kind, args)]
+    if kind.name not in OVERWRITES:  # arguments in positions (not `out=`) are read and written
+        for i, value in enumerate(args):
+            reads += tensors_in(value) if i in kind.written else []
     return reads, writes
-
-
-def _in_place(kind: Kind, args: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
-    """The arguments in positions (not `out=`) that are read and written."""
-    for key, value in enumerate(args):
-        if key in kind.written:
-            yield from ((key, x) for x in tensors_in(value))
 
 
 def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
@@ -217,7 +211,13 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     Those on lists of tensors take so many tensors and chunks at a time; of tensors of several types
     each has a launch of its own, unless it is copied.
     """
-    lists = [each for each in args if isinstance(each, list | tuple) and tensors_in_list(each)]
+    lists = [
+        value
+        for value in args
+        if isinstance(value, list | tuple)
+        and value
+        and all(isinstance(each, Tensor) for each in value)
+    ]
     if not kind.name.startswith(("_foreach_", "_fused_")) or not lists:
         return 1
     types = {tensor.dtype for each in lists for tensor in each}
@@ -230,8 +230,3 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
     # Norms are zeroed before, and added up over chunks after.
     return launches + 2 if kind.name == "_foreach_norm" else launches
-
-
-def tensors_in_list(value: Sequence[Any]) -> bool:
-    """Return whether a list holds tensors."""
-    return bool(value) and all(isinstance(each, Tensor) for each in value)

@@ -34,7 +34,9 @@ def rehearse(
     rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels, `before`
     is that of `Job`, and `processes` where to rehearse. Raises GuardError if this machine cannot,
     RehearsalError if a process ended without a report."""
-    chosen = first_ranks(config, world) if ranks is None else list(ranks)
+    # Megatron numbers stages last.
+    firsts = range(0, world, world // config.parallel.pipeline)
+    chosen = list(firsts if ranks is None else ranks)
     jobs = [Job(config, world, rank, device, compiled, before) for rank in chosen]
     if processes is None:
         with Processes() as some:
@@ -47,12 +49,6 @@ def rehearse(
     planned = plan_run(with_known_kernels(config), world, device)
     report.planned, report.planned_seconds = planned.memory.total, planned.time.total
     return report
-
-
-def first_ranks(config: Config, world: int) -> list[int]:
-    """The first rank of every pipeline stage: Megatron numbers stages last."""
-    stages = config.parallel.pipeline
-    return [stage * (world // stages) for stage in range(stages)]
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
