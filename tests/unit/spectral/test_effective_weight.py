@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from spectral.effective_weight import (
-    COMPOSITES,
     PRESETS,
     EffectiveWeightGradient,
     Preconditioner,
@@ -177,17 +176,6 @@ def test_nan_stays_nan_and_in_its_matrix() -> None:
     w[0, 1, 1] = math.nan
     out = precondition(w, u, v, 1.0, 4)
     assert out[0].isnan().all() and out[1].isfinite().all()
-
-
-def test_over_flattening_sends_all_but_the_smallest_values_to_one() -> None:
-    x = torch.logspace(-3, 0, 500, dtype=torch.float64)
-    assert (evaluate(x, "over_flattening") - 1).abs().max() < 1e-3
-    w, u, v = matrix(24, 16)
-    w = (w / torch.linalg.matrix_norm(w, 2)).requires_grad_()
-    out = precondition(w, u, v, 1.0, "over_flattening")
-    values = torch.linalg.svdvals(out.detach())
-    assert ((values - 1).abs() < 1e-3).all()
-    assert len(stages("over_flattening")) == len(COMPOSITES["over_flattening"]) == 8
 
 
 def test_gradient_of_a_composition() -> None:

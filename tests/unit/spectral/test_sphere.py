@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spectral.scaling import update_scale
-from spectral.sphere import dynamic_factor, radius, retract_hard_, spectral_init_
+from spectral.sphere import dynamic_factor, radius, retract_hard_
 
 
 def test_scales_of_the_paper() -> None:
@@ -36,17 +36,3 @@ def test_a_norm_that_is_zero_or_not_finite_leaves_the_weight() -> None:
 def test_the_dynamic_factor_moves_towards_the_radius_by_rate_times_lr() -> None:
     factor = dynamic_factor(torch.tensor([0.5, 1.0, 2.0]), 1.0, rate=0.1, lr=0.02)
     torch.testing.assert_close(factor, torch.tensor([1.002, 1.0, 0.998]))
-
-
-def test_spectral_init_is_exact_and_reproducible() -> None:
-    w = torch.empty(2, 3, 24, 40)
-    spectral_init_(w, scaler=2.0, generator=torch.Generator().manual_seed(3))
-    norms = torch.linalg.matrix_norm(w.double(), ord=2)
-    target = torch.full_like(norms, 2 * math.sqrt(24 / 40))
-    torch.testing.assert_close(norms, target, rtol=1e-6, atol=0)
-    again = spectral_init_(
-        torch.empty_like(w), scaler=2.0, generator=torch.Generator().manual_seed(3)
-    )
-    assert torch.equal(w, again)
-    with pytest.raises(ValueError, match="scaler must be positive"):
-        spectral_init_(w, scaler=-1)

@@ -76,12 +76,3 @@ def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
     with pytest.warns(UserWarning, match="weight_decay must be 0 with retraction dynamic"):
         MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic")
     MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic", weight_decay=0.0)
-
-
-@pytest.mark.parametrize("name", ["muon_sphere", "spectral_sphere"])
-def test_zero_weight_survives(name: str) -> None:
-    weight, rule = torch.zeros(1, 8, 8), RULES[name]()
-    take_step(rule, weight, torch.zeros(1, 8, 8), state := rule.init_state(weight), lr=0.1)
-    assert not weight.any()
-    take_step(rule, weight, torch.randn(1, 8, 8), state, lr=0.1)
-    assert torch.isfinite(weight).all() and weight.any()

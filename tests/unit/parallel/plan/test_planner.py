@@ -8,12 +8,12 @@ import torch
 
 from models.config import ModelConfig, MoEConfig
 from models.layout import ChunkSpec
-from models.size import all_units, model_size
+from models.size import all_units
 from parallel.optimizer.routing import Assignment
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
 from parallel.plan.memory import activation_bytes
-from parallel.plan.planner import plan, plan_stage, stage_units
+from parallel.plan.planner import plan_stage, stage_units
 from parallel.plan.step_shape import PlanInputs, StepShape
 from spectral.power_iteration import NEARBY
 from spectral.rules import RULES
@@ -159,31 +159,6 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
     assert stage.state_max <= 1.01 * stage.state_mean
     assert stage.sent_ratio <= 1.025
     assert stage.imbalance <= 1.06
-
-
-def plan_tiny(**inputs):
-    """The plan of the tiny model under SSO, 100 tokens per step."""
-    shape = StepShape(
-        model=TINY,
-        inputs=PlanInputs(**inputs),
-        device=DEVICES["h100"],
-        micro_batch=1,
-        sequence_length=10,
-        microbatches=10,
-    )
-    flops = 100 * model_size(TINY, 10).flops_per_token
-    return plan(shape, assign_to(RULES["spectral_sphere"]()), step_flops=flops)
-
-
-def test_pipeline_stages_share_the_model():
-    whole, cut = plan_tiny(data=2), plan_tiny(data=2, pipeline=2)
-    assert sum(stage.parameters for stage in cut.stages) == whole.stages[0].parameters
-    assert sum(stage.units for stage in cut.stages) == whole.stages[0].units
-    assert cut.gpus == 4 and cut.model_flops == whole.model_flops / 2
-    # 1F1B: the first stage keeps the activations of two micro-batches, the last one has logits.
-    assert cut.stages[0].memory.activations > cut.stages[1].memory.activations / 2
-    interleaved = plan_tiny(data=2, pipeline=2, virtual_pipeline=2)
-    assert sum(stage.parameters for stage in interleaved.stages) == whole.stages[0].parameters
 
 
 def test_tens_of_thousands_of_ranks_can_be_planned():
