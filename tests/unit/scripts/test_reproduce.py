@@ -5,14 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
-from scripts.experiments import pi_bound, rank_growth
+from scripts.experiments import pi_bound
 from scripts.experiments.check import bounds
 from scripts.experiments.experiment import perform, result_of
 from scripts.experiments.registry import EXPERIMENTS
-from scripts.experiments.regression import descend
 from scripts.reproduce import main
 
 pytestmark = pytest.mark.slow
@@ -70,18 +67,6 @@ def test_a_wrong_published_number_fails_at_the_published_size(tmp_path: Path) ->
     # Another seed has no published numbers.
     other = perform(experiment, tmp_path, seed=5, small=False, suffix=".svg")
     assert not [check for check in other.checks if check.source == "recorded"]
-
-
-@pytest.mark.parametrize("model", rank_growth.MODELS)
-def test_gradients_in_closed_form_are_those_of_descent(model: str) -> None:
-    task = rank_growth.problem(24, model, seed=1)
-    keep = (0, 1, 2, 7)
-    weights = descend(task, 8, spectral=False, keep=keep).weights
-    closed = rank_growth.gradients(task, keep)
-    n = task.a.shape[1]
-    for found, weight in zip(closed, weights.values(), strict=True):
-        expected: Tensor = (weight @ task.a - task.y) @ task.a.mT / n
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

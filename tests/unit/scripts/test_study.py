@@ -9,7 +9,6 @@ from shutil import rmtree
 import pytest
 import yaml
 
-from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import TunedIn, read_study
 from scripts.studies.search import run_of
 from scripts.studies.transfer import begin
@@ -125,19 +124,6 @@ def test_what_is_no_study_is_refused(study_file, change, message, capsys):
     study_file.write_text(yaml.safe_dump(yaml.safe_load(study_file.read_text()) | change))
     assert main([str(study_file), str(study_file.parent / "out")]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_line_that_nobody_finished_is_cut_off(tmp_path):
-    """Also by a process that was running already."""
-    book = RecordBook(tmp_path)
-    one, two = (Record(key, key, [], False, 1.0, {"loss": 2.0}) for key in ("a", "b"))
-    book.add(one)
-    with book.path.open("a") as file:
-        file.write('{"key": "half')
-    book.add(two)
-    again = RecordBook(tmp_path)
-    assert again["a"] == one and again["b"] == two
-    assert len(book.path.read_text().splitlines()) == 2
 
 
 def test_every_candidate_of_the_studies_is_a_config(root):

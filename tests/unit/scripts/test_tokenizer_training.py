@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from scripts import generate
 from scripts.data.tokenizer import LONGEST_WORD, in_short_words, train_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog and reads a book of many pages " * 20
@@ -26,16 +25,3 @@ def test_only_long_runs_are_cut() -> None:
     assert list(in_short_words([f"a {word}{word}xy b"])) == [f"a {word}", word, "xy b"]
     for text in (f"{TEXT}{word * 3}{TEXT}", " " * 2500, word, ""):
         assert "".join(in_short_words([text])) == text
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--tokens", "0"), ("--tokens", "-3"), ("--tokens", "1e3"), ("--tokens", "9" * 30),
-     ("--temperature", "-1"), ("--temperature", "nan"), ("--temperature", "1e300"),
-     ("--seed", "-1")],
-)  # fmt: skip
-def test_numbers_without_sense_are_refused(option, value, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        generate.parse(["model", "prompt", f"{option}={value}"])
-    assert ended.value.code == 2
-    assert f"argument {option}: must be a" in capsys.readouterr().err

@@ -47,13 +47,3 @@ def test_an_absurd_number_is_named(key: str, minimal: Path) -> None:
 def test_many_matrices_in_all_layers_together_are_too_many(minimal: Path) -> None:
     (line,) = problems(minimal, "model.layers=10000", "model.heads=8192", "model.hidden=1048576")
     assert line == "model.heads times model.layers must be at most 262144, got 8192 times 10000"
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["model.init.radius_scaler=0", "model.init.std=-1", "model.init.std=0",
-     "model.init.embedding_std=0", "model.init.head_std=-1"],
-)  # fmt: skip
-def test_an_initialisation_without_spread_is_refused(override: str, minimal: Path) -> None:
-    key, _ = override.split("=")
-    assert any(line.startswith(f"{key} must be a") for line in problems(minimal, override))
