@@ -27,23 +27,23 @@ class Buffered(io.StringIO):
         self.seen = self.getvalue()
 
 
-def out_of_memory(config: Config) -> None:
-    """Fail unless a rank whose device is full has said so before it leaves its groups, without
+def device_error(config: Config) -> None:
+    """Fail unless a rank whose device fails has said so before it leaves its groups, without
     waiting for its peers."""
     happened: list[str] = []
     out, said = Buffered(), io.StringIO()
 
-    def full(trainer: Trainer, index: int) -> torch.Tensor:
+    def failing(trainer: Trainer, index: int) -> torch.Tensor:
         print("the last line of the log")
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
     def abort(group: RehearsedGroup) -> None:
-        assert "OutOfMemoryError: CUDA out of memory." in said.getvalue()
+        assert "AcceleratorError: CUDA error: device-side assert" in said.getvalue()
         assert "the last line of the log" in out.seen
         happened.append(f"abort {dist.get_backend(group)}")
 
     replace(gpus_here, lambda: Gpus("13.0", ("pretended",), None, usable=1))
-    put(Trainer, "forward_backward", full)
+    put(Trainer, "forward_backward", failing)
     put(RehearsedGroup, "abort", abort)
     for waits in ("destroy_process_group", "barrier"):
         put(dist, waits, lambda *_, **__: happened.append("wait"))
@@ -54,5 +54,5 @@ def out_of_memory(config: Config) -> None:
     finally:
         sys.stdout = real
     assert code == 1, said.getvalue()
-    assert "Traceback" in said.getvalue() and "in full" in said.getvalue()
+    assert "Traceback" in said.getvalue() and "in failing" in said.getvalue()
     assert "abort nccl" in happened and "wait" not in happened, happened
