@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -69,14 +68,6 @@ def test_megatron_with_tensor_parallelism_is_refused(adapter) -> None:
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
     with pytest.raises(ValueError, match="tensor parallelism must be 1, got 2"):
         megatron.settings(SimpleNamespace(lr=1e-3, weight_decay=0.1), [], groups)
-
-
-def test_megatrons_registry_has_the_optimizers(adapter) -> None:
-    if find_spec("megatron.core.optimizer.emerging_optimizers") is None:
-        pytest.skip("megatron-core 0.19 or newer, which has the registry, is not installed")
-    registry = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
-    adapter("megatron_registry").register()
-    assert {"sso", "muon_sphere", "muon_plus_plus"} <= registry._EMERGING_OPTIMIZERS.keys()
 
 
 class Attention(nn.Module):

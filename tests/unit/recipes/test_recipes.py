@@ -91,6 +91,9 @@ def test_a_null_routed_scale_is_the_papers(name: str, scale: float) -> None:
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
+        ("tiny_sso", []),
+        ("tiny_qwen3_sso", []),
+        ("tiny_gpt_muon", []),
         ("tiny_deepseek_sso", []),
         ("deepseek16b_sso", []),
         ("tiny_moe_sso", ["model.moe.shared_gate=true"]),

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.size import model_size
 from scripts.bench import library, optimizer, train
@@ -14,19 +13,6 @@ from tests.run_configs import tiny_config
 pytestmark = pytest.mark.slow
 
 SET = "2x16x24,1x32x16"
-
-
-def test_every_library_steps_the_same_weights_on_the_same_gradients() -> None:
-    sides = [library.Side(library.shapes(SET), make) for make in library.own().values()]
-    first = [weight.detach().clone() for weight in sides[0].weights]
-    assert [tuple(weight.shape) for weight in first] == [(16, 24), (16, 24), (32, 16)]
-    for side in sides:
-        assert all(map(torch.equal, side.weights, first))
-        assert side.turn() >= 0
-    for side in sides:
-        for weight, before, reference in zip(side.weights, first, sides[0].weights, strict=True):
-            assert torch.equal(weight.grad, reference.grad)  # type: ignore[arg-type]
-            assert not torch.equal(weight, before)
 
 
 def test_every_library_has_a_time(tmp_path: Path) -> None:

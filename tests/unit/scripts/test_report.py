@@ -11,15 +11,13 @@ import pytest
 
 from parallel.comm import groups as process_groups
 from scripts.plot import main
-from scripts.plots import curves, spectra
+from scripts.plots import curves
 from scripts.plots.figures import FIGURES
 from scripts.plots.run_data import read_run
 from scripts.plots.run_status import run_status
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.run import train
-
-ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +73,6 @@ def test_curves_are_what_was_logged(folder):
     drawn = {line.get_label(): line for line in curves.condition_numbers([run]).axes[0].lines}
     means = [m["monitor/effective_condition_number/o"] for m in logged if m["step"] % 2 == 0]
     assert list(drawn["o, PC(W)"].get_ydata()) == means
-
-
-def test_spectra_are_those_of_the_monitors(folder):
-    run = read_run(folder / "pc")
-    last = lines(folder / "pc" / "monitors.jsonl")[-1]["units"].values()
-    rows = [u["effective_quantiles"] for u in last if u["role"] == "up"]
-    wanted = [sum(row[i] for row in rows) / len(rows) for i in range(11)]
-    axis = spectra.quantiles([run]).axes[ROLES.index("up")]
-    assert axis.get_title() == "up"
-    assert list(axis.lines[0].get_ydata()) == pytest.approx(wanted)
-    # Every singular value is counted once.
-    bars = spectra.histograms([run]).axes[ROLES.index("up")].patches[0].get_data()
-    assert sum(bars.values) == pytest.approx(1.0)
-    table = spectra.unit_map(run, "spectral_norm", "norm").axes[0].images[0].get_array()
-    gate = [u["spectral_norm"] for u in last if u["role"] == "gate"]
-    assert list(table[:, ROLES.index("gate")]) == pytest.approx(gate)
 
 
 def ids(page: str) -> list[str]:

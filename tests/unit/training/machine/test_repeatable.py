@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch.utils import deterministic
 
 from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
-from training.machine.repeatable import repeatable
 from training.run import train
 
 
@@ -23,16 +21,3 @@ def test_a_run_is_deterministic_if_its_config_says_so(
     )
     assert seen == [wanted, wanted]
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_what_the_process_has_set_comes_back() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        with repeatable(True):
-            assert torch.is_deterministic_algorithms_warn_only_enabled()
-            assert not deterministic.fill_uninitialized_memory
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert deterministic.fill_uninitialized_memory
-    finally:
-        torch.use_deterministic_algorithms(False)
