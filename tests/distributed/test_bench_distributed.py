@@ -1,4 +1,4 @@
-"""The benchmarks under torchrun: variants of the optimizer in one run, and training by layout."""
+"""A benchmark under torchrun: variants of the optimizer in one run."""
 
 import json
 import subprocess
@@ -47,16 +47,3 @@ def test_variants_of_the_optimizer_are_measured_in_one_run(root, tmp_path):
     assert padded <= sent["reduce-scatter"] < 1.1 * padded
     assert sent["all-gather"] == sent["reduce-scatter"]
     assert figures[narrow]["sent"]["all-gather"] == sent["all-gather"] / 2
-
-
-def test_the_library_is_measured_under_fsdp2(root, tmp_path):
-    result = tmp_path / "result.json"
-    run_script(
-        root,
-        "library",
-        *("--hidden", "128", "--layers", "1", "--steps", "1", "--json", str(result)),
-    )
-    figures = json.loads(result.read_text())["figures"]
-    assert figures["torch AdamW"]["optimizer_bytes"] == 0
-    muon, narrow = (figures[name]["optimizer_bytes"] for name in ("Muon", "Muon, equal"))
-    assert 0 < narrow < 0.6 * muon < muon < figures["SpectralSphere"]["optimizer_bytes"]

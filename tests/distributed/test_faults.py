@@ -1,6 +1,5 @@
 """A save is killed, or meets a full disk, at every point where it touches the disk."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,7 @@ def report(request, tmp_path_factory) -> dict[str, Any]:
     return run_on_ranks(1, "tests.distributed.fault_workers", "report", arguments, timeout=3000)[0]
 
 
-def test_no_fault_loses_or_loads_anything_wrong(report, capsys):
-    kinds = Counter(
-        (f["fault"]["process"], f["fault"]["action"], f["from"]) for f in report["faults"]
-    )
-    with capsys.disabled():
-        print(f"\n{len(report['faults'])} faults at {report['points']} points:")
-        for (process, action, step), count in sorted(kinds.items()):
-            print(f"  {count:3} times {action} of the {process}: continued from step {step}")
+def test_no_fault_loses_or_loads_anything_wrong(report):
     assert report["points"] >= 50
     assert [fault for fault in report["faults"] if fault["problems"]] == []
 
