@@ -37,6 +37,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         data=world_size // (parallel.tensor * parallel.pipeline),
         recompute=train.recompute,
         loss_chunk=train.loss_chunk,
+        fused_loss=train.fused_loss is not None,
         compiled=compiled_on_gpu(config),
         dtype=DTYPES[train.precision],
         rule_operands=rule_operands(config),

@@ -24,6 +24,7 @@ class LayerWeight:
     cut      as `Cut`
     expert   whether it is one of the routed experts', of which a layer has `experts`
     block    whether it belongs to a dense or shared feed-forward block
+    router   whether it is a router's, which multiplies in float32
     """
 
     rows: int
@@ -31,6 +32,7 @@ class LayerWeight:
     cut: Cut
     expert: bool
     block: bool
+    router: bool
 
     def local(self, tensor: int) -> tuple[int, int]:
         """Rows and cols of the piece of one of `tensor` ranks."""
@@ -80,7 +82,8 @@ def _kind(model: ModelConfig, layer: int) -> Layer:
             cut = "rows"
         expert = units[0].domain == "expert"
         block = units[0].role.removeprefix("shared_") in BLOCK and not expert
-        weights.append(LayerWeight(elements // cols, cols, cut, expert, block))
+        router = units[0].role == "router"
+        weights.append(LayerWeight(elements // cols, cols, cut, expert, block, router))
     gains = sum(unit.numel for unit in _units(model, layer, 1) if not unit.is_matrix)
     return Layer(tuple(weights), gains)
 

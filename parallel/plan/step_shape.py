@@ -29,6 +29,7 @@ class PlanInputs(Layout):
     data             ranks that hold copies of the dense parameters: data x context
     recompute        which activations the backward pass computes again
     loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
+    fused_loss       whether Liger's kernels compute the loss, if all logits exist at once
     compiled         whether norms, rotations and activations are fused by torch.compile
     dtype            of weights and activations; gradients and masters are float32
     rule_operands    type of the operands of the rules' products, a key of `Device.peak`
@@ -40,6 +41,7 @@ class PlanInputs(Layout):
     data: int
     recompute: Recompute = "none"
     loss_chunk: int | None = None
+    fused_loss: bool = False
     compiled: bool = False
     dtype: torch.dtype = torch.bfloat16
     rule_operands: str = "fp32"

@@ -54,6 +54,10 @@ COMPILED: Final = Passes(26, 17, 0, 7, 8, 5, 11)
 
 DISPATCHED: Final = 11
 """Of the stream, for each expert that a token is sent to."""
+ARRIVED: Final = 8
+"""The same where a rank sorts what others have sent to its several experts, and sorts it back."""
+SHARED_GATE: Final = 11
+"""Of the stream, for the gate of shared experts."""
 ROUTER: Final = 18
 """Of the stream of a layer with experts, in addition."""
 SCORES: Final = 150
@@ -62,6 +66,8 @@ ENDS: Final = 12
 """Of the stream: the embedding, or the final norm."""
 LOGITS: Final = 61
 """Bytes for each logit."""
+FUSED_LOGITS: Final = 22
+"""The same for Liger's loss: its largest, its exponential in float32, and the gradient."""
 ACCUMULATED: Final = 10
 """Bytes for each parameter: its gradient, added to the float32 sum after each micro-batch."""
 STACKED: Final = 8
@@ -156,11 +162,13 @@ def layer_elements(shape: StepShape, layer: int) -> float:
     if moe is None:
         return elements + block * model.ffn / tensor
     sent = moe.top_k * inputs.expert_tensor / tensor
-    width = passes.routed * moe.expert_ffn / inputs.expert_tensor + DISPATCHED * model.hidden
+    arrive = inputs.expert * inputs.expert_tensor > 1 and moe.experts > inputs.expert
+    width = passes.routed * moe.expert_ffn / inputs.expert_tensor
+    width += (DISPATCHED + ARRIVED * arrive) * model.hidden
     return (
         elements
         + sent * width
-        + ROUTER * stream
+        + (ROUTER + SHARED_GATE * moe.shared_gate) * stream
         + block * moe.expert_ffn * (moe.shared_experts / tensor)
     )
 
@@ -172,7 +180,8 @@ def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)
         tokens = shape.own_tokens if weight.cut is None else shape.tokens
-        return product_seconds(shape.device, shape.operands, tokens, cols, rows)
+        operands = "fp32" if weight.router else shape.operands
+        return product_seconds(shape.device, operands, tokens, cols, rows)
     assert model.moe is not None
     rows, cols = weight.local(inputs.expert_tensor)
     local = model.moe.experts // inputs.expert
@@ -235,7 +244,8 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
     if any(chunk.head for chunk in shape.chunks(stage)):
         rows = model.padded_vocab // inputs.tensor
         head = product_seconds(device, shape.operands, shape.tokens, model.hidden, rows)
-        logits = LOGITS * shape.tokens * rows / device.copy_rate
+        fused = inputs.fused_loss and inputs.loss_chunk is None
+        logits = (FUSED_LOGITS if fused else LOGITS) * shape.tokens * rows / device.copy_rate
         forward += head + FORWARD * logits
         backward += 2 * head + (1 - FORWARD) * logits
         recompute += 0.0 if inputs.loss_chunk is None else head

@@ -98,6 +98,19 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_p
     assert compiled.launches < single.launches and compiled.kernel_seconds < single.kernel_seconds
 
 
+def test_ligers_loss_is_a_kernel_forward_and_one_backward(processes, tmp_path):
+    reports = [
+        rehearse(processes, program(tmp_path, WORLD, train__fused_loss=how))
+        for how in ("null", "auto")
+    ]
+    engine, liger = (plain(report, "forward_backward") for report in reports)
+    calls = reports[0].scenario.rehearsed
+    for part in ("forward", "backward"):
+        name = f"liger_vocab_parallel_ce_{part}_kernel"
+        assert (engine.kernels[name], liger.kernels[name]) == (0, calls)
+    assert liger.launches < engine.launches
+
+
 @pytest.mark.parametrize(("backend", "reads"), [("grouped", 0), ("sequential", 1)])
 def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_path):
     """Megatron's own dispatcher waits three times per layer and pass."""

@@ -19,7 +19,7 @@ from parallel.plan.devices import Device
 from training.build import build_trainer
 from training.config import Config
 from training.loop import Trainer
-from training.rehearsal import kernels, model_parts, process_groups
+from training.rehearsal import kernels, liger, model_parts, process_groups
 from training.rehearsal.counts import Counts
 from training.rehearsal.cuda_face import Face
 from training.rehearsal.device_tensors import DeviceTensors
@@ -160,6 +160,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     process_groups.install(trace, world)
     Hosts(trace).install()
     kernels.install(trace, compiled=compiled)
+    liger.install(trace)
     model_parts.install(trace, mode)
     # Whatever is drawn, it comes to the device in the same way.
     replace(initial_weights.draw, drawn)

@@ -10,6 +10,7 @@ from training.checkpoint.files import steps
 from training.config import Config
 from training.dry_run import compiled_on_gpu
 from training.monitor.monitors import steps_compared
+from training.rehearsal import liger
 
 PLAIN_STEP = 2
 """The step that stands for those on which nothing is due."""
@@ -91,11 +92,13 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
 def with_known_kernels(config: Config) -> Config:
     """Return `config` with kernels that a rehearsal knows.
 
-    What inductor would compile, where the run is, is compiled without it. Liger's loss is not
-    known: what it fuses is launched one by one.
+    What inductor would compile, where the run is, is compiled without it. If liger-kernel is not
+    installed here, what its loss fuses is launched one by one.
     """
     kernels = compiled_on_gpu(config) and config.train.compile != "aot_eager"
-    train = replace(config.train, compile="aot_eager" if kernels else None, fused_loss=None)
+    train = replace(config.train, compile="aot_eager" if kernels else None)
+    if not liger.installed():
+        train = replace(train, fused_loss=None)
     return replace(config, train=train)
 
 
