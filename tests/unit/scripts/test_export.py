@@ -19,6 +19,7 @@ from scripts.huggingface.verify import DifferentError, verify
 from tests.export_cases import MOE, SOFTMAX_MOE
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
+from tests.unit.training.checkpoint.test_checkpoint import poison
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import InputError
@@ -174,6 +175,13 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
     assert "has changed since it was written" in refused(capsys, step, out)
     (step / "COMPLETE").unlink()
     assert "no complete checkpoint" in refused(capsys, folder, out)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_weights_that_are_not_finite_are_refused(run, tmp_path, capsys) -> None:
+    folder = run()
+    poison("weight/embedding")(folder / "checkpoints" / "step_00000001")
+    assert "weight/embedding" in refused(capsys, folder, tmp_path / "out", "--no-verify")
     assert not list(tmp_path.glob("out*"))
 
 
