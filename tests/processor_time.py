@@ -15,20 +15,14 @@ ALLOWED: dict[str, float] = {
     "tests/distributed/": 85.0,  # each starts ranks, for every layout that it compares
     "tests/rehearsal/": 80.0,  # a process for each rank that differs
     "tests/smoke/": 60.0,  # whole runs, as a user starts them
-    "tests/unit/scripts/test_export.py": 30.0,  # runs, and transformers' models of what they save
-    "tests/unit/scripts/test_kills.py": 60.0,  # four commands, whole, killed and given again
-    "tests/unit/scripts/test_paper.py": 40.0,  # every command of the papers' page is read
-    "tests/unit/scripts/test_paper_measured.py": 30.0,  # reads every committed result
-    "tests/unit/scripts/test_prepare_data.py": 60.0,  # the embedded corpus, whole
-    "tests/unit/scripts/test_report.py": 45.0,  # two runs with all monitors
-    "tests/unit/scripts/test_study.py": 70.0,  # studies of real runs
+    "tests/unit/scripts/test_export.py": 25.0,  # runs, and transformers' models of what they save
+    "tests/unit/scripts/test_kills.py": 40.0,  # four commands, whole, killed and given again
+    "tests/unit/scripts/test_prepare_data.py": 45.0,  # the embedded corpus, whole
+    "tests/unit/scripts/test_report.py": 25.0,  # two runs with all monitors
+    "tests/unit/scripts/test_study.py": 50.0,  # studies of real runs
     "tests/unit/spectral/test_kernels.py": 40.0,  # Triton's interpreter
-    "tests/unit/training/checkpoint/test_checkpoint.py": 90.0,  # a run for each damage
-    "tests/unit/training/checkpoint/test_foreign_checkpoint.py": 45.0,
-    "tests/unit/training/machine/test_first_calls.py": 45.0,  # a process for each entry point
-    "tests/unit/training/test_injection.py": 45.0,  # a run for each rule and PC layer
-    "tests/unit/training/test_survival.py": 45.0,
-    "tests/unit/training/test_training.py": 35.0,
+    "tests/unit/training/checkpoint/test_checkpoint.py": 75.0,  # a run for each damage
+    "tests/unit/training/test_survival.py": 40.0,
 }
 """Processor seconds of the files that may take more than the limit, by path in the repository; a
 folder stands for each of its files. About 1.5 times what a loaded machine of two cores measured."""
