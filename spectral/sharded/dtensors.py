@@ -55,28 +55,15 @@ def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def flat_state(numel: int, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Create zeros `[numel]` that the ranks of a parameter share: each has an equal part.
-
-    Beside a plain parameter every rank has all of them.
-    """
-    device = local_of(parameter).device
+def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """Create zeros `[elements]` that the ranks of a parameter share, as `flat_layout` says."""
+    ((_, length),) = layout.boxes[rank]
+    local = torch.zeros(length, dtype=dtype, device=local_of(parameter).device)
     if not isinstance(parameter, DTensor):
-        return torch.zeros(numel, dtype=dtype, device=device)
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # this rank holds a part of the parameter
-    placements = flat_placements(mesh)
-    ((_, length),) = _box((numel,), tuple(mesh.shape), coordinate, placements)
-    local = torch.zeros(length, dtype=dtype, device=device)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size((numel,)), stride=(1,)
-    )
-
-
-def flat_placements(mesh: DeviceMesh) -> list[Placement]:
-    """Return the placements of `flat_state`."""
-    return [Shard(0)] * mesh.ndim
+        return local
+    mesh, shape = parameter.device_mesh, torch.Size((layout.numel,))
+    placements = [Shard(0)] * mesh.ndim
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(1,))
 
 
 def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
@@ -99,11 +86,14 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 
 
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return which part of `flat_state` each of `ranks` holds."""
+    """Return which part of `numel` elements beside a parameter each of `ranks` holds.
+
+    An equal one of a DTensor's; beside a plain parameter every rank has all of them.
+    """
     if not isinstance(parameter, DTensor):
         return _copies((numel,), ranks.size)
     mesh = parameter.device_mesh
-    return _layout((numel,), mesh, flat_placements(mesh), ranks)
+    return _layout((numel,), mesh, [Shard(0)] * mesh.ndim, ranks)
 
 
 def _copies(shape: Sequence[int], size: int) -> TensorLayout:

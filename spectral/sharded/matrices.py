@@ -12,7 +12,7 @@ sharded: what belongs to a matrix as a whole, such as its singular vectors, is s
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -59,18 +59,25 @@ class SharedParameter:
     parameter  a DTensor, or a plain parameter with a copy on every rank
     units      its matrices
     layout     which part of it each rank holds
+    entries    which part each rank holds of every entry of the state that belongs to matrices as a
+               whole
     """
 
     parameter: Tensor
     rule: Rule
     units: list[SteppedUnit]
     layout: TensorLayout
+    entries: Mapping[str, TensorLayout]
 
-    @cached_property
-    def entries(self) -> dict[str, int]:
-        """Elements of each entry of the state that belongs to matrices as a whole, of all."""
-        last = self.units[-1].entries
-        return {name: entry.start + entry.shape.numel() for name, entry in last.items()}
+    @classmethod
+    def of(cls, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> Self:
+        """Say how `ranks` share the matrices of a parameter."""
+        units = SteppedUnit.of(parameter, rule, division)
+        entries = {
+            name: flat_layout(last.start + last.shape.numel(), parameter, ranks)
+            for name, last in units[-1].entries.items()
+        }
+        return cls(parameter, rule, units, layout_of(parameter, ranks), entries)
 
 
 class SharedMatrices:
@@ -94,10 +101,7 @@ class SharedMatrices:
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
-        self.parameters = [
-            SharedParameter(p, rule, SteppedUnit.of(p, rule, division), layout_of(p, ranks))
-            for p, rule, division in parameters
-        ]
+        self.parameters = [SharedParameter.of(*each, ranks) for each in parameters]
         self.index = {shared.parameter: i for i, shared in enumerate(self.parameters)}
         works = [
             Work(
@@ -125,8 +129,8 @@ class SharedMatrices:
         states: list[State] = []
         for i, (shared, weight) in enumerate(zip(self.parameters, weights, strict=True)):
             state = {
-                name: flat_state(numel, shared.parameter, weight.dtype)
-                for name, numel in shared.entries.items()
+                name: flat_state(layout, shared.parameter, self.ranks.rank, weight.dtype)
+                for name, layout in shared.entries.items()
             }
             states.append(state)
             if not state:
@@ -309,11 +313,10 @@ class SharedMatrices:
         unit = shared.units[j]
         if name != ENTRIES:
             return [transfer(owner, (i, j, name), unit.box, shared.layout)]
-        found = []
-        for entry, numel in shared.entries.items():
-            layout = flat_layout(numel, shared.parameter, self.ranks)
-            found.append(transfer(owner, (i, j, entry), unit.entries[entry].box, layout))
-        return found
+        return [
+            transfer(owner, (i, j, entry), unit.entries[entry].box, layout)
+            for entry, layout in shared.entries.items()
+        ]
 
     def _gathered(
         self,
