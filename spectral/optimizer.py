@@ -13,7 +13,7 @@ Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .division import Division
+from .grouped import grouped
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of
 from .options import DEFAULTS as LIBRARY
@@ -348,7 +349,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._share()
         active = self._gate()
         self.last_reports = []
-        for rule, groups in _groups_by_rule(self.param_groups):
+        for (rule, _), groups in grouped(self.param_groups, _rule_and_decay).items():
             steps = {
                 p: step
                 for group in groups
@@ -367,7 +368,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 if p.grad is not None and not self._is_shared(p, rule)
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
             ]
-            shapes = _of_one_shape(units)
+            kinds = grouped(units, lambda u: (u.shape, u.parameter.dtype, u.parameter.device))
+            shapes = [*kinds.values()]
             stepped = [parameter_units(members, self.state, steps) for members in shapes]
             for members, report in zip(shapes, step_units(rule, stepped), strict=True):
                 self.last_reports.append(([unit.parameter for unit in members], report))
@@ -420,9 +422,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
         """Step the parameters of a rule whose matrices several ranks step together."""
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            kinds.setdefault(self._weight(parameter).dtype, []).append(parameter)
+        kinds = grouped(parameters, lambda p: self._weight(p).dtype)
         for dtype, members in kinds.items():
             assert self._matrices is not None  # `_share` made it
             weights = {p: self._weight(p) for p in members}
@@ -532,26 +532,10 @@ def rule_of(group: dict[str, Any]) -> Rule:
     return kind(**{f.name: group[f.name] for f in fields(kind)})
 
 
-def _groups_by_rule(
-    groups: Iterable[dict[str, Any]],
-) -> Iterator[tuple[Rule, list[dict[str, Any]]]]:
-    """Yield rules with their groups; groups that differ in nothing but lr come together."""
-    found: dict[tuple[Rule, Any], list[dict[str, Any]]] = {}
-    for group in groups:
-        decay = group["weight_decay"]
-        key = rule_of(group), id(decay) if isinstance(decay, Tensor) else decay
-        found.setdefault(key, []).append(group)
-    for (rule, _), together in found.items():
-        yield rule, together
-
-
-def _of_one_shape(units: Iterable[SteppedUnit]) -> list[list[SteppedUnit]]:
-    """Return units by shape, dtype and device."""
-    found: dict[object, list[SteppedUnit]] = {}
-    for unit in units:
-        p = unit.parameter
-        found.setdefault((unit.shape, p.dtype, p.device), []).append(unit)
-    return list(found.values())
+def _rule_and_decay(group: dict[str, Any]) -> tuple[Rule, object]:
+    """Return what groups that are stepped together have in common: all but lr."""
+    decay = group["weight_decay"]
+    return rule_of(group), id(decay) if isinstance(decay, Tensor) else decay
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:

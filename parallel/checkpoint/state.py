@@ -37,6 +37,7 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.bucket_layout import Span
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.parameter_names import named_buffers
+from spectral.grouped import grouped
 
 SCHEMA = 1
 """Version of keys and shapes; increased when older checkpoints become unreadable."""
@@ -324,9 +325,7 @@ def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
 
 def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
     """The spans in this rank's shards, each with the region that it lies in."""
-    regions: dict[int, list[Region]] = {}
-    for region in domain.regions:
-        regions.setdefault(region.bucket, []).append(region)
+    regions = grouped(domain.regions, lambda region: region.bucket)
     for unit, span, start in _shard_spans(domain.model):
         # Buckets whose units all have owners that keep their weights have no region.
         for region in regions.get(span.bucket, ()):

@@ -28,6 +28,7 @@ from parallel.optimizer.exchange import (
 from parallel.optimizer.inspection import inspection_rounds
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
+from spectral.grouped import grouped
 from spectral.sharded.exchange import Exchange
 
 Shards = list[list[Tensor]]
@@ -125,10 +126,7 @@ class DomainUnitGather:
                 name: gathered_pieces(owned, exchange, shards, shards[bucket])
                 for name, shards in arrays.items()
             }
-            by_shape: dict[tuple[int, ...], list[UnitTransfer]] = {}
-            for transfer in owned:
-                by_shape.setdefault(transfer.unit.shape, []).append(transfer)
-            for stack in by_shape.values():
+            for stack in grouped(owned, lambda transfer: transfer.unit.shape).values():
                 matrices = {name: joined(stack, whole) for name, whole in gathered.items()}
                 yield Inspection([transfer.unit for transfer in stack], matrices)
                 matrices.clear()

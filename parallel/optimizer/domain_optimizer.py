@@ -33,6 +33,7 @@ from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
+from spectral.grouped import grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
 from spectral.sharded.exchange import Exchange
@@ -88,30 +89,19 @@ class StepGroup:
     @cached_property
     def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
         """The stacks by rule."""
-        found: dict[Rule, list[OwnedStack]] = {}
-        for stack in self.stacks:
-            found.setdefault(stack.rule, []).append(stack)
-        return found
+        return grouped(self.stacks, lambda stack: stack.rule)
 
     @cached_property
     def elementwise_regions(self) -> dict[tuple[Rule, float, float], list[Region]]:
         """The regions of elementwise rules by rule, learning rate and weight decay."""
-        found: dict[tuple[Rule, float, float], list[Region]] = {}
-        for region in self.regions:
-            assigned = region.assigned
-            if not assigned.rule.whole_matrix:
-                key = assigned.rule, assigned.lr, assigned.weight_decay
-                found.setdefault(key, []).append(region)
-        return found
+        regions = (r for r in self.regions if not r.assigned.rule.whole_matrix)
+        return grouped(regions, lambda r: (r.assigned.rule, r.assigned.lr, r.assigned.weight_decay))
 
     @cached_property
     def matrix_regions(self) -> dict[Rule, list[Region]]:
         """The regions of whole-matrix rules by rule."""
-        found: dict[Rule, list[Region]] = {}
-        for region in self.regions:
-            if region.assigned.rule.whole_matrix:
-                found.setdefault(region.assigned.rule, []).append(region)
-        return found
+        regions = (r for r in self.regions if r.assigned.rule.whole_matrix)
+        return grouped(regions, lambda region: region.assigned.rule)
 
 
 class DomainOptimizer:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from models.units import Unit
 from parallel.storage.bucket_layout import BucketLayout
+from spectral.grouped import grouped
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
@@ -35,10 +36,7 @@ def inspection_rounds(
     """
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
-    buckets: dict[int, list[Unit]] = {}
-    for unit in whole.values():
-        bucket, _ = bucket_layout.slots[unit.parameter]
-        buckets.setdefault(bucket.index, []).append(unit)
+    buckets = grouped(whole.values(), lambda unit: bucket_layout.slots[unit.parameter][0].index)
     found: list[dict[str, int]] = []
     for members in buckets.values():
         rounds: list[dict[str, int]] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from models.units import Unit
 from parallel.optimizer.exchange import Room, UnitTransfer
 from parallel.optimizer.routing import Assignment, PCAssignment
+from spectral.grouped import grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.stepping import Units
 
@@ -107,15 +108,15 @@ def owned_stacks(
     Units share a stack if they agree in shape, rule, and how their weights become effective ones;
     learning rate, weight decay and everything else may differ.
     """
-    found: dict[tuple[object, ...], list[UnitTransfer]] = {}
-    for transfer in transfers:
+
+    def kind(transfer: UnitTransfer) -> tuple[object, ...]:
         assigned = assign(transfer.unit)
         pc = assigned.pc
         shared = None if pc is None else (pc.preconditioner, pc.gamma_rule)
-        key = transfer.unit.shape, assigned.rule, shared
-        found.setdefault(key, []).append(transfer)
+        return transfer.unit.shape, assigned.rule, shared
+
     stacks = []
-    for mine in found.values():
+    for mine in grouped(transfers, kind).values():
         assignments = [assign(transfer.unit) for transfer in mine]
         rates = UnitRates.of([(each.lr, each.weight_decay) for each in assignments], device)
         stacks.append(OwnedStack(mine, assignments, rates, {}))

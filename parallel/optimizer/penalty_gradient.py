@@ -27,6 +27,7 @@ from parallel.optimizer.exchange import (
 from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.buffers import Buffers
 from spectral.gram_penalty import gram_penalty_and_grad
+from spectral.grouped import grouped
 
 SUMS = 5
 
@@ -146,9 +147,5 @@ class PenalisedUnits:
 
 def penalised_stacks(transfers: Sequence[UnitTransfer], assign: Assign) -> list[PenalisedStack]:
     """Group the transfers of penalised units into stacks."""
-    found: dict[tuple[Penalty, tuple[int, ...]], list[UnitTransfer]] = {}
-    for transfer in transfers:
-        penalty = assign(transfer.unit).penalty
-        assert penalty is not None
-        found.setdefault((penalty, transfer.unit.shape), []).append(transfer)
-    return [PenalisedStack(mine, penalty) for (penalty, _), mine in found.items()]
+    found = grouped(transfers, lambda each: (assign(each.unit).penalty, each.unit.shape))
+    return [PenalisedStack(some, penalty) for (penalty, _), some in found.items() if penalty]

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import prod
 
 from models.units import Unit
+from spectral.grouped import grouped
 
 DEFAULT_BUCKET = 40_000_000
 """Elements."""
@@ -22,9 +23,7 @@ def units_by_parameter(units: Sequence[Unit]) -> dict[str, list[Unit]]:
 
     Raises ValueError for units that disagree about the size of their parameter.
     """
-    found: dict[str, list[Unit]] = {}
-    for unit in units:
-        found.setdefault(unit.parameter, []).append(unit)
+    found = grouped(units, lambda unit: unit.parameter)
     for name, members in found.items():
         sizes = {prod(unit.view_shape) for unit in members}
         if len(sizes) > 1:

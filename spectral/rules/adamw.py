@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..grouped import grouped
 from .base import Rate, Report, Rule, Stack, State, decay_, per_unit, require, require_fraction
 
 
@@ -44,12 +45,8 @@ class AdamWRule(Rule):
     @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
-        by_rates: dict[tuple[object, object], list[Stack]] = {}
-        for stack in stacks:
-            for each in with_one_rate(stack):
-                by_rates.setdefault((key(each.step.lr), key(each.step.weight_decay)), []).append(
-                    each
-                )
+        parts = (part for stack in stacks for part in with_one_rate(stack))
+        by_rates = grouped(parts, lambda part: (key(part.step.lr), key(part.step.weight_decay)))
         active = stacks[0].step.active
         stepped = None if active is None else active.float()
         for members in by_rates.values():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..division import Box, Division, intersection, numel_of, relative
+from ..grouped import grouped
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
 from ..rules.base import decay_, step_of_stack
@@ -232,10 +233,8 @@ class SharedMatrices:
         self, rule: Rule, owned: dict[Key, Tensor], steps: Mapping[Tensor, Step]
     ) -> list[tuple[list[Tensor], Report]]:
         """Step the matrices that this rank owns, those of one shape together."""
-        shapes: dict[torch.Size, list[tuple[int, int]]] = {}
-        for i, j, name in owned:
-            if name == MOMENTUM:
-                shapes.setdefault(self.parameters[i].units[j].shape, []).append((i, j))
+        pairs = ((i, j) for i, j, name in owned if name == MOMENTUM)
+        shapes = grouped(pairs, lambda pair: self.parameters[pair[0]].units[pair[1]].shape)
         groups = [self._units(rule, members, owned, steps) for members in shapes.values()]
         reports = step_units(rule, groups, accumulates=False)
         return [

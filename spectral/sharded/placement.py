@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..grouped import grouped
+
 Strategy = Literal["auto", "ping_pong"]
 """How owners are chosen; see `place`."""
 
@@ -183,11 +185,8 @@ def _swapped(
 
     Every rank gets as many items of each cost as in `owners`, so its load is the same.
     """
-    classes: dict[float, list[int]] = {}
-    for item, cost in enumerate(costs):
-        classes.setdefault(cost, []).append(item)
     found = list(owners)
-    for items in classes.values():
+    for items in grouped(range(len(costs)), lambda item: costs[item]).values():
         room = Counter(owners[item] for item in items)
         pairs = [
             (-numel, item, rank)

@@ -1,0 +1,15 @@
+"""Groups of what has the same key."""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items by their key, keys in the order of their first items."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
