@@ -350,11 +350,13 @@ class DomainOptimizer:
         """Regions of this rank's shard of a bucket, made of the units' spans in it."""
         rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
         first = rank * shard.numel()
+        bucket_layout = self.buffers.bucket_layout
         parts = [
             (span.start - first, span.length, self.assign(unit), unit.replicated)
             for unit in self.model.units
-            for span in self.buffers.bucket_layout.shard_spans(unit, rank)
-            if span.bucket == bucket and self.assign(unit).pc is None
+            if bucket_layout.slots[unit.parameter][0].index == bucket
+            if self.assign(unit).pc is None
+            for span in bucket_layout.shard_spans(unit, rank)
         ]
         for start, length, assigned, replicated in joined(parts):
             weight = shard.narrow(0, start, length)[None]

@@ -63,7 +63,7 @@ def plan_transfers(
     all_tensor_ranks = tuple(range(tensor_size))
 
     def parts(unit: Unit, tensor_ranks: tuple[int, ...], pieces: int) -> tuple[Part, ...]:
-        local = unit.numel // pieces
+        local, cuts = unit.numel // pieces, bucket_layout.cuts(unit)
         return tuple(
             Part(
                 data * tensor_size + rank,
@@ -71,9 +71,8 @@ def plan_transfers(
                 ((span.start - data * bucket_layout.shard_numel(span.bucket), span.length),),
                 ((local * (i % pieces) + span.piece_start, span.length),),
             )
-            for data in bucket_layout.holders(unit)
             for i, rank in enumerate(tensor_ranks)
-            for span in bucket_layout.shard_spans(unit, data)
+            for data, span in cuts
         )
 
     transfers = []

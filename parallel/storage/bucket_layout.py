@@ -128,20 +128,24 @@ class BucketLayout:
             position += length
         return tuple(found)
 
-    def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
-        """The parts of `spans(unit)` in the shard of data-parallel rank `rank`.
+    def cuts(self, unit: Unit) -> list[tuple[int, Span]]:
+        """Cut `spans(unit)` at the borders of shards: the data-parallel rank of each, ascending.
 
         `start` still counts from the beginning of the bucket.
         """
         found = []
         for span in self.spans(unit):
-            size = self.shard_numel(span.bucket)
-            start = max(span.start, rank * size)
-            end = min(span.start + span.length, (rank + 1) * size)
-            if start < end:
-                piece_start = span.piece_start + start - span.start
-                found.append(Span(span.bucket, start, end - start, piece_start))
-        return tuple(found)
+            size, end = self.shard_numel(span.bucket), span.start + span.length
+            for rank in range(span.start // size, -(-end // size)):
+                start = max(span.start, rank * size)
+                length = min(end, (rank + 1) * size) - start
+                position = span.piece_start + start - span.start
+                found.append((rank, Span(span.bucket, start, length, position)))
+        return sorted(found, key=lambda cut: cut[0])
+
+    def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
+        """Keep the cuts of a unit in the shard of data-parallel rank `rank`."""
+        return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
         """Elements of the unit's local piece in the shard of each data-parallel rank that has any.
@@ -149,13 +153,9 @@ class BucketLayout:
         Ranks are ascending.
         """
         found: dict[int, int] = {}
-        for span in self.spans(unit):
-            size = self.shard_numel(span.bucket)
-            end = span.start + span.length
-            for rank in range(span.start // size, -(-end // size)):
-                length = min(end, (rank + 1) * size) - max(span.start, rank * size)
-                found[rank] = found.get(rank, 0) + length
-        return dict(sorted(found.items()))
+        for rank, span in self.cuts(unit):
+            found[rank] = found.get(rank, 0) + span.length
+        return found
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
         """Sum over units of elements times weight, in the shard of each data-parallel rank."""
