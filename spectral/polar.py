@@ -8,6 +8,7 @@ stay null.
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -190,28 +191,15 @@ def _gram_form_(
     ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Replace stacks of the same rows by their polar factors; return whether each is bounded."""
-    *early, last = segments_of(steps, dtype)
-    for segment in early:
-        _multiply_(gram_factor(kernels.grams(ys), segment).factor, ys)
-    factor, gram, step = gram_factor(kernels.grams(ys), last)
-    bounded = is_bounded(gram, step, steps, steps[-1][0])
-    del gram, step  # before the last product
-    _multiply_(factor, ys)
+    for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
+        factor, gram, step = gram_factor(kernels.grams(ys), steps[first:last])
+        if last == len(steps):
+            bounded = is_bounded(gram, step, steps, steps[-1][0])
+        del gram, step  # before the product
+        for i, part in enumerate(apart(factor, ys)):
+            ys[i] = product(part, ys[i])
+        del factor, part  # before the next Gram matrix
     return apart(bounded, ys)
-
-
-def _multiply_(factor: Tensor, ys: list[Tensor]) -> None:
-    """Replace each stack by its part of `factor` `[sum of batches, rows, rows]` times it."""
-    for i, part in enumerate(apart(factor, ys)):
-        ys[i] = product(part, ys[i])
-
-
-def segments_of(
-    steps: tuple[Coefficients, ...], dtype: torch.dtype
-) -> list[tuple[Coefficients, ...]]:
-    """Split the steps of the Gram form at its restarts."""
-    bounds = [0, *restart_steps(steps, dtype), len(steps)]
-    return [steps[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def is_tall(x: Tensor) -> bool:
