@@ -329,25 +329,19 @@ def division_of(weight: Weight) -> Division:
         except LookupError as error:
             problem = f": {error}"
             continue
-        return _checked(weight, pattern, outputs, transposed, stacked)
+        if outputs % sum(pattern):
+            raise ValueError(
+                f"{weight.name} has {outputs} outputs, which matrices of {pattern} rows do not "
+                "divide; give split_parameters units={name: {'rows': [n]}}"
+            )
+        found = () if pattern == (outputs,) else pattern
+        return Division(rows=found, transposed=transposed, stacked=stacked)
     if name in REQUIRED or (name not in FUSED and LOOKS_FUSED.search(name)):
         raise ValueError(
             f"{weight.name} looks like several matrices in one{problem}; give split_parameters "
             "units={name: {'rows': [n]}} with the rows of each matrix, or {} if it is one"
         )
     return Division(transposed=transposed, stacked=stacked)
-
-
-def _checked(
-    weight: Weight, pattern: tuple[int, ...], outputs: int, transposed: bool, stacked: bool
-) -> Division:
-    if outputs % sum(pattern):
-        raise ValueError(
-            f"{weight.name} has {outputs} outputs, which matrices of {pattern} rows do not divide; "
-            "give split_parameters units={name: {'rows': [n]}}"
-        )
-    rows = () if pattern == (outputs,) else pattern
-    return Division(rows=rows, transposed=transposed, stacked=stacked)
 
 
 def _replicas(module: nn.Module) -> "ProcessGroup | None":
