@@ -25,8 +25,7 @@ from .division import Division
 from .grouped import grouped
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of
-from .options import DEFAULTS as LIBRARY
-from .options import as_fields, check_options, describe, fields_of, signature_of
+from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.base import decay_problem, step_of_stack
@@ -77,7 +76,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
-    default_lr: ClassVar[float] = LIBRARY["spectral_sphere"]["lr"]
+    default_lr: ClassVar[float] = rate_of("spectral_sphere")
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields that the user gave
     _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
     _exchange_dtype: torch.dtype | None = None
@@ -87,7 +86,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if rule is None:
             return
-        cls.default_rule, cls.default_lr = rule, LIBRARY[rule]["lr"]
+        cls.default_rule, cls.default_lr = rule, rate_of(rule)
         cls.__signature__ = signature_of(cls, rule)  # type: ignore[attr-defined]
         cls.__doc__ = f"{cls.__doc__}\n{FIELDS}\n{describe(rule)}\n"
 
@@ -115,7 +114,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._chosen = chosen if lr is None else {"lr": lr, **chosen}
         defaults = {
             "rule": name,
-            "lr": LIBRARY[name]["lr"] if lr is None else lr,
+            "lr": rate_of(name) if lr is None else lr,
             "weight_decay": weight_decay,
             "nonfinite": nonfinite,
             "master_weights": master_weights,
@@ -161,7 +160,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         check_options(name, given, foreign=True)
         given["params"] = _listed(given["params"])
         own = fields_of(name, exact=_are_float64(given["params"]))
-        rate = LIBRARY[name]["lr"]
+        rate: Any = rate_of(name)
         if isinstance(self.defaults["lr"], Tensor):
             rate = torch.full_like(self.defaults["lr"], rate)
         decay = self.defaults["weight_decay"]

@@ -35,10 +35,15 @@ HOSTS: Final = frozenset({"betas", "eps", "initial_lr", "swa_lr", "optimizer", "
 """Keys that schedulers and other programs write into groups of any optimizer."""
 
 
+def rate_of(rule: str) -> float:
+    """Return the default learning rate of a rule; of another package's, that of AdamW."""
+    return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
+
+
 def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
     """Return the fields of a rule and their defaults; with `exact` those of the rule itself."""
     own = {field.name: field.default for field in fields(RULES[rule])}
-    library = {} if exact else DEFAULTS[rule]
+    library = {} if exact else DEFAULTS.get(rule, {})
     return own | {name: value for name, value in library.items() if name in own}
 
 
@@ -85,7 +90,7 @@ def signature_of(kind: type, rule: str) -> inspect.Signature:
     own = inspect.signature(kind.__init__)  # type: ignore[misc]
     types = {field.name: field.type for field in fields(RULES[rule])}
     parameters = [
-        parameter.replace(default=DEFAULTS[rule]["lr"]) if name == "lr" else parameter
+        parameter.replace(default=rate_of(rule)) if name == "lr" else parameter
         for name, parameter in own.parameters.items()
         if name not in ("self", "rule", "options")
     ]
