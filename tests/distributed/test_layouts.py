@@ -103,6 +103,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("expert tensor 2", "experts", {}),
     ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
     ("tensor 2, pipeline 2", "sphere", {}),
+    ("expert 2, expert tensor 2", "experts", {}),
 ]
 """Layout, run, and keys in which it is unlike that of one process."""
 
