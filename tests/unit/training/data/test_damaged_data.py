@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from training.build import without_worker_traces
 from training.data import hashes
 from training.data.hashes import BLOCK
 from training.data.manifest import read_manifest
-from training.data.order import TrainingData, training_loader
+from training.data.order import GlobalBatchSampler, TrainingData, training_loader
 from training.data.token_set import TokenSet
 from training.errors import DataError
 
@@ -148,9 +149,12 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(
         seed=0,
         open_set=lambda name, path, length: TokenSet(name, path, length, vocab_size=50),
     )
-    loader = training_loader(data, [[sample] for sample in range(12)], workers=workers)  # type: ignore[arg-type]
+    sampler = GlobalBatchSampler(
+        consumed=0, global_batch=1, micro_batch=1, data_rank=0, data_size=1
+    )
+    loader = training_loader(data, sampler, workers=workers)
     with pytest.raises(DataError) as caught:
-        list(without_worker_traces(loader))
+        list(islice(without_worker_traces(loader), 12))
     assert str(caught.value).startswith(f"set set ({prefix}): token ids must be in [0, vocab_size")
     assert "= 50), got 77 among 1 in tokens " in str(caught.value)
     assert "\n" not in str(caught.value)
