@@ -20,7 +20,6 @@ by ring algorithms.
 
 import argparse
 import os
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.measure import in_turn, print_table, record, timed, write_json
+from scripts.bench.measure import medians, print_table, record, timed, write_json
 from scripts.command import add_json, command, whole_number
 from spectral import AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralSphere, split_parameters
 from training.errors import InputError
@@ -141,8 +140,7 @@ def one_process(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     found = {}
     for text in options.sets:
         sides = {name: Side(shapes(text), make) for name, make in makers.items()}
-        turns = in_turn({name: side.turn for name, side in sides.items()}, options.steps, 2)
-        found[text] = {name: statistics.median(times) for name, times in turns.items()}
+        found[text] = medians({name: side.turn for name, side in sides.items()}, options.steps)
         print_table([{text: name, "ms": ms} for name, ms in found[text].items()])
     return found
 
@@ -275,13 +273,13 @@ def sharded(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         name: ShardedSide(options.hidden, options.layers, mesh, make)
         for name, make in makers.items()
     }
-    turns = in_turn({name: side.turn for name, side in sides.items()}, options.steps, 2)
+    times = medians({name: side.turn for name, side in sides.items()}, options.steps)
     found = {}
     for name, side in sides.items():
         found[name] = {
             "sent_bytes": sum(side.sent.values()),
             "optimizer_bytes": sum(size for kind, size in side.sent.items() if "alltoall" in kind),
-            "ms": statistics.median(turns[name]),
+            "ms": times[name],
         }
     base = found["torch AdamW"]["sent_bytes"]
     if dist.get_rank() == 0:

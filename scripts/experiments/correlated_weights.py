@@ -122,27 +122,20 @@ def estimate(
 
 
 def draw(data: Data) -> Figure:
-    """Draw the norm across the transition with its limit, and quantiles of the estimates."""
-    figure, (left, right) = new_figure(2)
+    """Draw the norm across the transition with its limit."""
+    figure, (axis,) = new_figure()
     curves = sorted({(point["c"], point["tau"]) for point in data["points"]})
     grid = [0.02 * i for i in range(1, 140)]
     for color, (c, tau) in zip(COLORS, curves, strict=False):
         chosen = [p for p in data["points"] if (p["c"], p["tau"]) == (c, tau)]
-        left.plot([p["z"] for p in chosen], [p["measured"] for p in chosen], "o", color=color)
+        axis.plot([p["z"] for p in chosen], [p["measured"] for p in chosen], "o", color=color)
     limits = {f"m / n = {c:g}, n rho = {tau:g}": {z: limit(c, tau, z) for z in grid}
               for c, tau in curves}  # fmt: skip
-    left.set_prop_cycle(color=COLORS)
+    axis.set_prop_cycle(color=COLORS)
     draw_lines(
-        left, limits, xlabel="|Z|", ylabel="$\\|W\\|_2$ / ($\\sqrt{m} + \\sqrt{n}$)",
+        axis, limits, xlabel="|Z|", ylabel="$\\|W\\|_2$ / ($\\sqrt{m} + \\sqrt{n}$)",
         title=f"a spike leaves the bulk (dots: n = {data['n']})",
     )  # fmt: skip
-    for index, (rho, (low, middle, high)) in enumerate(data["estimates"].items()):
-        right.plot([index, index], [low, high], color=COLORS[0], linewidth=4, alpha=0.4)
-        right.plot(index, middle, "o", color=COLORS[0])
-        right.plot(index, float(rho), "_", color=COLORS[1], markersize=22, markeredgewidth=2)
-    right.set_yscale("symlog", linthresh=1e-4)
-    right.set_xticks(range(len(data["estimates"])), [f"rho = {rho}" for rho in data["estimates"]])
-    right.set(title="estimates of rho: 5%, 50%, 95% (line: true)", xlim=(-0.5, 2.5))
     return figure
 
 
