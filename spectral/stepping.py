@@ -61,6 +61,7 @@ def step_units(
         for (i, part), stack, report in zip(batch, stacks, rule.update(stacks), strict=True):
             groups[i].put(part, stack, report)
             reports[i].append(report)
+        del stacks, stack  # before the next batch is stacked
     return [joined(parts) for parts in reports]
 
 
