@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from models.config import ModelConfig
 from models.layout import Layout
 from models.load_balance import balance_, routers, token_counts
 from models.units import Unit
-from parallel.checkpoint import state_writer
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
@@ -278,26 +276,6 @@ def refusals(folder: str) -> dict[str, dict[str, str]]:
     said["unit too many"] = refusal(load_state, f"{folder}/four layers", small)
     process_groups.shutdown()
     return {case: {"said": answer} for case, answer in said.items()}
-
-
-def earlier(folder: str) -> dict[str, Any]:
-    """A run that has stepped loads a checkpoint without what a step makes good again."""
-    groups = process_groups.initialize()
-    whole = state_writer.sharded_state
-
-    def without_nearby(*arguments: Any) -> dict[str, Any]:
-        return {name: part for name, part in whole(*arguments).items() if "/nearby[" not in name}
-
-    first, second = (Trained(groups, "spectral_sphere", seed=seed) for seed in (3, 4))
-    first.steps(2)
-    with mock.patch.object(state_writer, "sharded_state", without_nearby):
-        save_state(folder, first.model, first.optimizer)
-    second.steps(1)
-    load_state(folder, second.model, second.optimizer)
-    found = {"saved": first.state(), "loaded": second.state()}
-    found["losses"] = [run.steps(3) for run in (first, second)]
-    process_groups.shutdown()
-    return found
 
 
 def refusal(call: Callable[..., Any], folder: str, run: Trained) -> str:

@@ -172,18 +172,6 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(results):
     assert "the model has no weight/layers.2.q.0" in said["unit too many"]
 
 
-def test_vectors_that_an_earlier_version_did_not_save_begin_at_zero(tmp_path):
-    """Although those of the run that loads have stepped already."""
-    (found,) = run_on_ranks(1, WORKERS, "earlier", {"folder": str(tmp_path / "state")})
-    fresh = [name for name in found["saved"] if name.endswith(" nearby")]
-    assert fresh
-    for name, value in found["saved"].items():
-        loaded = found["loaded"][name]
-        assert not loaded.any() if name in fresh else torch.equal(loaded, value), name
-    first, second = found["losses"]
-    assert second == pytest.approx(first, rel=LOSS_TOLERANCE)
-
-
 @pytest.mark.parametrize("axes", [(7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)])
 def test_boxes_are_the_range_in_order(axes):
     array = torch.arange(torch.Size(axes).numel()).view(axes)
