@@ -64,7 +64,7 @@ ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm
 # Tests of a file stay on one worker: they share what is dear to make. PROCESSOR_LIMIT is of a file of
 # `make test`, in processor seconds, and fails a run that does not keep it.
 PROCESSOR_LIMIT ?= 15
-PYTEST = $(PY) -m pytest -q -rs -n 2 --dist loadfile
+PYTEST = $(PY) -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
 # With small matrices one thread per rank is faster than ranks that compete for cores.

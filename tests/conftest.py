@@ -25,7 +25,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("spectrain")
 
 from tests.paths import ROOT  # noqa: E402
-from tests.processor_time import ProcessorTime  # noqa: E402
+from tests.processor_time import ProcessorTime, turn  # noqa: E402
 
 if TYPE_CHECKING:
     from parallel.comm.groups import Groups
@@ -49,7 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of tests/gpu, and skip them without a CUDA device."""
+    """Begin with the dearest files; skip tests of tests/gpu without a CUDA device."""
+    items.sort(key=lambda item: turn(item.nodeid.partition("::")[0]))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "gpu"):
