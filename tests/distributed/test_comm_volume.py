@@ -4,7 +4,7 @@ import pytest
 
 from parallel.plan.domain import PENALTY_KINDS
 from tests.launch import run_on_ranks
-from tests.run_configs import tiny_config
+from tests.run_configs import MIXTURE, tiny_config
 from tests.token_files import write_token_set
 from training.dry_run import plan_run
 
@@ -20,13 +20,6 @@ RUNS = [
     },
     {"gram_penalty__power": 1, "pc__level": 2, "train__precision": "bf16"},
 ]
-MIXTURE = {
-    "model__family": "moe",
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 32,
-    "model__moe__dense_layers": 1,
-}
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
     "data 2 x tensor 2": (4, {"tensor": 2}, RUNS),
     "data 2 x pipeline 2": (4, {"pipeline": 2}, RUNS[:2]),
