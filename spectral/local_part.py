@@ -21,9 +21,10 @@ def local_gradient(parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, placed as its parameter is."""
     grad = parameter.grad
     assert grad is not None  # only parameters with gradients are stepped
-    if is_dtensor(parameter):
-        grad = grad.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return local_of(grad)
+    grad = grad.detach()
+    if not is_dtensor(parameter):
+        return grad
+    return local_of(grad.redistribute(placements=parameter.placements))  # type: ignore[attr-defined]
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._ranks: RankGroup | None = None
         self._held: set[Tensor] = set()  # parameters for which state and owners are up to date
         # Of parameters under elementwise rules, and where they and their state lie.
-        self._views: dict[Tensor, tuple[tuple[int, ...], Tensor, State]] = {}
+        self._views: dict[Tensor, tuple[list[int], Tensor, State]] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -386,21 +386,22 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_elementwise(self, rule: Rule, steps: Mapping[Tensor, Step]) -> None:
         """Step parameters by an elementwise rule, all of one dtype and device in one call."""
         kinds: dict[object, tuple[list[Tensor], list[Stack]]] = {}
+        copies = not isinstance(rule, AdamWRule)  # other rules may overwrite gradients
         for parameter, step in steps.items():
             weight, state = self._whole(parameter)
             if step.active is not None and step.active.device != weight.device:
                 step = step._replace(active=step.active.to(weight.device))
-            # A copy, for rules may overwrite gradients; AdamW does not.
-            copies = not isinstance(rule, AdamWRule)
-            grad = local_gradient(parameter).to(weight.dtype, copy=copies).unsqueeze(0)
+            grad = local_gradient(parameter)
+            if copies or grad.dtype != weight.dtype:
+                grad = grad.to(weight.dtype, copy=copies)
             parameters, stacks = kinds.setdefault((weight.dtype, weight.device), ([], []))
             parameters.append(parameter)
-            stacks.append(Stack(weight, grad, state, step))
+            stacks.append(Stack(weight, grad.unsqueeze(0), state, step))
         for parameters, stacks in kinds.values():
             reports = rule.update(accumulated(rule, stacks))
             for parameter, report in zip(parameters, reports, strict=True):
                 self.last_reports.append(([parameter], report))
-                if MASTER in self.state[parameter]:
+                if parameter.dtype in HALF and MASTER in self.state[parameter]:
                     local_of(parameter).copy_(self._weight(parameter))
 
     def _whole(self, parameter: Tensor) -> tuple[Tensor, State]:
@@ -409,7 +410,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if is_dtensor(parameter):
             own = {k: local_of(v).unsqueeze(0) for k, v in state.items() if k != MASTER}
             return self._weight(parameter).unsqueeze(0), own
-        places = (parameter.data_ptr(), *(value.data_ptr() for value in state.values()))
+        places = [parameter.data_ptr(), *[value.data_ptr() for value in state.values()]]
         known = self._views.get(parameter)
         if known is None or known[0] != places:
             own = {k: v.unsqueeze(0) for k, v in state.items() if k != MASTER}

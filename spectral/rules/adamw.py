@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from ..grouped import grouped
-from .base import Rate, Report, Rule, Stack, State, decay_, per_unit, require, require_fraction
+from .base import (
+    Rate,
+    Report,
+    Rule,
+    Stack,
+    State,
+    Step,
+    decay_,
+    per_unit,
+    require,
+    require_fraction,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +56,14 @@ class AdamWRule(Rule):
     @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
-        parts = (part for stack in stacks for part in with_one_rate(stack))
-        by_rates = grouped(parts, lambda part: (key(part.step.lr), key(part.step.weight_decay)))
         active = stacks[0].step.active
         stepped = None if active is None else active.float()
-        for members in by_rates.values():
-            self.advance_(members, stepped)
+        for members in grouped(stacks, lambda stack: rates_of(stack.step)).values():
+            if any(isinstance(rate, Tensor) and rate.ndim for rate in members[0].step[:2]):
+                for part in (part for stack in members for part in parts_of(stack)):
+                    self.advance_([part], stepped)
+            else:
+                self.advance_(members, stepped)
         return [{} for _ in stacks]
 
     def advance_(self, stacks: Sequence[Stack], stepped: Tensor | None) -> None:
@@ -69,7 +82,8 @@ class AdamWRule(Rule):
             torch._foreach_add_(counts, stepped, alpha=1)
         whole = [weights, [stack.grad for stack in stacks], *moments]
         dense = [[x.contiguous() for x in tensors] for tensors in whole]
-        separate = [[unit for x in tensors for unit in units(x)] for tensors in (*dense, counts)]
+        batched = any(len(count) > 1 for count in counts)
+        separate = [units(tensors) if batched else tensors for tensors in (*dense, counts)]
         parameters, gradients, means, variances, steps = separate
         torch._fused_adamw_(
             parameters,
@@ -93,20 +107,18 @@ class AdamWRule(Rule):
                     x.copy_(copy)
 
 
-def units(x: Tensor) -> Sequence[Tensor]:
-    """Return the units of `x` `[batch, ...]`, which have counters of their own."""
-    return (x,) if x.shape[0] == 1 else x.unbind()
+def units(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the units of tensors `[batch, ...]`, which have counters of their own."""
+    return [unit for x in tensors for unit in x.unbind()]
 
 
-def with_one_rate(stack: Stack) -> Sequence[Stack]:
-    """Return the stack, or its units if their rates may differ.
+def parts_of(stack: Stack) -> list[Stack]:
+    """Return the units of a stack, whose rates may differ.
 
     Raises ValueError for a rate of another shape than `[]` or `[batch]`.
     """
     lr, weight_decay, _ = stack.step
     per_unit(lr, stack.weight), per_unit(weight_decay, stack.weight)
-    if not any(isinstance(rate, Tensor) and rate.ndim for rate in (lr, weight_decay)):
-        return (stack,)
     wide = torch.promote_types(stack.weight.dtype, torch.float32)
     parts = [stack.part(slice(i, i + 1)) for i in range(len(stack.weight))]
     rates = [[_number(rate, wide) for rate in part.step[:2]] for part in parts]
@@ -121,6 +133,10 @@ def _number(rate: Rate, dtype: torch.dtype) -> Rate:
     return rate.to(dtype)[0] if isinstance(rate, Tensor) and rate.ndim else rate
 
 
-def key(rate: Rate) -> object:
-    """Return what equal rates have in common, without reading a tensor."""
-    return id(rate) if isinstance(rate, Tensor) else rate
+def rates_of(step: Step) -> tuple[object, object]:
+    """Return what steps with equal rates have in common, without reading a tensor."""
+    lr, weight_decay, _ = step
+    return (
+        id(lr) if isinstance(lr, Tensor) else lr,
+        id(weight_decay) if isinstance(weight_decay, Tensor) else weight_decay,
+    )
