@@ -187,14 +187,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
 
     def _initialise(self, group: dict[str, Any]) -> None:
-        """Create the state of a group's parameters that have none, and widen that of others."""
+        """Create the state of a group's parameters that have none; that of others follows them."""
         new = [p for p in group["params"] if p not in self.state]
-        for parameter in new:
-            self.state[parameter] = _masters(parameter) if self.defaults["master_weights"] else {}
+        for parameter in group["params"]:
+            _follow(parameter, self.state[parameter], self.defaults["master_weights"])
         for parameter, state in self._initial_states(group, new).items():
             self.state[parameter] |= state
-        for parameter in group["params"]:
-            _widen(parameter, self.state[parameter])
 
     def _initial_states(
         self, group: dict[str, Any], parameters: Sequence[Tensor]
@@ -261,13 +259,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _share(self) -> None:
         """Bring state and owners up to date with the parameters, which may have been replaced."""
         held = {p for group in self.param_groups for p in group["params"]}
-        if held == self._held and self.state.keys() >= held:
+        for group in self.param_groups:
+            self._initialise(group)
+        if held == self._held:
             return
         for parameter in [p for p in self.state if p not in held]:
             del self.state[parameter]
             self._views.pop(parameter, None)
-        for group in self.param_groups:
-            self._initialise(group)
         members = [
             (p, rule, Division.of(group["units"]))
             for group in self.param_groups
@@ -545,21 +543,26 @@ def _stacked(units: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(units))
 
 
-def _masters(parameter: Tensor) -> State:
-    """Return the state that holds the float32 copy of a 16-bit parameter, empty for others."""
+def _follow(parameter: Tensor, state: State, masters: bool) -> None:
+    """Match a state to its parameter, which others may have written, cast or replaced.
+
+    Where a 16-bit parameter is no longer its rounded master, the master takes its value.
+    """
     if parameter.dtype not in HALF:
-        return {}
-    return {MASTER: parameter.detach().float()}
-
-
-def _widen(parameter: Tensor, state: State) -> None:
-    """Match a state to its parameter where another program has put a float32 one in its place."""
-    if parameter.dtype in HALF:
-        return
-    state.pop(MASTER, None)
-    for name, value in state.items():
-        if value.dtype in HALF:
-            state[name] = value.to(parameter.dtype)
+        state.pop(MASTER, None)
+        for name, value in state.items():
+            if value.dtype in HALF:
+                state[name] = value.to(parameter.dtype)
+    elif MASTER in state:
+        weight, master = local_of(parameter), local_of(state[MASTER])
+        rounded = master.to(weight.dtype)
+        equal_bits = weight.is_cpu and torch.equal(
+            rounded.view(torch.int16), weight.view(torch.int16)
+        )
+        if not equal_bits:  # elsewhere the host would wait to know
+            torch.where(rounded == weight, master, weight, out=master)
+    elif masters:
+        state[MASTER] = parameter.detach().float()
 
 
 @torch.no_grad()

@@ -288,3 +288,20 @@ def skipped() -> list[Any]:
     optimizer.step()
     same = all(torch.equal(before[name], value) for name, value in whole(model).items())
     return [same, int(optimizer.skipped_steps)]
+
+
+def written(how: str) -> bool:
+    """Whether weights cast to bfloat16 and written after a step are what a step of rate 0 finds."""
+    model = build(how).float()
+    optimizer = optimizer_of(model, "muon", weight_decay=0.0)
+    model.bfloat16()
+    train(model, optimizer, how, 0, 1)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    before = whole(model)
+    train(model, optimizer, how, 1, 2)
+    masters = [state["master"] for state in optimizer.state.values()]
+    assert all(master.dtype == torch.float32 for master in masters)
+    return all(torch.equal(value, before[name]) for name, value in whole(model).items())

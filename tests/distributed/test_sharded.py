@@ -118,3 +118,7 @@ def test_momenta_are_sent_in_16_bits() -> None:
 
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
     assert run_on_ranks(2, WORKERS, "skipped", {}) == [[True, 1], [True, 1]]
+
+
+def test_what_others_write_into_16_bits_is_stepped() -> None:
+    assert run_on_ranks(2, WORKERS, "written", {"how": "fsdp"}) == [True, True]

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spectral import Muon, SpectralOptimizer, SpectralSphere, split_parameters
+from spectral import (
+    Muon,
+    SpectralOptimizer,
+    SpectralSphere,
+    merge_,
+    preconditioned,
+    split_parameters,
+)
 from spectral.rules import RULES
 
 
@@ -225,17 +232,18 @@ def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
     ]
     gradients = [torch.randn(4, *x.shape).bfloat16() for x in start]
 
-    def run(dtype: torch.dtype, first: int, state: object = None, **options: object) -> tuple:  # type: ignore[type-arg]
-        parameters = [nn.Parameter(x.to(dtype)) for x in start]
+    def run(dtype: torch.dtype, first: int, saved: Any = None, **options: object) -> tuple:  # type: ignore[type-arg]
+        fresh = [nn.Parameter(x.to(dtype)) for x in start]
+        parameters, loaded = (fresh, None) if saved is None else saved
         optimizer = SpectralOptimizer(parameters, rule=rule, lr=1e-4, **options)  # type: ignore[arg-type]
-        if state is not None:
-            optimizer.load_state_dict(state)  # type: ignore[arg-type]
+        if loaded is not None:
+            optimizer.load_state_dict(loaded)
         for step in range(first, 4):
             for parameter, g in zip(parameters, gradients, strict=True):
                 parameter.grad = g[step].to(dtype)
             optimizer.step()
             if step == 1:
-                halfway = copy.deepcopy(optimizer.state_dict())
+                halfway = copy.deepcopy((parameters, optimizer.state_dict()))
         return parameters, optimizer, halfway if first < 2 else None
 
     exact, _, _ = run(torch.float32, 0)
@@ -247,3 +255,32 @@ def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
     for parameter, other in zip(again, ours, strict=True):
         assert torch.equal(resumed.state[parameter]["master"], optimizer.state[other]["master"])
         assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+@pytest.mark.parametrize("how", ["load", "data", "cast", "merge"])
+def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
+    """A step of rate 0 leaves it as it is; later ones keep what 16 bits lose."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6, bias=False))
+    if how == "merge":
+        preconditioned(net, blocks=["0"])
+    net = net if how == "cast" else net.bfloat16()
+    optimizer = SpectralOptimizer(split_parameters(net), rule=rule, lr=1e-3)
+    net(torch.randn(4, 8, dtype=next(net.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    if how == "load":
+        net.load_state_dict(nn.Sequential(nn.Linear(8, 6, bias=False)).state_dict())
+    elif how == "data":
+        net[0].weight.data[0].mul_(2)
+    elif how == "cast":
+        net.bfloat16()
+    else:
+        merge_(net)
+    written = net[0].weight.detach().clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(net[0].weight, written)
+    parameter = optimizer.param_groups[0]["params"][0]
+    assert torch.equal(optimizer.state[parameter]["master"].bfloat16(), written)
