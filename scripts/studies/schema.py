@@ -102,7 +102,8 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedIn:
-    """The results of another study, whose chosen settings the variants of the same name begin with.
+    """The results of another study, with whose chosen settings the variants begin: each with those
+    of the variant of its own name there, or of `tuned_as`.
 
     With `best`, only so many of the variants are trained, those with the smallest mean loss there;
     those of `always` come on top.
@@ -115,11 +116,13 @@ class TunedIn:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train; `against` names the variant that it is compared with."""
+    """One way to train; `against` names the variant that it is compared with, `tuned_as` the one of
+    the study in `tuned_in` whose settings it begins with, null = the one of its own name."""
 
     config: str
     overrides: list[str] = field(default_factory=list)
     against: str | None = None
+    tuned_as: str | None = None
     search: dict[str, Stage] = field(default_factory=dict)
 
 

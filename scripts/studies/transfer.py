@@ -20,15 +20,19 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
     if study.tuned_in is None:
         return study, {}
     content = read_results(root / study.tuned_in.results)
-    missing = [name for name in study.variants if name not in content["chosen"]]
+    sources = {name: variant.tuned_as or name for name, variant in study.variants.items()}
+    missing = sorted({*sources.values()} - content["chosen"].keys())
     if missing:
         raise DataError(f"{study.tuned_in.results} has no variants {', '.join(missing)}")
     taken = taken_variants(study, study.tuned_in, content)
     ended = grid_ends(content)
-    if ends := [end for name in study.variants if name in taken for end in ended.get(name, [])]:
+    if ends := [
+        end for name in study.variants if name in taken for end in ended.get(sources[name], [])
+    ]:
         raise DataError(f"tuned_in.results: {'; '.join(ends)}: extend the grid first")
     variants = {name: study.variants[name] for name in study.variants if name in taken}
-    return replace(study, variants=variants), {name: content["chosen"][name] for name in variants}
+    chosen = {name: content["chosen"][sources[name]] for name in variants}
+    return replace(study, variants=variants), chosen
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set
         return set(study.variants)
     losses = comparison(content).set_index("variant")["loss"].fillna(math.inf)
     others = [name for name in study.variants if name not in tuned.always]
-    others.sort(key=lambda name: float(losses[name]))
+    others.sort(key=lambda name: float(losses[study.variants[name].tuned_as or name]))
     taken = {*others[: tuned.best], *tuned.always}
     against = {study.variants[name].against for name in taken}
     return taken | {name for name in against if name is not None}

@@ -9,7 +9,7 @@ from shutil import rmtree
 import pytest
 import yaml
 
-from scripts.studies.schema import TunedIn, read_study
+from scripts.studies.schema import TunedIn, first_key, read_study
 from scripts.studies.search import run_of
 from scripts.studies.transfer import begin
 from scripts.study import main
@@ -109,6 +109,12 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
     taken, start = begin(moved, tmp_path)
     assert set(taken.variants) == {better, "plain"}  # what it is compared against comes along
     assert start == {name: result["chosen"][name] for name in taken.variants}
+    other = {"more": replace(moved.variants["plain"], tuned_as=better)}
+    everyone = TunedIn(results=str(tmp_path / "out"))
+    _, start = begin(
+        replace(moved, variants={**moved.variants, **other}, tuned_in=everyone), tmp_path
+    )
+    assert start["more"] == result["chosen"][better]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,10 @@ def test_every_candidate_of_the_studies_is_a_config(root):
         study = read_study(path)
         assert len({study.budget(name) for name in study.variants}) == 1
         for name, variant in study.variants.items():
-            candidates = [c for stage in variant.search.values() for c in stage.candidates([])]
+            tuned = [
+                f"{key}=1" for s in variant.search.values() for key in map(first_key, s.factors)
+            ]
+            candidates = [c for stage in variant.search.values() for c in stage.candidates(tuned)]
             for candidate in (candidates[0], candidates[-1]) if candidates else ([],):
                 run = run_of(study, name, candidate, study.seeds[0])
                 load_config(root / run.config, [*run.overrides, "model.vocab_size=2048"])
