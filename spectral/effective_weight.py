@@ -94,6 +94,8 @@ class Preconditioner:
                 f"spectral_norm must be 'stream' or 'none', got {self.spectral_norm!r}"
             )
         stages(self.level)
+        if not isinstance(self.level, (int, str)):  # a list could not be hashed
+            object.__setattr__(self, "level", tuple(self.level))
 
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
         """Compute PC(W), of the shape and dtype of `w`, differentiable once in `w` and `gamma`.

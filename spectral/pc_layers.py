@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from .division import Division, narrowed
 from .effective_weight import Preconditioner
 from .local_part import is_dtensor, placed_as, whole_of
-from .odd_polynomial import Level
+from .odd_polynomial import Level, stages
 from .parameter_split import division_of, weights_of
 
 BLOCKS = (
@@ -108,6 +108,21 @@ class DividedWeight(EffectiveWeight):
             target.copy_(self.division.part(matrix, target.shape))
         return placed_as(whole, weight)
 
+    def get_extra_state(self) -> Tensor:
+        """Return the coefficients of the polynomial, by which a state of another is refused."""
+        level = self.preconditioners[0].level
+        return torch.tensor([c for stage in stages(level) for c in stage])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise ValueError for coefficients that differ by more than rounding to 16 bits."""
+        own = self.get_extra_state()
+        saved = state.to(own)
+        if saved.shape != own.shape or not torch.allclose(saved, own, rtol=1e-2):
+            raise ValueError(
+                f"a PC layer of level {self.preconditioners[0].level} cannot take the state of "
+                f"another level, with coefficients {saved.tolist()}"
+            )
+
 
 class PCLinear(nn.Linear):
     """A linear layer whose weight is preconditioned as one matrix; arguments as of nn.Linear."""
@@ -133,31 +148,36 @@ def preconditioned(
         level: of the polynomial, see `spectral.effective_weight.Preconditioner`.
 
     Raises:
-        ValueError: no layer has such a name, a layer is a PC layer already, or its weight is
-            sharded.
+        ValueError: no layer has such a name; the weight of a layer is parametrized already, sharded
+            or that of another module too. Nothing has changed then.
     """
     blocks = list(blocks)
-    found = []
-    for weight in list(weights_of(model)):
-        if not weight.name.endswith(".weight") or weight.parameter.ndim < 2:
+    found = {}
+    for weight in weights_of(model):
+        layer, parametrized, _ = weight.name.partition(".parametrizations.weight.")
+        layer = layer.removesuffix(".weight")
+        if weight.parameter.ndim < 2 or not (parametrized or weight.name.endswith(".weight")):
             continue
-        layer = weight.name.removesuffix(".weight")
         if not any(weight.own_name == block or fnmatchcase(layer, block) for block in blocks):
             continue
+        if parametrized:
+            raise ValueError(f"{layer} has a parametrization of its weight, as PC layers have")
         if is_dtensor(weight.parameter) and _is_sharded_by_fsdp(model):
             raise ValueError(f"{layer} is sharded already; make PC layers before fully_shard")
-        _register(weight.module, division_of(weight), Preconditioner(level=level))
-        found.append(layer)
+        _refuse_shared(model, weight.parameter)
+        found[layer] = weight
     if not found:
         raise ValueError(f"blocks names no layer that can be preconditioned, got {blocks}")
-    return found
+    for weight in found.values():
+        _register(weight.module, division_of(weight), Preconditioner(level=level))
+    return [*found]
 
 
 def merge_(model: nn.Module) -> None:
     """Replace the weight of every PC layer by PC(W) and make it an ordinary layer again.
 
     Tensor-parallel ranks call it together. Raises ValueError for a model that `fully_shard` has
-    sharded.
+    sharded, and for a weight that another module has too.
     """
     if _is_sharded_by_fsdp(model):
         raise ValueError("merge_ needs a model before fully_shard: load the state into one")
@@ -165,6 +185,10 @@ def merge_(model: nn.Module) -> None:
         if isinstance(module, nn.Module) and parametrize.is_parametrized(module, "weight"):
             chain = module.parametrizations["weight"]  # type: ignore[index]
             if any(isinstance(each, EffectiveWeight) for each in chain):
+                _refuse_shared(model, chain.original)  # type: ignore[union-attr]
+                # A copy of the module has the same class, which loses its property `weight`.
+                kind = type(module)
+                module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
                 parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 
 
@@ -172,6 +196,20 @@ def _is_sharded_by_fsdp(model: nn.Module) -> bool:
     """Whether `fully_shard` has seen a part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
+
+
+def _refuse_shared(model: nn.Module, parameter: Tensor) -> None:
+    """Raise ValueError for a weight that several modules have."""
+    found = [
+        name.removesuffix(".parametrizations.weight")
+        for name, module in model.named_modules()
+        if any(p is parameter for p in module.parameters(recurse=False))
+    ]
+    if len(found) > 1:
+        raise ValueError(
+            f"the weight of {found[0]} is that of {' and '.join(found[1:])} too, which would not "
+            "multiply by PC(W)"
+        )
 
 
 def _register(module: nn.Module, division: Division, preconditioner: Preconditioner) -> None:

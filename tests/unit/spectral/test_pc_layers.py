@@ -1,18 +1,20 @@
 """PC layers in other people's models, against singular value decompositions."""
 
+import copy
+
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from spectral import AdamW, Muon, PCLinear, merge_, preconditioned, split_parameters
-from spectral.odd_polynomial import stages
+from spectral import Muon, PCLinear, merge_, preconditioned, split_parameters
+from spectral.odd_polynomial import Level, stages
 
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 1, "n_positions": 16}
 TOKENS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-def effective(weight: Tensor, level: int) -> Tensor:
+def effective(weight: Tensor, level: Level) -> Tensor:
     """PC(W) with gamma 1 by a singular value decomposition."""
     u, sigma, v = torch.linalg.svd(weight, full_matrices=False)
     x = sigma / (sigma[0] + 1e-7)
@@ -28,8 +30,8 @@ def gpt2() -> nn.Module:
     return model.double().eval()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("level", [1, 4])
-def test_a_layer_multiplies_by_the_effective_weight(level: int) -> None:
+@pytest.mark.parametrize("level", [1, 4, [1.5, -0.5]])
+def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
     torch.manual_seed(0)
     layer = PCLinear(12, 20, level=level).double()
     weight = layer.parametrizations.weight.original  # type: ignore[union-attr]
@@ -82,19 +84,37 @@ def test_a_model_trains_and_is_merged() -> None:
     assert torch.equal(before, after)
 
 
-def test_what_names_no_layer_is_an_error() -> None:
+def test_what_is_no_plain_layer_of_its_own_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"blocks names no layer .* got \['ffn'\]"):
         preconditioned(gpt2(), blocks=["ffn"])
     model = gpt2()
     preconditioned(model, blocks=["*.mlp.*"])
-    with pytest.raises(ValueError, match="names no layer"):
-        preconditioned(model, blocks=["*.mlp.*"])
+    with pytest.raises(ValueError, match=r"h.0.mlp.c_fc has a parametrization of its weight"):
+        preconditioned(model)
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    pair[2].weight = pair[1].weight
+    with pytest.raises(ValueError, match="the weight of 1 is that of 2 too"):
+        preconditioned(pair, blocks=["0", "1"])
+    assert isinstance(pair[0].weight, nn.Parameter)  # nothing was changed
+    preconditioned(pair, blocks=["0"])
+    pair[1].weight = pair[0].parametrizations.weight.original  # type: ignore[union-attr, index]
+    with pytest.raises(ValueError, match="the weight of 0 is that of 1 too"):
+        merge_(pair)
 
 
-def test_adamw_trains_16_bit_pc_layers() -> None:
-    torch.manual_seed(0)
-    layer = PCLinear(16, 16).bfloat16()
-    optimizer = AdamW(split_parameters(layer), master_weights=True)
-    layer(torch.randn(4, 16).bfloat16()).square().sum().backward()
-    optimizer.step()
-    assert all(torch.isfinite(p).all() for p in layer.parameters())
+def test_a_copy_is_merged_by_itself() -> None:
+    model = nn.Sequential(PCLinear(4, 4))
+    twin, x = copy.deepcopy(model), torch.randn(2, 4)
+    before = model(x)
+    merge_(twin)
+    assert isinstance(twin[0].weight, nn.Parameter)
+    assert torch.equal(model(x), before) and torch.equal(twin(x), before)
+    merge_(model)
+    assert torch.equal(model(x), before)
+
+
+def test_a_state_of_another_level_is_refused() -> None:
+    saved = PCLinear(4, 4, level=4).bfloat16().state_dict()
+    PCLinear(4, 4).load_state_dict({name: value.bfloat16() for name, value in saved.items()})
+    with pytest.raises(ValueError, match="a PC layer of level 3 cannot .* of another level"):
+        PCLinear(4, 4, level=3).load_state_dict(saved)
