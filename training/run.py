@@ -117,7 +117,8 @@ def train(
             first_rank(lambda: chosen.settle(run_dir))
             return nothing_to_do(config, groups, start)
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
-        weights = initial_weights(config) if start is None else None
+        tokenizer = facts["tokenizer"]["sha256"]
+        weights = initial_weights(config, tokenizer) if start is None else None
         if weights is not None:
             check_content(weights.info)
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)

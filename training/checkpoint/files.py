@@ -51,7 +51,11 @@ STEP: Final = re.compile(r"step_([0-9]{8,})")
 
 
 PAIRS: Final = [[int]]
-SHAPE: Final = {"step": int, "files": {...: {"bytes": int, "sha256": str}}}
+SHAPE: Final = {
+    "step": int,
+    "files": {...: {"bytes": int, "sha256": str}},
+    "identity": {...: dict},
+}
 RUN_SHAPE: Final = {
     **SHAPE,
     "run_id": str,

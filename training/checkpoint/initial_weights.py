@@ -55,22 +55,23 @@ class InitialWeights:
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))
 
 
-def initial_weights(config: Config) -> InitialWeights | None:
+def initial_weights(config: Config, tokenizer: str | None = None) -> InitialWeights | None:
     """Return the weights that `checkpoint.initialize_from` names, None if it is null; collective.
 
-    Rank 0 chooses the checkpoint for all: the run that it is of may save another meanwhile. Raises
-    BrokenCheckpointError or ResumeError for one that cannot be read or has another model.
+    `tokenizer` is the sha256 of the data's, None if it is not known. Rank 0 chooses the checkpoint
+    for all: the run that it is of may save another meanwhile. Raises BrokenCheckpointError or
+    ResumeError for one that cannot be read or has another model or tokenizer.
     """
     path = config.checkpoint.initialize_from
     if path is None:
         return None
-    info, digest = first_rank(partial(_chosen, path, config))
+    info, digest = first_rank(partial(_chosen, path, config, tokenizer))
     weights = CheckpointWeights(info)
     weights.check()
     return InitialWeights(config, weights, digest)
 
 
-def _chosen(path: str, config: Config) -> tuple[CheckpointInfo, str]:
+def _chosen(path: str, config: Config, tokenizer: str | None) -> tuple[CheckpointInfo, str]:
     """The checkpoint to begin from, and the sha256 of its meta.json."""
     info = read_checkpoint(path)
     digest = (info.path / COMPLETE).read_text().strip()
@@ -82,5 +83,13 @@ def _chosen(path: str, config: Config) -> tuple[CheckpointInfo, str]:
     if different:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} has another model: {', '.join(different)}"
+        )
+    known = info.meta["identity"].get("tokenizer", {}).get("sha256")
+    another = None not in (known, tokenizer) and known != tokenizer
+    if another and "tokenizer" not in config.checkpoint.allow_change:
+        raise ResumeError(
+            f"checkpoint.initialize_from: {info.path} has another tokenizer: sha256 was {known}, "
+            f"is {tokenizer}; its weights know other tokens by the same ids. To begin with them "
+            "anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest

@@ -60,10 +60,11 @@ class CheckpointConfig(Section):
     """Also keep checkpoints whose step is a multiple of this; null keeps only the newest."""
     allow_change: tuple[Kind, ...] = ()
     """What may differ between the run and the checkpoint that it continues; any other difference
-    is refused."""
+    is refused. `tokenizer` also allows `initialize_from` one with another tokenizer."""
     initialize_from: str | None = None
     """Run folder or checkpoint, saved on any layout, whose weights a new run starts from; its PC
-    layers become plain weights. Nothing else of it is used. null initialises weights."""
+    layers become plain weights. Nothing else of it is used; its model and, where both are known,
+    its tokenizer must be the run's. null initialises weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

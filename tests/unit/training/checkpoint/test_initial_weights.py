@@ -1,5 +1,7 @@
 """A run may begin with the weights of another."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,13 +83,20 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_another_model_is_refused(configured, world, tmp_path):
-    train(configured("old"), world)
+def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
+    for token in "xy":
+        (tmp_path / token).write_text(json.dumps({"model": {"vocab": {token: 0}}}))
+    train(configured("old", data__tokenizer=str(tmp_path / "x")), world)
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
     with pytest.raises(ResumeError, match=r"another model: ffn was 96, is 64"):
         train(configured("new", model__ffn=64, **source), world)
     # How weights are drawn does not matter.
     assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None
+    begin = configured("new", data__tokenizer=str(tmp_path / "y"), **source)
+    with pytest.raises(ResumeError, match=r"another tokenizer: sha256 was .*allow_change="):
+        train(begin, world)
+    allowed = replace(begin.checkpoint, allow_change=("tokenizer",))
+    train(replace(begin, checkpoint=allowed), world)
 
 
 def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path):
