@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from training.errors import InputError
+
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -54,7 +56,10 @@ def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> None:
     """Write `tensors`, (name, value) in the order of `entries`, to model.safetensors or,
-    where they have more than `limit` bytes, to several files and an index."""
+    where they have more than `limit` bytes, to several files and an index.
+
+    Raises InputError for a value that is not finite in the type of its entry.
+    """
     runs = shards(entries, limit)
     names = ["model.safetensors"]
     if len(runs) > 1:
@@ -90,5 +95,10 @@ def _write(
     for entry in run:
         name, value = following()
         assert name == entry.name and tuple(value.shape) == entry.shape, (name, entry)
-        content = value.to(entry.dtype).contiguous().reshape(-1).view(torch.uint8)
-        file.write(content.numpy().data)
+        content = value.to(entry.dtype)
+        if not bool(content.isfinite().all()):
+            kind, most = str(entry.dtype).removeprefix("torch."), torch.finfo(entry.dtype).max
+            raise InputError(
+                f"{name} must be at most {most:.6g} for {kind}, got {value.abs().max().item():.6g}"
+            )
+        file.write(content.contiguous().reshape(-1).view(torch.uint8).numpy().data)

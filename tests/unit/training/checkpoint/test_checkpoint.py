@@ -196,8 +196,8 @@ def damage_size(folder: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def poison(key: str):
-    """What makes a number of a tensor NaN, and all hashes right."""
+def poison(key: str, value: float = torch.nan):
+    """What makes a number of a tensor `value`, and all hashes right."""
 
     def change(folder: Path) -> None:
         stored = read_index(folder / "state").storage_data
@@ -205,7 +205,7 @@ def poison(key: str):
         name, end = f"state/{entry.relative_path}", entry.offset + entry.length
         content = (folder / name).read_bytes()
         tensor = torch.load(io.BytesIO(content[entry.offset : end]))
-        tensor.view(-1)[-1] = torch.nan
+        tensor.view(-1)[-1] = value
         torch.save(tensor, part := io.BytesIO())
         assert len(part.getvalue()) == entry.length
         forge(folder, name, content[: entry.offset] + part.getvalue() + content[end:])
