@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import yaml
+from omegaconf import OmegaConf
 
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import SECTION_CHECKS, problems_between, world
@@ -68,4 +68,4 @@ def check(config: Config, world_size: int) -> None:
 
 def to_yaml(config: Config) -> str:
     """Return `config` as YAML with every default written out; loading it gives an equal config."""
-    return yaml.safe_dump(escaped(asdict(config)), sort_keys=False, allow_unicode=True)
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(config))))  # as it reads 1e5: quoted

@@ -42,7 +42,10 @@ MOST_FILES: Final = 64
 """Files of one config, a base that several name counted each time."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
-_OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+)(\.[0-9_]*)?")
+_OLD_NUMBER: Final = re.compile(
+    r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
+    r"|(?=\.?[0-9].*_)[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)"
+)
 _ESCAPED: Final = re.compile(r"(\\*)\\\$\{")
 # What yaml and OmegaConf raise for a text that they cannot read; ValueError for a huge number.
 _UNREADABLE: Final = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
@@ -203,6 +206,8 @@ def _override(text: str) -> Content:
     if not equals or not all(key.split(".")):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
     try:
+        if _after(value).strip():
+            raise yaml.YAMLError("what follows # is a comment; put a text with # in quotes")
         _check_numbers(value)
         return _plain(OmegaConf.from_dotlist([text]))
     except _UNREADABLE as error:
@@ -255,8 +260,15 @@ def _load(path: Path, origin: str = "") -> Content:
     return _plain(content)
 
 
+def _after(value: str) -> str:
+    """What follows the YAML in a text with one value: spaces, or a comment."""
+    ends = yaml.StreamEndToken, yaml.BlockEndToken
+    tokens = [each for each in yaml.scan(value, yaml.SafeLoader) if not isinstance(each, ends)]
+    return value[tokens[-1].end_mark.index :]
+
+
 def _check_numbers(text: str) -> None:
-    """Raise YAMLError for 010 and 1:30, which YAML reads as 8 and 90."""
+    """Raise YAMLError for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10."""
     for token in yaml.scan(text, yaml.SafeLoader):
         if not isinstance(token, yaml.ScalarToken) or not token.plain:
             continue

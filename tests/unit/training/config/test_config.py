@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.config import ModelConfig
@@ -167,6 +167,7 @@ FLOATS = st.floats(min_value=1e-9, max_value=0.5)
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size=1, max_size=12)
 
 
+@example(lr=0.5, epsilon=0.5, steps=101, name="1e5", folder="1_0")
 @given(lr=FLOATS, epsilon=FLOATS, steps=st.integers(101, 10**9), name=NAMES, folder=NAMES)
 def test_the_written_config_loads_to_an_equal_one(
     tmp_path_factory: pytest.TempPathFactory,

@@ -126,7 +126,17 @@ def test_a_harmful_override_is_a_line(override: str, minimal: Path) -> None:
     assert problems(minimal, override)
 
 
-@pytest.mark.parametrize("number", ["010", "1:30", "-0_7", "1:30.5"])
+@pytest.mark.parametrize("text", ["/x/a #1", "#1", "x\n#y", "[a] # b", "b: c #d", "'#1' # b"])
+def test_a_comment_in_an_override_is_refused(minimal: Path, text: str) -> None:
+    (problem,) = problems(minimal, f"run.dir={text}")
+    assert problem.endswith("what follows # is a comment; put a text with # in quotes")
+    assert load_config(minimal, ["run.dir='/x/a #1'"]).run.dir == "/x/a #1"
+
+
+NUMBERS = ["010", "1:30", "-0_7", "1:30.5", "1_0", "0b11", ".1_5", "0x1F", "1_0e3", "-1_0.5"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_a_number_that_yaml_reads_in_another_base_is_refused(minimal: Path, number: str) -> None:
     wanted = f"a number must be decimal or a text in quotes, got {number}"
     (problem,) = problems(minimal, f"train.steps={number}")
