@@ -38,8 +38,11 @@ class SpectralOptimizers(OptimizersContainer):
 def spectral_groups(
     kind: str, *, lr: float, head_dim: int, adamw_lr: float, **options: Any
 ) -> list[ParamGroupConfig]:
-    """Return groups for a dense model: heads of q, k and v, other matrices, the rest to AdamW."""
-    heads = r"attention\.(qkv_linear\.)?w[qkv]\.weight$"
+    """Return groups for a dense model: heads of q, k and v, other matrices, the rest to AdamW.
+
+    q, k and v may be one weight, as torchtitan's are.
+    """
+    heads = r"attention\.(qkv_linear\.)?w(q|k|v|qkv)\.weight$"
     others = r"layers\..*\.w(o|1|2|3)\.weight$"
     spectral = {"lr": lr, **options}
     return [
