@@ -15,7 +15,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, whole_number
+from scripts.command import command
 from scripts.evaluation.harness import Run, evaluate, rows, table
 from scripts.evaluation.task_sets import TASK_SETS
 from training.errors import InputError
@@ -36,8 +36,6 @@ def _evaluate(options: argparse.Namespace) -> None:
     if not (options.model / "config.json").is_file():
         raise InputError(f"{options.model} is not an exported model: it has no config.json")
     names = [name for text in options.tasks for name in text.split(",")]
-    if options.shots is not None and names == ["local"]:
-        raise InputError(f"--shots has no effect on --tasks local, got {options.shots}")
     if options.run is not None and "local" not in names:
         raise InputError(f"--run has no effect without --tasks local, got {options.run}")
     sets = {name: TASK_SETS[name] for name in names if name in TASK_SETS}
@@ -53,10 +51,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             output=output / "lm_eval",
             task_folder=Path(folder) if local else None,
             dtype=options.dtype,
-            device=options.device,
-            batch_size=options.batch_size,
-            limit=options.limit,
-            shots=options.shots,
+            options=options.options,
         )
         found = evaluate(run, offline=not standard)
     text = table(rows(found["results"], sets.values()), sets)
@@ -88,7 +83,10 @@ def _results(found: dict[str, object]) -> dict[str, object]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Evaluate an exported model with lm-eval.")
+    parser = argparse.ArgumentParser(
+        description="Evaluate an exported model with lm-eval, which gets all other options, such "
+        "as --device cuda, --batch_size 32 and --num_fewshot 5."
+    )
     parser.add_argument("model", type=Path, metavar="OUT", help="the exported model folder")
     parser.add_argument(
         "--tasks",
@@ -112,20 +110,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--output", type=Path, metavar="DIR", help="folder for results (default: OUT/evaluation)"
     )
     parser.add_argument("--dtype", default="float32", help="dtype to compute in (default: float32)")
-    parser.add_argument("--device", metavar="NAME", help="device (default: lm-eval's choice)")
-    parser.add_argument(
-        "--batch-size", default="8", metavar="N", help="sequences, or auto (default: 8)"
-    )
-    parser.add_argument(
-        "--shots",
-        type=whole_number(0),
-        metavar="N",
-        help="examples before each question (default: as the task says, 0 for those of the papers)",
-    )
-    parser.add_argument(
-        "--limit", type=whole_number(), metavar="N", help="use N documents of each task"
-    )
-    return parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)
+    options.options = more
+    return options
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 """Read all of a run folder, a checkpoint or prepared data, and say what is damaged.
 
     scripts/verify.py runs/tiny_sso data/demo
-    scripts/verify.py runs/tiny_sso --fix-latest
 
 Every file is compared with its hash, and every tensor of a checkpoint is opened.
 """
@@ -35,9 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         lines = [{"what": what, "verdict": verdict} for what, verdict in rows]
         options.json.write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
-    if options.fix_latest:
-        for path in options.paths:
-            print(fixed_latest(path))
     return int(any(verdict != GOOD for _, verdict in rows))
 
 
@@ -121,31 +117,12 @@ def newest_name(run_dir: Path) -> str | None:
         return None
 
 
-def fixed_latest(run_dir: Path) -> str:
-    """Make `latest` of a run name its newest complete checkpoint; return what was done.
-
-    Nothing else is changed. Raises InputError if there is no such checkpoint.
-    """
-    from training.checkpoint.files import name_latest
-    from training.lifecycle.run_folder import locked
-
-    newest = newest_name(run_dir)
-    if newest is None:
-        raise InputError(f"--fix-latest needs a run folder with a checkpoint, got {run_dir}")
-    with locked(run_dir):
-        name_latest(run_dir, newest)
-    return f"latest of {run_dir} names {newest}"
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description="Read all of run folders, checkpoints or prepared data; say what is damaged."
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN|CHECKPOINT|DATA")
-    parser.add_argument(
-        "--fix-latest", action="store_true", help="make `latest` name the newest good checkpoint"
-    )
     add_json(parser)
     return parser.parse_args(arguments)
 

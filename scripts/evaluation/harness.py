@@ -25,7 +25,7 @@ STANDARD_ERROR = "_standard_error"
 class Run:
     """One evaluation: the model folder, lm-eval's names of the tasks, and how to run them.
 
-    shots   examples with their answers before each question, None for what each task says
+    options   of lm-eval's own, which come last
     """
 
     model: Path
@@ -34,10 +34,7 @@ class Run:
     output: Path
     task_folder: Path | None = None
     dtype: str = "float32"
-    device: str | None = None
-    batch_size: str = "8"
-    limit: int | None = None
-    shots: int | None = None
+    options: Sequence[str] = ()
 
     def command(self) -> list[str]:
         """The command line.
@@ -55,16 +52,10 @@ class Run:
             settings.append(f"prefix_token_id={end}")
         command = [str(self.python), "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
-        command += ["--output_path", str(self.output), "--batch_size", self.batch_size]
+        command += ["--output_path", str(self.output), "--batch_size", "8"]
         if self.task_folder is not None:
             command += ["--include_path", str(self.task_folder)]
-        if self.device is not None:
-            command += ["--device", self.device]
-        if self.limit is not None:
-            command += ["--limit", str(self.limit)]
-        if self.shots is not None:
-            command += ["--num_fewshot", str(self.shots)]
-        return command
+        return [*command, *self.options]
 
 
 def end_token(folder: Path) -> int | None:
