@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from scripts.command import command
-from scripts.data.corpus import SourceReport, read_corpus, write_set
+from scripts.data.corpus import read_corpus, write_set
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
@@ -26,21 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     corpus = read_corpus(options.corpus)
     output.mkdir(parents=True, exist_ok=True)
     for name, content in corpus.sets.items():
-        report = write_set(name, content, _ROOT, output, accept_changed=options.accept_changed)
-        changed = "" if report.sha256 == content.sha256 else f", recorded were {content.sha256}"
-        heading = f"{name}.jsonl: sha256 {report.sha256}{changed}"
-        print(heading, *map(report_line, report.sources), sep="\n")
+        print(*write_set(name, content, _ROOT, output, options.accept_changed), sep="\n")
     return 0
-
-
-def report_line(report: SourceReport) -> str:
-    """What one source gave."""
-    recorded = "" if report.as_recorded else " (not the recorded version)"
-    package = f"{report.source.name} {report.version}".strip() + recorded
-    return (
-        f"  {package}: {report.documents:,} documents, {report.bytes:,} bytes, "
-        f"{report.source.licence}"
-    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

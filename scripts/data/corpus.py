@@ -57,17 +57,6 @@ class Corpus(Section):
     sets: dict[str, DocumentSet]
 
 
-@dataclass(frozen=True)
-class SourceReport:
-    """What one source gave: number of documents, bytes of text, and the version of its package."""
-
-    source: Source
-    documents: int
-    bytes: int
-    version: str
-    as_recorded: bool
-
-
 def read_corpus(path: Path) -> Corpus:
     """The corpus of a file. Raises ConfigError naming everything that is wrong with it."""
     try:
@@ -76,33 +65,29 @@ def read_corpus(path: Path) -> Corpus:
         raise InvalidConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 
 
-@dataclass(frozen=True)
-class SetReport:
-    """What a set was made of; `sha256` is that of its documents as JSON lines."""
-
-    sha256: str
-    sources: list[SourceReport]
-
-
 def write_set(
-    name: str, content: DocumentSet, root: Path, output: Path, *, accept_changed: bool = False
-) -> SetReport:
+    name: str, content: DocumentSet, root: Path, output: Path, accept_changed: bool
+) -> list[str]:
     """Write `output`/NAME.jsonl, a line `{"text": ..., "source": ...}` per document.
 
     Packages are downloaded to `output`/packages; `root` is the folder that files are relative to.
+    Returns lines that say what was written, and what each source gave.
 
     Raises:
         DataError: a source cannot be read, or the documents are not those that were recorded and
             `accept_changed` is false.
     """
-    reports: list[SourceReport] = []
+    reports: list[str] = []
+    others: list[str] = []
     lines: list[str] = []
     for source in content.sources:
         before = len(lines)
-        version, as_recorded = "", True
+        label = source.name
         if source.package is not None:
             deb = download(source.package, source.version, output / "packages")
-            version, as_recorded = version_of(deb), file_sha256(deb) == source.sha256
+            label += f" {version_of(deb)}"
+            if file_sha256(deb) != source.sha256:
+                others.append(label)
             texts = read_texts(deb, source.files, source.leave_out)
         else:
             texts = iter([(source.name, _read_xz(root / source.name))])
@@ -112,11 +97,11 @@ def write_set(
                 row = {"text": document, "source": f"{source.name}:{path}"}
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
                 size += len(document.encode())
-        reports.append(SourceReport(source, len(lines) - before, size, version, as_recorded))
+        count = len(lines) - before
+        reports.append(f"  {label}: {count:,} documents, {size:,} bytes, {source.licence}")
     encoded = "".join(lines).encode()
     found = hashlib.sha256(encoded).hexdigest()
     if found != content.sha256 and not accept_changed:
-        others = [f"{r.source.name} {r.version}" for r in reports if not r.as_recorded]
         raise DataError(
             f"the documents of {name} have sha256 {found}, expected {content.sha256}"
             + (
@@ -127,7 +112,7 @@ def write_set(
             )
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
-    return SetReport(found, reports)
+    return [f"{name}.jsonl: sha256 {found}", *reports]
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from scripts.data.documents import ReadOptions, read_documents
 from scripts.data.encoding import Encoder, encode_documents
 from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.plan import Portion, Preparation, SetPlan, is_validation
-from scripts.data.progress import Progress
 from scripts.data.set_writer import SetWriter, token_dtype
 from scripts.data.tokenizer import (
     TOKENIZER_FILE,
@@ -67,15 +68,21 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path) -> PreparedTokeni
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
     else:
         assert preparation.vocabulary is not None
-        with Progress("tokenizer") as progress:
-            texts = (progress.passing(text) for text in _tokenizer_texts(preparation))
+        with progress_of("tokenizer") as progress:
+            texts = _tokenizer_texts(preparation, progress)
             tokenizer = train_tokenizer(texts, preparation.vocabulary)
     for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
     return tokenizer
 
 
-def _tokenizer_texts(preparation: Preparation) -> Iterator[str]:
+def progress_of(stage: str) -> Any:
+    """Return a bar of a stage's bytes of text on stderr, in a file a line every half minute."""
+    every = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(desc=stage, unit="B", unit_scale=True, mininterval=every)
+
+
+def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
     """Yield the first training documents of every set, an equal share of `tokenizer_bytes` each."""
     share = preparation.tokenizer_bytes // len(preparation.sets)
     for plan in preparation.sets:
@@ -88,6 +95,7 @@ def _tokenizer_texts(preparation: Preparation) -> Iterator[str]:
                 if size >= share:
                     break
                 size += len(text)
+                progress.update(len(text))
                 yield text
 
 
@@ -109,7 +117,7 @@ def _prepare_set(
             name: stack.enter_context(closing(SetWriter(folder, name, encoder.dtype, source)))
             for name, source in sources.items()
         }
-        progress = stack.enter_context(Progress(plan.name))
+        progress = stack.enter_context(progress_of(plan.name))
         index = 0
         for portion in plan.train:
             for tokens, size in _encoded(portion, reading, encoder, workers, progress):
@@ -122,7 +130,7 @@ def _prepare_set(
 
 
 def _encoded(
-    portion: Portion, reading: ReadOptions, encoder: Encoder, workers: int, progress: Progress
+    portion: Portion, reading: ReadOptions, encoder: Encoder, workers: int, progress: Any
 ) -> Iterator[tuple[NDArray[np.integer], int]]:
     """Yield the tokens and the size in bytes of the portion's documents, whole ones, up to its
     number of tokens."""
@@ -136,7 +144,8 @@ def _encoded(
                         return
                     written += len(tokens)
                     yield tokens, size
-                    progress.add(size, len(tokens))
+                    progress.set_postfix_str(f"{written:,} tokens", refresh=False)
+                    progress.update(size)
     if portion.tokens is not None and written < portion.tokens:
         print(
             f"{', '.join(map(str, portion.inputs))}: {written:,} tokens, which are all there are, "
