@@ -11,7 +11,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from scripts.plots.run_status import RunStatus
-from scripts.plots.style import enlarge_text, stack
+from scripts.plots.style import enlarge_text
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
@@ -59,24 +59,9 @@ def page(
     )
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure as SVG, for wide pages, and with its panels stacked for phones."""
-
-    wide: str
-    narrow: str
-
-
-def drawn(figure: Figure, name: str) -> Drawing:
-    """Return a figure for a page."""
-    enlarge_text(figure)
-    wide = inline(figure, name)
-    stack(figure)
-    return Drawing(wide, inline(figure, f"{name}-narrow"))
-
-
-def inline(figure: Figure, key: str) -> str:
+def drawn(figure: Figure, key: str) -> str:
     """Return the figure as an SVG element whose ids differ from those of other figures."""
+    enlarge_text(figure)
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
     buffer, dpi = io.StringIO(), figure.dpi

@@ -3,17 +3,14 @@
 Figures are made without pyplot, which would keep all of them in memory and need a display.
 """
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import (
     EngFormatter,
@@ -106,10 +103,6 @@ def tick(axis: Axes, labels: Mapping[float, str] | Sequence[object]) -> None:
 
 LEAST_POINTS = 9.0
 """Size of the smallest text of figures on pages, 12 pixels."""
-PHONE_INCHES = 3.5
-"""Width of a stacked figure, 336 pixels."""
-LEGEND_INCHES = 0.2
-"""Height of a row of a legend."""
 
 
 def enlarge_text(figure: Figure) -> None:
@@ -122,51 +115,6 @@ def enlarge_text(figure: Figure) -> None:
                 scale.set_minor_formatter(LogFormatter())
     for text in figure.findobj(Text):
         text.set_fontsize(max(LEAST_POINTS, text.get_fontsize()))
-
-
-def stack(figure: Figure) -> None:
-    """Put the panels of a figure below each other, and their legends below them."""
-    for axis in list(figure.axes):
-        if not axis.get_visible():
-            figure.delaxes(axis)
-    # Colour bars are no panels and have no place of their own in the grid.
-    panels = [axis for axis in figure.axes if axis.get_subplotspec() is not None]
-    for axis in figure.axes:
-        axis.set_ylabel(textwrap.fill(axis.get_ylabel(), 16))
-    heights = [_stacked_height(axis, figure, len(panels)) for axis in panels]
-    for legend in list(figure.legends):
-        rows = _relocated(figure, legend, {"loc": "outside lower center"})
-        heights[-1] += LEGEND_INCHES * rows
-    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
-    for i, axis in enumerate(panels):
-        axis.set_subplotspec(grid[i])
-    figure.set_size_inches(PHONE_INCHES, sum(heights))
-
-
-def _stacked_height(axis: Axes, figure: Figure, panels: int) -> float:
-    """Return the inches of one of stacked panels, having moved its legend below it."""
-    height = 2.3 if panels < 5 else 1.8
-    for image in axis.images:
-        height = max(height, figure.get_figheight() - 0.4)
-        if np.asarray(image.get_array()).shape[1] > 8:  # no room for numbers in so many columns
-            for text in list(axis.texts):
-                text.remove()
-    legend = axis.get_legend()
-    if legend is None:
-        return height
-    # Below the ticks and the label of the x axis, which take about 0.5 inches.
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.55 / (height - 0.6))}
-    return height + LEGEND_INCHES * _relocated(axis, legend, place)
-
-
-def _relocated(owner: Axes | Figure, legend: Legend, place: dict[str, Any]) -> int:
-    """Move a legend and return the number of its rows."""
-    labels = [text.get_text() for text in legend.get_texts()]
-    handles: list[Any] = list(legend.legend_handles)
-    columns = 1 if max(map(len, labels), default=0) > 16 else 2
-    legend.remove()
-    owner.legend(handles, labels, ncols=columns, fontsize=LEAST_POINTS, **place)
-    return -(-len(labels) // columns)
 
 
 def check_target(path: Path) -> None:

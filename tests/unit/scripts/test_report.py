@@ -92,7 +92,7 @@ def test_the_page_holds_everything_it_shows(folder):
     assert fetched(text) == [] and len(ids(text)) == len(set(ids(text)))
     keys = {figure.name for figure in FIGURES}
     assert keys - set(ids(text)) == {"maxvio"}  # the model has no experts
-    assert text.count("<svg") == 2 * (len(keys) - 1)  # for wide pages and for phones
+    assert text.count("<svg") == len(keys) - 1
     assert {"events", "config"} <= set(ids(text))
     assert "a &lt;b&gt;" in text and "a <b>" not in text
     last = lines(folder / "pc" / "metrics.jsonl")[-1]
