@@ -41,8 +41,6 @@ class StagePlan:
     units              matrices that have an owner
     load_max           FLOPs of the busiest rank
     load_mean          FLOPs of a rank, mean over the stage
-    load_bound         FLOPs that the busiest rank has at least, whatever the placement
-    load_unit          FLOPs of the costliest matrix
     sent               bytes per step of the busiest rank, for each kind of communication
     reduced, gathered  of these reduce-scatter and all-gather, of each domain
     sent_max           bytes per step of the rank that sends most, in a step without Gram penalty
@@ -50,7 +48,6 @@ class StagePlan:
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
     state_max          bytes of masters and state on the fullest rank
     state_mean         bytes of masters and state, mean over the stage
-    kept_max           bytes of float32 weights that owners keep in 16-bit runs, on the fullest rank
     memory             of the fullest rank
     traffic            all bytes that a rank sends per step, by kind, those of activations included
     """
@@ -63,8 +60,6 @@ class StagePlan:
     units: int
     load_max: float
     load_mean: float
-    load_bound: float
-    load_unit: float
     sent: dict[str, int]
     reduced: dict[Replicas, float]
     gathered: dict[Replicas, float]
@@ -73,7 +68,6 @@ class StagePlan:
     sent_adamw: int
     state_max: int
     state_mean: float
-    kept_max: int
     memory: Memory
     traffic: tuple[Traffic, ...] = ()
 
@@ -93,11 +87,6 @@ class StagePlan:
     def imbalance(self) -> float:
         """Largest over mean load; 1 if there is no load."""
         return self.load_max / self.load_mean if self.load_mean else 1.0
-
-    @property
-    def units_per_rank(self) -> float:
-        """Mean load in units of the costliest matrix; small numbers cannot be spread evenly."""
-        return self.load_mean / self.load_unit if self.load_unit else 0.0
 
     @property
     def sent_ratio(self) -> float:
@@ -282,8 +271,6 @@ def plan_stage(
         units=sum(len(placement.owners) for placement in placed),
         load_max=float(loads.max()),
         load_mean=float(loads.mean()),
-        load_bound=max(placement.bound for placement in placed),
-        load_unit=max((work.cost for part in parts for work in part.domain.works), default=0.0),
         sent={kind: int(sizes.max()) for kind, sizes in sent.items()},
         reduced={name: float(p.sent["reduce-scatter"].max()) for name, p in domains.items()},
         gathered={name: float(p.sent["all-gather"].max()) for name, p in domains.items()},
@@ -292,7 +279,6 @@ def plan_stage(
         sent_adamw=sum(part.sent_adamw for part in parts),
         state_max=int(state.max()) + master,
         state_mean=float(state.mean()) + master,
-        kept_max=int(kept.max()),
         memory=Memory(
             weights=numel * inputs.dtype.itemsize,
             gradients=numel * 4,

@@ -8,7 +8,7 @@ behind the backward pass of the last micro-batch and the forward pass of the fir
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from models.size import mean_keys
 from parallel.plan.activation_volume import activation_traffic
@@ -123,10 +123,6 @@ class StepTime:
     def total(self) -> float:
         """Seconds of a step."""
         return sum(asdict(self).values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all parts."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,8 @@ def test_a_norm_is_one_launch_each_way(gain, processes):
     assert forward.kernels == {"_fused_rms_norm": 1}
     assert backward.kernels == {"_fused_rms_norm_backward": 1}
     gains = 0 if gain is None else SIZE * 2
-    (part,) = backward.parts.values()
     # Gradient, input and number of every row are read, the input's gradient is written.
-    assert part.moved_bytes == 3 * X + SCALES + 2 * gains
+    assert backward.moved_bytes == 3 * X + SCALES + 2 * gains
 
 
 def test_a_gain_of_another_type_is_several_launches(processes):

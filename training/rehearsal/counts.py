@@ -1,70 +1,9 @@
 """What a rank does in each part of a run: launches, collectives, and waits of the host."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from types import FrameType
-from typing import Any, Final
-
-from training.rehearsal.places import name_of
-
-OTHER: Final = "other"
-PLACES: Final[dict[tuple[str, str | None], str]] = {
-    ("spectral/rules/muon.py", "accumulate"): "momentum",
-    ("spectral/stepping.py", "accumulate"): "momentum",
-    ("parallel/optimizer/exchange.py", None): "exchange",
-    ("spectral/sharded/exchange.py", None): "exchange",
-    ("parallel/optimizer/domain_optimizer.py", "_step_matrices"): "exchange",
-    ("parallel/optimizer/domain_optimizer.py", "_fill_weights"): "exchange",
-    ("parallel/optimizer/domain_optimizer.py", "_update_kept"): "exchange",
-    ("spectral/krylov.py", None): "krylov",
-    ("spectral/tangent.py", None): "krylov",
-    ("spectral/tangent_model.py", None): "krylov",
-    ("spectral/polar.py", None): "products",
-    ("spectral/power_iteration.py", None): "power iteration",
-    ("spectral/rules/adamw.py", None): "elementwise",
-    ("spectral/rules/base.py", None): "update",
-    ("spectral/rules/muon.py", None): "update",
-    ("spectral/rules/muon_sphere.py", None): "update",
-    ("spectral/rules/spectral_sphere.py", None): "update",
-    ("spectral/rules/muon_plus_plus.py", None): "update",
-    ("spectral/sphere.py", None): "update",
-    ("parallel/optimizer/owned_stacks.py", None): "update",
-    ("parallel/optimizer/domain_optimizer.py", "_step_regions"): "elementwise",
-    ("parallel/optimizer/domain_optimizer.py", "step"): "gather",
-    ("parallel/optimizer/materialized_pc.py", None): "PC layers",
-    ("spectral/effective_weight.py", None): "PC layers",
-    ("parallel/optimizer/optimizer.py", "clip"): "clip",
-    ("parallel/optimizer/clip_and_step.py", None): "clip",
-}
-"""Part by file and function, None for all others of the file. What is not listed, such as copies
-and kernels, belongs to the innermost of its callers that is."""
-
-
-@dataclass
-class PartCounts:
-    """Sums over a part of a step: launches, bytes that they move, FLOPs, collectives, modelled
-    seconds of all of them."""
-
-    launches: int = 0
-    moved_bytes: float = 0.0
-    flops: float = 0.0
-    collectives: int = 0
-    seconds: float = 0.0
-
-
-def part() -> str:
-    """Return the part of a step that the caller works for."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = name_of(frame.f_code.co_filename)
-        if file is not None:
-            part_of_step = PLACES.get((file, frame.f_code.co_name)) or PLACES.get((file, None))
-            if part_of_step is not None:
-                return part_of_step
-        frame = frame.f_back
-    return OTHER
+from typing import Any
 
 
 @dataclass
@@ -80,7 +19,7 @@ class Counts:
     sending             modelled seconds of collectives: of activations, gradients and weights, and
                         of the exchange between owners and shards
     peak_memory_bytes   the most memory at one moment of it
-    parts               of an optimizer's step
+    moved_bytes, flops  of launches
     """
 
     launches: int = 0
@@ -93,11 +32,8 @@ class Counts:
     host_reads: Counter[str] = field(default_factory=Counter)
     synchronizations: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, PartCounts] = field(default_factory=dict)
-
-    def part(self, name: str) -> PartCounts:
-        """Return the sums of a part, to be added to."""
-        return self.parts.setdefault(name, PartCounts())
+    moved_bytes: float = 0.0
+    flops: float = 0.0
 
     @property
     def modelled_seconds(self) -> float:

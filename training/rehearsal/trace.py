@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel.plan.devices import Device
 from parallel.plan.roofline import Work, collective_seconds, launch_seconds
 from spectral.ieee_products import is_ieee
-from training.rehearsal.counts import Counts, part
+from training.rehearsal.counts import Counts
 from training.rehearsal.order import Part, StreamOrder
 from training.rehearsal.places import place
 
@@ -232,14 +232,9 @@ class Trace:
         now.launches += work.kernels
         now.triton_launches += work.kernels * launch.triton
         now.kernels[launch.name] += work.kernels
-        seconds = launch_seconds(self.device, work, in_graph=self.recording is not None)
-        now.kernel_seconds += seconds
-        if self.phase == OPTIMIZER:
-            sums = now.part(part())
-            sums.launches += work.kernels
-            sums.moved_bytes += work.size
-            sums.flops += work.flops
-            sums.seconds += seconds
+        now.kernel_seconds += launch_seconds(self.device, work, in_graph=self.recording is not None)
+        now.moved_bytes += work.size
+        now.flops += work.flops
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
         """Follow the memory of new tensors that nothing was launched for."""
@@ -302,10 +297,6 @@ class Trace:
         if stream != self.stream and call.place.startswith("parallel/"):
             kind = {"reduce_scatter": "gradients", "all_gather": "weights"}.get(call.kind, kind)
         now.sending[kind] = now.sending.get(kind, 0.0) + seconds
-        if self.phase == OPTIMIZER:
-            sums = now.part(part())
-            sums.collectives += 1
-            sums.seconds += seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
         """The bytes of tensors, of one with gaps from its first to its last."""
