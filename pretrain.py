@@ -8,6 +8,11 @@ saved, 1 it failed, 2 its input was wrong. A plan that does not fit its GPUs is 
 so, and exits with 0.
 """
 
+import signal
+
+if __name__ == "__main__":  # until the run listens for Ctrl-C, it ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import gc
 import os

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,17 +27,31 @@ POLL: Final = 0.1
 
 
 class Ranks:
-    """The rank processes of this machine, and the signals that are passed on to them."""
+    """The rank processes of this machine, and the signals that are passed on to them.
 
-    def __init__(self, context: SubprocessContext) -> None:
-        self.context = context
-        self.processes = [each.proc for each in context.subprocess_handlers.values()]
+    Signals that come before the ranks have been started wait for them.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
         self.interrupted = self.killed = False
+        self._waiting: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on)
+        signal.set_wakeup_fd(-1)
+
+    def started(self, context: SubprocessContext) -> None:
+        """Pass signals on to the processes of `context` from now on."""
+        self.context = context
+        self.processes = [handler.proc for handler in context.subprocess_handlers.values()]
+        for number in self._waiting:
+            self._pass_on(number, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to every rank: the second SIGINT as SIGKILL, SIGHUP as SIGTERM."""
+        if not self.processes:
+            self._waiting.append(number)
+            return
         ends = number == signal.SIGINT and self.interrupted
         self.interrupted = self.interrupted or number == signal.SIGINT
         if ends:
@@ -92,6 +107,8 @@ def launch(ranks: int, command: Sequence[str]) -> int:
     environments = {
         rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
     }
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others have handlers of ours
+    processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="spectrain-ranks-") as folder:
         # A rank unblocks Ctrl-C when it listens for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -103,10 +120,9 @@ def launch(ranks: int, command: Sequence[str]) -> int:
             DefaultLogsSpecs(log_dir=folder),
         )
         assert isinstance(context, SubprocessContext)  # as its entry point is a command
-        started = Ranks(context)
-        signal.set_wakeup_fd(-1)
+        processes.started(context)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        code = started.wait()
-    if started.killed:  # without Python's way to its end, which takes a second
+        code = processes.wait()
+    if processes.killed:  # without Python's way to its end, which takes a second
         os._exit(code)
     return code

@@ -249,6 +249,28 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     assert len(said) == sum(number == signal.SIGINT for number in signals), said
 
 
+MAIN = "import runpy; runpy.run_path('pretrain.py', run_name='__main__')"
+
+
+@pytest.mark.parametrize(
+    ("event", "text", "program", "code", "answer"),
+    [
+        ("import", "training.errors", MAIN, -signal.SIGINT, []),
+        ("subprocess.Popen", "'RANK': '1'", LAUNCH, CODE, ["Ctrl-C: the run saves"]),
+    ],
+    ids=["imports", "ranks start"],
+)
+def test_ctrl_c_while_the_run_starts_leaves_no_traceback_and_no_rank(
+    event, text, program, code, answer, tmp_path
+):
+    hook = f"lambda event, told: event == {event!r} and {text!r} in str(told) and os.kill(0, 2)"
+    program = f"import os, sys; sys.addaudithook({hook}); {program}"
+    begun = command(["-c", program])([RANK, "0", "0"], tmp_path / "output.txt")
+    assert begun.wait(60) == code
+    said = [line.split(" after")[0] for line in begun.said() if not line.startswith("rank")]
+    assert said == answer
+
+
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
     [
