@@ -180,6 +180,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for i, parameter in enumerate(group["params"]):
                 name = group["param_names"][i] if "param_names" in group else ""
                 _check_parameter(rule, division, parameter, name)
+                if rule.whole_matrix and group["units"] is None:
+                    check_name(name)
             self._initialise(group)
         except ValueError:
             for parameter in self.param_groups.pop()["params"]:
@@ -606,7 +608,6 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
                 f"{tuple(parameter.shape)}{' of ' + name if name else ''}; put it into a group "
                 "with an elementwise rule, as split_parameters(model) does"
             ) from None
-    check_name(name, division)
     division.boxes(parameter.shape)
 
 

@@ -9,6 +9,7 @@ matrix.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -34,10 +35,13 @@ EMBEDDINGS = re.compile(
 ROUTERS = re.compile(r"(Router|Gate)$")
 """Classes of modules that choose experts."""
 LOOKS_FUSED = re.compile(
-    r"(qkv|q_k_v|query_key_value|c_attn|in_proj|kv_proj|qk_proj|kv_b_proj|gate_up|up_gate|w1_w3"
-    r"|w13|w12|fused|wi_fused)",
+    r"qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|inproj|gateup|upgate|glu|gu$|w1w3|w13|w12"
+    r"|fused|pack",
     re.IGNORECASE,
 )
+"""Parts of names, without underscores, that weights of several matrices have."""
+VECTORS = re.compile(r"(^|_)(bias|gain|scale|log|gamma|beta|table)(_|$)", re.IGNORECASE)
+"""Words in the names of parameters that are no matrices, whatever their shape."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -82,6 +86,7 @@ FUSED: dict[str, tuple[Rows, ...]] = {
     "qkv_proj": (_heads("head_dim"),),
     "query_key_value": (_heads("head_size"),),
     "in_proj_weight": (_heads("head_dim"),),  # torch.nn.MultiheadAttention
+    **{f"{name}_proj_weight": (_heads("head_dim"),) for name in "qkv"},  # the same with `kdim`
     # Phi-3, experts
     "gate_up_proj": (_halves,),
 }
@@ -181,10 +186,10 @@ def split_parameters(
 ) -> ParameterSplit:
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
-    Embeddings, output heads, routers of experts and parameters with fewer than two dimensions go to
-    AdamW, the last without weight decay. Shared parameters appear once; one shared with an
-    embedding counts as an embedding. All others take the optimizer's rule, as one matrix or, by
-    heads, gates and experts, as several.
+    Embeddings, output heads, routers of experts, gains and biases go to AdamW, the last two without
+    weight decay: what has one axis longer than 1, is a norm's or is called so. Shared parameters
+    appear once; one shared with an embedding counts as an embedding. All others take the
+    optimizer's rule, as one matrix or, by heads, gates and experts, as several.
 
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
@@ -196,7 +201,8 @@ def split_parameters(
 
     Raises:
         ValueError: a weight that looks fused, or has more than two dimensions, and that nobody
-            said how to divide; rows that do not divide a weight; a pattern that matches nothing.
+            said how to divide; rows that do not divide a weight; a pattern that matches nothing;
+            patterns that divide one parameter differently.
     """
     overrides = {} if units is None else dict(units)
     unused = set(overrides)
@@ -210,13 +216,15 @@ def split_parameters(
         shape = tuple(parameter.shape)
         patterns = [p for p in overrides if fnmatchcase(name, p)]
         unused -= set(patterns)
-        if parameter.ndim < 2:
-            vectors.append((name, parameter))
-        elif id(parameter) in apart or (not patterns and _is_table(weight)):
+        divisions = {Division.of(overrides[p]) for p in patterns}
+        if len(divisions) > 1:
+            raise ValueError(f"{name} matches {' and '.join(patterns)} of units, which differ")
+        if parameter.ndim > 1 and (id(parameter) in apart or (not patterns and _is_table(weight))):
             tables.append((name, parameter))
+        elif parameter.ndim < 2 or (not patterns and _is_vector(weight)):
+            vectors.append((name, parameter))
         else:
-            own = overrides[patterns[0]] if patterns else None
-            division = division_of(weight) if own is None else Division.of(own)
+            division = divisions.pop() if divisions else division_of(weight)
             try:
                 boxes = division.boxes(shape)
             except ValueError as error:
@@ -230,8 +238,7 @@ def split_parameters(
     if unused:
         raise ValueError(f"units matches no parameter: {', '.join(sorted(unused))}")
     found: list[dict[str, Any]] = [
-        {"params": params, "units": None if division.whole else division.settings()}
-        for division, params in groups.items()
+        {"params": params, "units": division.settings()} for division, params in groups.items()
     ]
     others = {"rule": "adamw", "lr": lr}
     found += [{"params": tables, **others}] if tables else []
@@ -239,15 +246,15 @@ def split_parameters(
     return ParameterSplit(found, rows, _replicas(module))
 
 
-def check_name(name: str, division: Division) -> None:
-    """Raise ValueError for a named parameter that no whole-matrix rule should take as it is."""
-    last = name.removesuffix(".weight").rpartition(".")[2]
+def check_name(name: str) -> None:
+    """Raise ValueError for a name of what no whole-matrix rule should take as one matrix."""
+    last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
     if EMBEDDINGS.search(name) or last in HEAD_NAMES:
         raise ValueError(
             f"{name} is an embedding or an output head, which is no matrix of a spectral rule; put "
             "it into a group with rule 'adamw', as split_parameters does"
         )
-    if division.whole and LOOKS_FUSED.search(last):
+    if _looks_fused(last):
         raise ValueError(
             f"{name} looks like several matrices in one; give its group units, as "
             "split_parameters does, or units={'rows': [n], ...} with the rows of each matrix"
@@ -309,6 +316,38 @@ def _is_table(weight: Weight) -> bool:
     )
 
 
+def _is_vector(weight: Weight) -> bool:
+    """Whether a parameter is a gain or a bias, by its shape, its module's class or its name."""
+    return (
+        weight.parameter.numel() == max(weight.parameter.shape)
+        or "Norm" in weight.kind
+        or VECTORS.search(weight.name.rpartition(".")[2]) is not None
+    )
+
+
+def _looks_fused(name: str) -> bool:
+    return LOOKS_FUSED.search(name.replace("_", "")) is not None
+
+
+def _consumer(weight: Weight) -> str:
+    """Return which layer after a linear one takes a half or a third of its outputs and gives its
+    inputs, as in gated layers and attention; nothing if some layer takes all of them."""
+    layers = [
+        (name, layer)
+        for top, child in weight.around.named_children()
+        for name, layer in child.named_modules(prefix=top)
+        if isinstance(layer, nn.Linear) and (layer is child or isinstance(child, nn.Sequential))
+    ]
+    later = dict(dropwhile(lambda item: item[1] is not weight.module, layers))
+    outputs, inputs = weight.parameter.shape[0], weight.parameter.shape[-1]
+    if any(layer.in_features == outputs for layer in later.values()):
+        return ""
+    for name, layer in later.items():
+        if layer.out_features == inputs and layer.in_features in (outputs / 2, outputs / 3):
+            return f": {name} takes {layer.in_features} of its {outputs} outputs"
+    return ""
+
+
 def division_of(weight: Weight) -> Division:
     """Return how a weight is divided; raises ValueError for one that nothing is known of."""
     name, shape = weight.own_name, weight.parameter.shape
@@ -336,7 +375,9 @@ def division_of(weight: Weight) -> Division:
             )
         found = () if pattern == (outputs,) else pattern
         return Division(rows=found, transposed=transposed, stacked=stacked)
-    if name in REQUIRED or (name not in FUSED and LOOKS_FUSED.search(name)):
+    if name not in FUSED:
+        problem = _consumer(weight)
+    if name in REQUIRED or (name not in FUSED and (problem or _looks_fused(name))):
         raise ValueError(
             f"{weight.name} looks like several matrices in one{problem}; give split_parameters "
             "units={name: {'rows': [n]}} with the rows of each matrix, or {} if it is one"

@@ -188,18 +188,75 @@ class Fused(nn.Module):
         self.add_module(name, linear)
 
 
-@pytest.mark.parametrize("name", ["Wqkv", "in_proj", "w13", "gate_up", "c_attn", "qkv_proj"])
+@pytest.mark.parametrize(
+    "name",
+    ["Wqkv", "in_proj", "w13", "gate_up", "c_attn", "qkv_proj", "W_pack", "kv", "to_kv", "w_gu"]
+    + ["gateup", "key_value", "ffn_in_glu"],
+)
 def test_an_unknown_fused_weight_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.weight looks like several matrices"):
         split_parameters(Fused(torch.randn(12, 4), name))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "back", "fused"), [(16, 8, True), (24, 8, True), (8, 8, False)]
+)
+def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: bool) -> None:
+    """Under any name: the gated layer of ModernBERT, `Wi`, and not the plain one of T5."""
+    block = nn.ModuleDict(
+        {"wi": nn.Linear(6, outputs), "wo": nn.Sequential(nn.Linear(back, 6), nn.Dropout())}
+    )
+    if not fused:
+        assert [row.matrices for row in split_parameters(block).rows if "weight" in row.name] == [
+            1,
+            1,
+        ]
+        return
+    with pytest.raises(ValueError, match="wi.weight looks like .*: wo.0 takes 8 of its"):
+        split_parameters(block)
+    block["next"] = nn.Linear(outputs, 6)  # takes all of them
+    split_parameters(block)
+
+
+class Bare(nn.Module):
+    """Parameters of two dimensions that are no matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {
+            "gain": (1, 6),
+            "A_log": (6, 4),
+            "relative_position_bias_table": (9, 4),
+        }.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        self.norm = nn.LayerNorm((2, 3))
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+        self.gate = nn.Linear(6, 1)
+
+
+def test_gains_and_biases_of_two_dimensions_are_no_matrices() -> None:
+    split = split_parameters(Bare())
+    matrices = [row.name for row in split.rows if row.rule != "adamw"]
+    assert matrices == ["linear.parametrizations.weight.original1"]
+    assert {g["weight_decay"] for g in split if "rule" in g} == {0.0}
+    assert len(split_parameters(Bare(), units={"A_log": {}}).matrices) == 2
+
+
+def test_attention_of_other_keys_is_divided_by_heads() -> None:
+    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4)
+    rows = {row.name: (row.matrices, row.matrix) for row in split_parameters(attention).rows}
+    assert rows["k_proj_weight"] == (2, (4, 6)) and rows["v_proj_weight"] == (2, (4, 4))
 
 
 def test_what_nobody_knows_is_said_by_name() -> None:
     model = Fused(torch.randn(12, 4))
     (group,) = split_parameters(model, units={"*.weight": {"rows": [4]}})
     assert Division.of(group["units"]) == Division(rows=(4,))
-    (group,) = split_parameters(model, units={"Wqkv*": {}})
-    assert group["units"] is None
+    (group,) = SpectralSphere(split_parameters(model, units={"Wqkv*": {}})).param_groups
+    assert Division.of(group["units"]).whole
+    split_parameters(model, units={"Wqkv*": {}, "*.weight": {"transposed": False}})
+    with pytest.raises(ValueError, match=r"Wqkv.weight matches Wqkv\* and \*.weight of units"):
+        split_parameters(model, units={"Wqkv*": {}, "*.weight": {"rows": [4]}})
     with pytest.raises(ValueError, match="units matches no parameter: other"):
         split_parameters(model, units={"Wqkv*": {}, "other": {}})
     with pytest.raises(ValueError, match=r"divide the 12 outputs .* got \(5,\)"):
