@@ -8,10 +8,10 @@ with a `config`, its own `overrides` and the variant it is compared `against`. E
 `pretrain.py` in a process of its own with one thread and the `environment` of the study, forked
 from one that has imported everything, or under torchrun with `--nproc` or `--gpus-per-run`. One
 that has ended is not repeated, also when its folder is gone: runs.jsonl keeps its figures, under
-its settings. So the same command continues an interrupted study, and started several times at once,
-by hand or as a SLURM array (scripts/slurm/study.sbatch), its processes share the runs. results.json
-and table.md appear beside runs.jsonl when all is done, results.json with `complete: false` whenever
-a part is.
+its settings, and refuses a study whose data or environment is another since. So the same command
+continues an interrupted study, and started several times at once, by hand or as a SLURM array
+(scripts/slurm/study.sbatch), its processes share the runs. results.json and table.md appear beside
+runs.jsonl when all is done, results.json with `complete: false` whenever a part is.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
@@ -46,6 +46,7 @@ from scripts.studies.search import Found, Train, run_of, search
 from scripts.studies.tables import markdown
 from scripts.studies.trainer import Run, Trainer
 from scripts.studies.transfer import begin
+from training.errors import InputError
 
 RESULTS = "results.json"
 
@@ -63,6 +64,7 @@ def run_study(
     the content of results.json.
     """
     study, start = begin(study, ROOT)
+    check_tokenizers(study, extra)
     content: dict[str, Any] = {
         **asdict(study),
         "complete": False,
@@ -96,6 +98,20 @@ def run_study(
     content["complete"] = True
     write(results, content)
     return content
+
+
+def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
+    """Raise InputError where variants are compared whose losses are per token of others."""
+    made = {
+        name: {sums[0] for sums in run_of(study, name, [], 0, extra=extra).data.values()}
+        for name in study.variants
+    }
+    for name, variant in study.variants.items():
+        if variant.against is not None and made[name] != made[variant.against]:
+            raise InputError(
+                f"{name} is against {variant.against}, whose data has another tokenizer: losses "
+                "per token are not comparable"
+            )
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:

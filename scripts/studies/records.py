@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +25,7 @@ class Record:
     failed    whether its loss or gradient was no longer finite; it then has no loss
     seconds   processor time of its process, starting and validating included
     figures   what trainer.py's `summary` says of it
+    facts     `environment` and `data` that it was trained with, none of earlier versions
     """
 
     key: str
@@ -33,6 +34,7 @@ class Record:
     failed: bool
     seconds: float
     figures: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from scripts.studies.records import Record
-from scripts.studies.schema import Rung, Study, settings
+from scripts.studies.schema import Rung, Study
 from scripts.studies.trainer import Run
+from training.errors import InputError
 
 Candidate = list[str]
 Results = list[Record]
@@ -86,9 +87,18 @@ def try_all(
         )
         for name, candidate in places
     ]
+    trained = train(runs)
+    known: dict[tuple[str, str], Candidate] = {}
+    for (name, candidate), record in zip(places, trained, strict=True):
+        other = known.setdefault((name, record.key), candidate)
+        if other is not candidate:
+            raise InputError(
+                f"{name}: {' '.join(other)} and {' '.join(candidate)} are the same run, as later "
+                "overrides give these keys other values"
+            )
     return [
         Trial(name, stage, rung.share, candidate, record.loss)
-        for (name, candidate), record in zip(places, train(runs), strict=True)
+        for (name, candidate), record in zip(places, trained, strict=True)
     ]
 
 
@@ -111,13 +121,12 @@ def run_of(
 ) -> Run:
     """The run of a variant with `tuned` over its own overrides, for `share` of the length."""
     variant = study.variants[name]
-    overrides = [
+    overrides = (
         *study.overrides,
         *study.length(share),
         *variant.overrides,
         *tuned,
         *extra,
         f"seed={seed}",
-    ]
-    last = tuple(f"{key}={value}" for key, value in settings(overrides).items())
-    return Run(label or f"{name}-{seed}", variant.config, last)
+    )
+    return Run(label or f"{name}-{seed}", variant.config, overrides)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -15,7 +16,8 @@ from typing import Any, Final
 from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook, claimed
 from scripts.studies.worker import Torchrun, Worker
-from training.config.files import read_merged
+from training.config.files import Content, flat, read_merged
+from training.data.manifest import manifest_of
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done
 from training.report.metrics import read_metrics
@@ -38,11 +40,28 @@ class Run:
         """Its config file and overrides."""
         return [self.config, *self.overrides]
 
-    @property
+    @cached_property
+    def merged(self) -> Content:
+        """What the config file, its bases and the overrides say together."""
+        return read_merged(ROOT / self.config, self.overrides)
+
+    @cached_property
     def key(self) -> str:
-        """sha256 of what the config file, its bases and the overrides say together, in hex."""
-        merged = read_merged(ROOT / self.config, self.overrides)
-        return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
+        """sha256 of `merged`, in hex."""
+        return hashlib.sha256(json.dumps(self.merged, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def data(self) -> dict[str, list[str]]:
+        """The sha256 of the tokenizer and of the tokens of each set that a manifest lists, by its
+        path."""
+        named = flat(self.merged.get("data", {}))
+        paths = [str(value) for key, value in named if key.endswith(".path")]
+        manifests = {path: manifest_of(ROOT / path) for path in paths}
+        return {
+            path: [manifest.tokenizer.sha256, *manifest.sets[Path(path).name].sha256.values()]
+            for path, manifest in manifests.items()
+            if manifest is not None
+        }
 
     @property
     def folder(self) -> str:
@@ -71,7 +90,8 @@ class Trainer:
         """Take `places`, in each of which one run at a time has the `environment`."""
         self.output = output
         self.book = book
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self.given = dict(environment or {})
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.given}
         self._pool = ThreadPoolExecutor(len(places))
         self._begun: dict[str, Future[bool]] = {}
         self._free: SimpleQueue[tuple[Place, Worker | Torchrun | None]] = SimpleQueue()
@@ -79,9 +99,14 @@ class Trainer:
             self._free.put((place, None))
 
     def begin(self, runs: Iterable[Run]) -> None:
-        """Train those without a record as places get free, in their order, without waiting."""
+        """Train those without a record as places get free, in their order, without waiting.
+
+        Raises InputError for a run whose record is of other data or of another environment.
+        """
         for run in runs:
             key = run.key
+            if key in self.book:
+                self._check(run, self.book[key])
             if key not in self.book and key not in self._begun:
                 self._begun[key] = self._pool.submit(self._try, key, run)
 
@@ -101,6 +126,20 @@ class Trainer:
                 time.sleep(PAUSE)
                 self.book.refresh()
         return [self.book[key] for key, _ in keys]
+
+    def _check(self, run: Run, record: Record) -> None:
+        """Raise InputError for a record that says it is of other data or another environment."""
+        for kind, now in self._facts(run).items():
+            was = record.facts.get(kind, now)
+            if was != now:
+                raise InputError(
+                    f"{run.label}: its record in {self.book.path} has another {kind}, {was} and "
+                    f"not {now}: give another --results, or take its line out"
+                )
+
+    def _facts(self, run: Run) -> dict[str, Any]:
+        """What a run depends on beside its config."""
+        return {"environment": self.given, "data": run.data}
 
     def _try(self, key: str, run: Run) -> bool:
         """Train a run that has no record; False if another process does so now, be it one that was
@@ -138,7 +177,8 @@ class Trainer:
         if not not_finite and (code != 0 or loss is None):
             raise RunFailedError(f"{run.label}, ended with {code} and without a loss: {said}")
         failed = not_finite or not finite
-        return Record(key, run.label, run.settings, failed, round(seconds, 1), figures)
+        seconds = round(seconds, 1)
+        return Record(key, run.label, run.settings, failed, seconds, figures, self._facts(run))
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
         """Exit code and processor seconds of a run in a place that is free."""

@@ -3,17 +3,20 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from shutil import rmtree
 
 import pytest
 import yaml
 
+from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import TunedIn, first_key, read_study
 from scripts.studies.search import run_of
 from scripts.studies.transfer import begin
 from scripts.study import main
 from tests.paths import ROOT
+from tests.token_files import write_manifest
 from training.config import load_config
 
 STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.read_text()]
@@ -67,6 +70,34 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"lr-2: {other['losses'][1]:.4f}" in printed and "-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
+
+
+def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tmp_path, capsys):
+    manifest, known = tmp_path / "manifest.json", read_study(study_file)
+    write_manifest(tmp_path, sha256={"bin": "first"})
+    manifest.write_text(manifest.read_text().replace('"a":', '"tokens":'))
+    facts = {"environment": {}, "data": {f"{tmp_path}/tokens": ["", "first"]}}
+    for name, seed in product(known.variants, known.seeds):
+        run = run_of(known, name, [], seed)
+        record = Record(run.key, run.label, [], False, 1.0, {"loss": float(seed)}, facts)
+        RecordBook(tmp_path).add(record)
+
+    def said() -> str:
+        assert main([str(study_file), str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    assert main([str(study_file), str(tmp_path)]) == 0
+    study = yaml.safe_load(study_file.read_text())
+    study_file.write_text(yaml.safe_dump({**study, "environment": {"A": "1"}}, sort_keys=False))
+    assert "plain-1: its record in" in (text := said())
+    assert "another environment, {} and not {'A': '1'}" in text
+    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    manifest.write_text(manifest.read_text().replace("first", "second"))
+    assert "has another data" in said()
+    other = {"train": {"walk": {"path": "none"}}, "validation": {"walk": {"path": "none"}}}
+    study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
+    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert "lr is against plain, whose data has another tokenizer" in said()
 
 
 @pytest.fixture

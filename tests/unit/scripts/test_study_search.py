@@ -6,7 +6,8 @@ import pytest
 
 from scripts.studies.records import Record
 from scripts.studies.schema import Rung, Search, Stage, Study, Variant
-from scripts.studies.search import search
+from scripts.studies.search import run_of, search
+from training.errors import InputError
 
 RATES = [0.01, 0.02, 0.04, 0.08]
 STUDY = Study(
@@ -68,6 +69,18 @@ def test_the_best_candidate_is_found_at_the_stated_cost():
     assert cost["a"] == 4 * 0.25 + 2 * 0.5 + 2 * 0.25
     (broken,) = [t for t in found.trials if t.loss is None]
     assert (broken.variant, broken.candidate, broken.share) == ("b", ["lr=0.08"], 0.25)
+
+
+def test_a_section_does_not_shadow_what_is_tuned_after_it():
+    variant = Variant(config="configs/tiny_sso.yaml", overrides=["run={name: a}"])
+    study = Study(title="t", seeds=[1], variants={"a": variant}, overrides=["run.name=c"])
+    assert run_of(study, "a", ["run.name=b"], 7).merged["run"]["name"] == "b"
+
+    def train(runs):
+        return [Record("same", run.label, [], False, 1.0, {"loss": 1.0}) for run in runs]
+
+    with pytest.raises(InputError, match=r"a: lr=0\.01 and lr=0\.02 are the same run, as later"):
+        search(STUDY, {}, ["extra=1"], train)
 
 
 def test_a_stage_multiplies_what_was_tuned_elsewhere():
