@@ -167,7 +167,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         common = {"rule": name, "lr": rate, "weight_decay": decay, "units": None}
         inherited = self._chosen if name == self.defaults["rule"] else {}
         group = {**own, **common, **inherited, **given}
-        _check_group(group)
+        _check_rates(group, least=0.0)
         rule, division = rule_of(group), Division.of(group["units"])
         decay = group["weight_decay"]
         problem = None if isinstance(decay, Tensor) else decay_problem(rule, decay)
@@ -313,7 +313,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         Hyper-parameters that an earlier version did not save stay as they are, or are the rule's
         defaults where the rule was another. A state of momenta alone is enough: singular vectors
         and the like are found again.
+
+        Raises:
+            ValueError: a state of other rules, units or shapes, or of another order of parameters;
+                nothing has changed then.
         """
+        self._check_state(state_dict)
         settings = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         self._held = set()
@@ -323,14 +328,38 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 own = {name: before[name] for name in own}
             for name, value in own.items():
                 group.setdefault(name, value)
-        names = (name for group in state_dict["param_groups"] for name in group["params"])
-        mine = (p for group in self.param_groups for p in group["params"])
-        for name, parameter in zip(names, mine, strict=True):
+        names = _listed_in(state_dict["param_groups"], "params")
+        parameters = _listed_in(self.param_groups, "params")
+        for name, parameter in zip(names, parameters, strict=True):
             for key, value in state_dict["state"].get(name, {}).items():
                 if value.dtype != self.state[parameter][key].dtype:  # cast to the parameter's
                     self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
         for group in self.param_groups:
             self._recreate(group)
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError for a state that belongs to other parameters or rules."""
+        groups = state_dict["param_groups"]
+        for i, (group, saved) in enumerate(zip(self.param_groups, groups, strict=False)):
+            rule, units = saved.get("rule"), saved.get("units", group["units"])
+            if rule != group["rule"] or Division.of(units) != Division.of(group["units"]):
+                raise ValueError(
+                    f"group {i} of the state must have rule {group['rule']!r} and units "
+                    f"{group['units']}, got {rule!r} and {units}"
+                )
+        places = {name: i for i, name in enumerate(_listed_in(self.param_groups, "param_names"))}
+        for i, name in enumerate(_listed_in(groups, "param_names")):
+            if places.get(name, i) != i:
+                raise ValueError(f"parameter {i} of the state is {name}, here it is {places[name]}")
+        parameters = _listed_in(self.param_groups, "params")
+        for key, parameter in zip(_listed_in(groups, "params"), parameters, strict=False):
+            own = self.state.get(parameter, {})
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name in own and value.shape != own[name].shape:
+                    raise ValueError(
+                        f"{name} of parameter {key} must have shape {tuple(own[name].shape)}, got "
+                        f"{tuple(value.shape)}"
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -345,6 +374,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            _check_rates(group)
         self._share()
         active = self._gate()
         self.last_reports = []
@@ -443,7 +474,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         All ranks that share parameters agree. Raises FloatingPointError on a gradient that is not
         finite with `nonfinite="raise"`, and ValueError if ranks have gradients of other parameters.
         """
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = _listed_in(self.param_groups, "params")
         grads = [p.grad for p in parameters if p.grad is not None]
         grads = [local_of(g) if is_dtensor(g) else g for g in grads]
         for grad in grads:
@@ -611,6 +642,11 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
     division.boxes(parameter.shape)
 
 
+def _listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    """Return what groups list under a key, one group after the other."""
+    return [value for group in groups for value in group.get(key, ())]
+
+
 def _listed(params: Any) -> list[Any]:
     """Return the parameters of a group as a list, with their names if they have them."""
     return [params] if isinstance(params, Tensor) else list(params)
@@ -622,11 +658,14 @@ def _are_float64(params: Sequence[Any]) -> bool:
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
+    """Raise ValueError for rates that are not finite or less than `least`, if the host has them."""
     for name in ("lr", "weight_decay"):
-        value = group.get(name)
-        if isinstance(value, (int, float)) and not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+        value = group[name]
+        if isinstance(value, Tensor) and (value.ndim or not value.is_cpu):
+            continue
+        if not math.isfinite(value) or value < least:
+            raise ValueError(f"{name} must be finite and not negative, got {value}")
 
 
 FIELDS = "    Args beside those of `SpectralOptimizer`:"

@@ -75,6 +75,8 @@ class AdamWRule(Rule):
                 decay_(weight, lr, weight_decay, active)
             weight_decay = 0.0
         moments = [[stack.state[name] for stack in stacks] for name in ("momentum", "variance")]
+        if any(x.shape != w.shape for xs in moments for x, w in zip(xs, weights, strict=True)):
+            raise ValueError("moments must have the shape of their weight")  # not seen by torch
         counts = [stack.state["step"] for stack in stacks]
         if stepped is None:
             torch._foreach_add_(counts, 1)

@@ -7,6 +7,7 @@ it is -(||g||_1 / L) sign(g). For mean((W A - Y)^2) / 2 over n samples, L = ||A|
 learning rate is 1 / L.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,10 +50,11 @@ class SpectralDescentRule(MsignRule):
         weight, momentum, _, (lr, weight_decay, active) = stack
         direction, sound = self.direction(momentum)
         dual_norm = (momentum * direction).flatten(1).sum(1)
+        # The step is as long as the gradient is large: its norm must be a number.
+        norm = dual_norm.abs() * torch.linalg.vector_norm(direction.flatten(1), dim=1)
+        sound = sound & norm.isfinite()
         direction.mul_(dual_norm.view(-1, *(1,) * (weight.ndim - 1)))
-        rms = direction.flatten(1).square().mean(1).sqrt()
-        # The step is as long as the gradient is large: its size must be a number.
-        sound = sound & rms.isfinite()
+        rms = norm / math.sqrt(weight[0].numel())
         gate = taken(active, sound)
         decay_(weight, lr, weight_decay, gate)
         subtract_(weight, direction, lr, gate)

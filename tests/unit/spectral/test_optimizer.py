@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectral import (
+    AdamW,
     Muon,
     SpectralOptimizer,
     SpectralSphere,
@@ -204,7 +205,7 @@ def test_splitting_parameters() -> None:
     ("options", "error", "message"),
     [
         ({"rule": "sgd"}, ValueError, "rule must be one of"),
-        ({"lr": -1}, ValueError, "lr must not be negative"),
+        ({"lr": -1}, ValueError, "lr must be finite and not negative, got -1"),
         ({"momentum": 1.5}, ValueError, "momentum must be in"),
         ({"nonfinite": "ignore"}, ValueError, "nonfinite must be"),
     ],
@@ -212,6 +213,45 @@ def test_splitting_parameters() -> None:
 def test_mistakes_are_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SpectralOptimizer([nn.Parameter(torch.ones(3, 3))], **{"rule": "muon", **options})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, torch.tensor(math.nan)])
+def test_a_rate_that_is_no_number_is_refused_at_the_step(bad: float | Tensor) -> None:
+    net = small_net()
+    optimizer = optimizer_for(net, "muon")
+    backward(net, 0)
+    before = weights(net)
+    optimizer.param_groups[1]["lr"] = bad
+    with pytest.raises(ValueError, match="lr must be finite"):
+        optimizer.step()
+    assert all(torch.equal(x, y) for x, y in zip(before, net.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda net: AdamW(net.named_parameters()), "must have rule 'muon' .* got 'adamw'"),
+        (lambda net: torch.optim.AdamW(net.parameters()), "must have rule .* got None"),
+        (
+            lambda net: Muon([{"params": net.parameters(), "units": {"rows": [2]}}]),
+            "and units None",
+        ),
+        (lambda net: Muon([*net.named_parameters()][::-1]), "parameter 0 of the state is 1.weight"),
+        (
+            lambda net: Muon(net[::-1].parameters()),
+            r"momentum of parameter 0 .* shape \(6, 4\), got",
+        ),
+    ],
+)
+def test_a_state_of_other_parameters_is_refused(other: Any, message: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    saved = other(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    optimizer = Muon(net.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved.state_dict())
 
 
 def test_a_group_that_is_refused_is_not_added() -> None:

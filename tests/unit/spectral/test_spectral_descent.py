@@ -25,12 +25,15 @@ def loss_and_grad(w: Tensor, a: Tensor, y: Tensor) -> tuple[float, Tensor]:
     return float(gap.square().sum() / (2 * a.shape[1])), gap @ a.mT / a.shape[1]
 
 
-def test_step_is_the_nuclear_norm_times_the_polar_factor() -> None:
+@pytest.mark.parametrize("size", [1.0, 1e160])
+def test_step_is_the_nuclear_norm_times_the_polar_factor(size: float) -> None:
+    """Also of gradients whose squares are no numbers."""
     weight, grad = torch.randn(2, 3, 9, 6, dtype=torch.float64)
+    grad, lr = size * grad, 0.1 / size
     left, sigma, right = torch.linalg.svd(grad, full_matrices=False)
-    expected = 0.9 * weight - 0.1 * sigma.sum(-1)[:, None, None] * (left @ right)
+    expected = 0.9 * weight - lr * sigma.sum(-1)[:, None, None] * (left @ right)
     rule = SpectralDescentRule(steps=14)
-    report = take_step(rule, weight, grad.clone(), {}, lr=0.1, weight_decay=1.0)
+    report = take_step(rule, weight, grad.clone(), {}, lr=lr, weight_decay=0.1 / lr)
     # Fourteen steps of msign converge quadratically to the polar factor of these matrices.
     torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(report["dual_norm"], sigma.sum(-1), rtol=1e-9, atol=0)
