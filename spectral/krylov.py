@@ -14,7 +14,7 @@ from .joined_stacks import apart, images, preimages, together
 
 CYCLE = 5
 """Most steps between two orthogonalisations. Five powers keep apart what float32 can tell: with
-one, two or five the top singular pairs come out equal to five digits (docs/numerics.md)."""
+one, two or five the top singular pairs come out equal to five digits."""
 DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
 """Squared length of what rounding leaves of a unit vector that depends on others."""
 

@@ -19,7 +19,7 @@ from .muon_sphere import MuonSphereRule
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
-"""Mean msign evaluations of a solve to 2e-4 that stops early (docs/numerics.md), for the cost."""
+"""Mean msign evaluations of a solve to 2e-4 that stops early, for the cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
