@@ -13,8 +13,8 @@ from training.config.schema import Config
 
 
 def markdown_tables(root: type) -> str:
-    """Return a Markdown table per section of the nested dataclass `root`, in order."""
-    return "\n\n".join(_section(root, "", "")) + "\n"
+    """Return a Markdown table per section of the nested dataclass `root`, with its subsections."""
+    return "\n".join(_section(root, "", "")).lstrip() + "\n"
 
 
 def nested(kind: Any) -> type | None:
@@ -24,19 +24,18 @@ def nested(kind: Any) -> type | None:
 
 
 def _section(kind: type, path: str, sentence: str) -> Iterator[str]:
-    """Yield heading, sentence and table of one section, then those of its subsections."""
+    """Yield a section line by line: its heading, or row if nested, its keys, its subsections."""
     hints = get_type_hints(kind)
     leaves = [f for f in fields(cast(Any, kind)) if nested(hints[f.name]) is None]
     named = [f for f in fields(cast(Any, kind)) if get_origin(hints[f.name]) is dict]
     sentences = meanings_of(kind) if leaves or named else {}
-    yield f"## {path or 'Top level'}"
-    if sentence:
-        yield sentence
-    if leaves:
-        yield "\n".join(
-            ["| key | type | default | |", "|---|---|---|---|"]
-            + [_row(f, hints[f.name], sentences[f.name], path) for f in leaves]
-        )
+    if "." in path:
+        yield f"| **{path}** | | | {_cell(sentence)} |"
+    else:
+        yield from ["", f"## {path or 'Top level'}", ""]
+        yield from [sentence, ""] if sentence else []
+        yield from ["| key | type | default | |", "|---|---|---|---|"]
+    yield from (_row(f, hints[f.name], sentences[f.name], path) for f in leaves)
     for f in fields(cast(Any, kind)):
         inner = nested(hints[f.name])
         if inner is not None:
@@ -53,7 +52,11 @@ def _summary(kind: type) -> str:
 def _row(field: Field[Any], kind: Any, sentence: str, path: str) -> str:
     default = "required" if required(field) else f"`{_plain(field)}`"
     cells = [f"`{join(path, field.name)}`", described(kind), default, sentence]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", chr(92) + "|")
 
 
 def _plain(field: Field[Any]) -> str:
@@ -71,14 +74,14 @@ def manual() -> str:
 MANUAL_HEAD: Final = """\
 # Configuration
 
-Every key of a run config, which is a YAML file. `base: other.yaml`, or a list of files, names the
-config that the file is merged over, relative to the file itself: sections are merged, lists and
-single values replaced. `key=value` arguments after `--config FILE` are merged last.
-`${section.key}` stands for the value of another key. `${oc.env:NAME}`, a variable of the
-environment, is allowed in keys that are paths. Paths of data are relative to the working directory.
+Every key of a run config, a YAML file. `base: other.yaml`, or a list of files, names what the file
+extends, relative to the file itself: sections are merged, lists and single values replaced.
+`key=value` arguments after `--config FILE` come last. `${section.key}` is the value of another key; in
+keys that are paths, `${oc.env:NAME}` is an environment variable. Paths of data are relative to the
+working directory.
 
-An unknown key, a wrong type or a contradiction stops the run before it starts. All problems are
-reported at once. The run folder gets the resolved config, which is itself a valid config.
+A run with an unknown key, a wrong type or a contradiction does not start; the error lists all problems.
+The run folder gets the resolved config, itself a valid config. Names in bold are subsections.
 
 This page is generated: `python -m training.config.manual --markdown > docs/configuration.md`.
 """
