@@ -76,12 +76,12 @@ MANUAL_HEAD: Final = """\
 
 Every key of a run config, a YAML file. `base: other.yaml`, or a list of files, names what the file
 extends, relative to the file itself: sections are merged, lists and single values replaced.
-`key=value` arguments after `--config FILE` come last. `${section.key}` is the value of another key; in
-keys that are paths, `${oc.env:NAME}` is an environment variable. Paths of data are relative to the
-working directory.
+`key=value` arguments after `--config FILE` come last. `${section.key}` is the value of another key;
+in keys that are paths, `${oc.env:NAME}` is an environment variable. Paths of data are relative to
+the working directory.
 
-A run with an unknown key, a wrong type or a contradiction does not start; the error lists all problems.
-The run folder gets the resolved config, itself a valid config. Names in bold are subsections.
+A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
+problems. The run folder gets the resolved config, itself a valid config. Names in bold are subsections.
 
 This page is generated: `python -m training.config.manual --markdown > docs/configuration.md`.
 """
