@@ -125,7 +125,7 @@ class LatentConfig(Section):
     """Multi-head latent attention: queries, keys and values are computed from narrow latents."""
 
     query_rank: Size | None = None
-    """Width of the latent of queries; null = queries come straight from the residual stream."""
+    """Width of the query latent; null computes queries from the residual stream itself."""
     kv_rank: Size
     """Width of the latent of keys and values."""
     nope_head_dim: Size
@@ -146,7 +146,7 @@ class ModelConfig(Section):
     """The shape of a model, and what its family leaves to the config."""
 
     family: str = "llama"
-    """Model family; docs/models.md has them all."""
+    """Model family; docs/models.md lists them."""
     layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
     hidden: Size

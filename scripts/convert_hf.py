@@ -89,11 +89,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="Convert checkpoints to Hugging Face models and back."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    export = commands.add_parser("export", help="a checkpoint to a model folder")
+    export = commands.add_parser("export", help="turn a checkpoint into a model folder")
     export.add_argument(
         "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder or a step folder"
     )
-    export.add_argument("target", type=Path, metavar="OUT", help="the folder to make")
+    export.add_argument("target", type=Path, metavar="OUT", help="folder to create")
     export.add_argument(
         "--format",
         choices=("huggingface", "consolidated"),
@@ -123,9 +123,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_false",
         help="do not load the result with transformers and compare its logits",
     )
-    back = commands.add_parser("import", help="a model folder to a checkpoint of weights")
+    back = commands.add_parser("import", help="turn a model folder into a checkpoint of weights")
     back.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face model folder")
-    back.add_argument("target", type=Path, metavar="OUT", help="the checkpoint to make")
+    back.add_argument("target", type=Path, metavar="OUT", help="checkpoint to create")
     back.add_argument(
         "--config",
         type=Path,

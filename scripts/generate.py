@@ -43,14 +43,14 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
         yield source
         return
     if not source.is_dir():
-        raise InputError(f"there is no run, checkpoint or exported model {source}")
+        raise InputError(f"no run, checkpoint or exported model at {source}")
     from models.engine import import_quietly  # here: it takes seconds
 
     import_quietly()
     from scripts.huggingface.export import Options, export
 
     if not any((source / name).exists() for name in ("checkpoints", "meta.json")):
-        raise InputError(f"{source} is no exported model and has no complete checkpoint")
+        raise InputError(f"{source} is not an exported model and has no complete checkpoint")
     with tempfile.TemporaryDirectory(prefix="spectrain-model-") as folder:
         target = Path(folder) / "model"
         info = export(source, target, Options(tokenizer=tokenizer))
@@ -105,8 +105,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "source",
         type=Path,
         metavar="RUN",
-        help="a run folder, of which the newest complete checkpoint is taken, a step folder or an "
-        "exported model",
+        help="a run folder (its newest complete checkpoint), a step folder or an exported model",
     )
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
@@ -121,7 +120,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=number(0, 1e6),
         default=0.0,
         metavar="T",
-        help="sample from the scores divided by T; 0 takes the best token (default: 0)",
+        help="sample from the scores divided by T; 0 picks the best token (default: 0)",
     )
     parser.add_argument(
         "--tokenizer",

@@ -35,12 +35,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Collect a corpus from Debian packages.")
     parser.add_argument("output", type=Path, help="folder of NAME.jsonl and packages/")
     parser.add_argument(
-        "--corpus", type=Path, default=DESCRIPTION, help="its description (default: %(default)s)"
+        "--corpus",
+        type=Path,
+        default=DESCRIPTION,
+        help="description of the corpus (default: %(default)s)",
     )
     parser.add_argument(
         "--accept-changed",
         action="store_true",
-        help="take documents that are not the recorded ones, as of a newer version of a package",
+        help="accept documents that differ from the recorded ones, as from a newer package",
     )
     return parser.parse_args(arguments)
 

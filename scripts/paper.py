@@ -41,12 +41,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="on a laptop (default)")
     size.add_argument("--full", action="store_true", help="at the size of the paper")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
+    parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     parser.add_argument("--plot-only", action="store_true", help="draw finished runs, run nothing")
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="write what the item measures in its finished tiny runs to the file of its result",
+        help="write the figures of the item's finished tiny runs to its result file",
     )
     parser.add_argument("--list", action="store_true", help="list papers and items and exit")
     parser.add_argument("--page", action="store_true", help="print docs/papers.md and exit")

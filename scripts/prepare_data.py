@@ -255,7 +255,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--demo",
         action="store_true",
-        help="prepare the corpus in examples/data alone",
+        help="prepare only the corpus in examples/data",
     )
     parser.add_argument(
         "--corpus",

@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="replaces each experiment's own seed")
     parser.add_argument(
-        "--small", action="store_true", help="run at a tiny size, which checks properties alone"
+        "--small", action="store_true", help="run at a tiny size and check properties only"
     )
     parser.add_argument("--format", choices=("svg", "png", "pdf"), default="svg", help="of figures")
     parser.add_argument("--list", action="store_true", help="list the experiments and exit")

@@ -106,7 +106,7 @@ def write_set(
             f"the documents of {name} have sha256 {found}, expected {content.sha256}"
             + (
                 f"; not the recorded packages: {', '.join(others)}. Run `apt-get update` and try "
-                "again; where Debian no longer has the recorded ones, --accept-changed takes these"
+                "again; if Debian no longer has the recorded ones, --accept-changed uses these"
                 if others
                 else ""
             )

@@ -106,7 +106,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     content = read_tokenizer_json(path)
     if content["model"].get("dropout"):
         raise DataError(
-            f"{path}: model.dropout must be null, or the same text has other tokens each time, "
+            f"{path}: model.dropout must be null, or each pass encodes the text differently, "
             f"got {content['model']['dropout']!r:.40}"
         )
     try:

@@ -82,7 +82,7 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     done = subprocess.run(run.command(), env=environment)
     files = sorted(run.output.rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
     if done.returncode or not files:
-        raise InputError(f"lm-eval ended with code {done.returncode} and without results")
+        raise InputError(f"lm-eval exited with code {done.returncode} and wrote no results")
     found: dict[str, Any] = json.loads(files[-1].read_text())
     return found
 

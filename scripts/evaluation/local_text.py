@@ -101,7 +101,7 @@ def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
     different = len(tokens) - int((np.array(again[:same]) == tokens[:same]).sum())
     if different > MAX_DIFFERENT:
         raise InputError(
-            f"validation set {name} was made with another tokenizer than the model's: its text "
-            f"encodes to other tokens in {different} of {len(tokens)} places"
+            f"validation set {name} does not use the model's tokenizer: its text encodes "
+            f"to different tokens in {different} of {len(tokens)} places"
         )
     return text

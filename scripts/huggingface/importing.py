@@ -98,7 +98,7 @@ def their_settings(source: Path) -> dict[str, Any]:
     """Return config.json of `source` with the defaults of transformers filled in."""
     path = source / "config.json"
     if not path.is_file():
-        raise InputError(f"{source} is no Hugging Face model folder: it has no config.json")
+        raise InputError(f"{source} is not a Hugging Face model folder: it has no config.json")
     from transformers import AutoConfig
 
     try:
@@ -129,7 +129,7 @@ def write_config(source: Path, base: Path, target: Path) -> None:
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
     """Raise InputError unless the config's model computes what `settings` describe."""
     if config.pc is not None:
-        raise InputError("pc must be null for an import: the files have PC(W), and W is not known")
+        raise InputError("pc must be null for an import: PC(W), in the files, does not give W")
     try:
         wanted = model_settings(config.model)
     except InexpressibleError as error:

@@ -27,7 +27,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     manifest = _manifest(config)
     source, end = _source(info, given, manifest)
     if not source.exists():
-        raise InputError(f"there is no tokenizer {source}: name it with --tokenizer PATH")
+        raise InputError(f"no tokenizer at {source}: name it with --tokenizer PATH")
     found = load_tokenizer(source, end)
     content = found.files[TOKENIZER_FILE]
     wanted = info.meta.get("identity", {}).get("tokenizer", {}).get("sha256")

@@ -180,7 +180,7 @@ def _problems(study: Study) -> list[str]:
         found.append(f"seeds must be one or more different ones, got {study.seeds}")
     for name, variant in study.variants.items():
         if variant.against is not None and variant.against not in study.variants:
-            found.append(f"{name} is against {variant.against}, which is no variant")
+            found.append(f"{name} is against {variant.against}, which is not a variant")
         found += _search_problems(study, name)
     if not found:
         found += _budget_problems(study)

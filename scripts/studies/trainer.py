@@ -175,7 +175,7 @@ class Trainer:
         loss = figures.get("loss")
         finite = loss is not None and math.isfinite(loss)
         if not not_finite and (code != 0 or loss is None):
-            raise RunFailedError(f"{run.label}, ended with {code} and without a loss: {said}")
+            raise RunFailedError(f"{run.label}, exited with {code} and reported no loss: {said}")
         failed = not_finite or not finite
         seconds = round(seconds, 1)
         return Record(key, run.label, run.settings, failed, seconds, figures, self._facts(run))

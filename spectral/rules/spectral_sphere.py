@@ -30,9 +30,9 @@ class SpectralSphereRule(MuonSphereRule):
         default=None, metadata={"acts": lambda rule: rule.solver_tolerance}
     )
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
-    float16 and 5e-3 with bfloat16, which cannot tell less. In 16 bits what
-    rounding puts along u v^T is taken out, up to 0.05 in float16 and 0.1 in bfloat16: more than
-    that is a miss, whatever the tolerance."""
+    float16 and 5e-3 with bfloat16, the rounding error of f. In 16 bits the step
+    subtracts the rounding error along u v^T; more than 0.05 in float16 or 0.1 in bfloat16 is a
+    miss, whatever the tolerance."""
     max_evaluations: int | None = None
     """Largest number of msign evaluations per unit and step; null: 1, or 8 with early exit. Without
     early exit all of them run."""

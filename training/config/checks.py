@@ -116,7 +116,7 @@ def _without_effect(config: Config) -> Iterator[str]:
     yield from unless(
         not routed_only or config.train.recompute != "selective",
         "train.recompute must be none or full for a model whose feed-forward blocks are all "
-        "routed experts, which selective leaves alone, got selective",
+        "routed experts, which selective does not recompute, got selective",
     )
 
 

@@ -81,7 +81,8 @@ in keys that are paths, `${oc.env:NAME}` is an environment variable. Paths of da
 the working directory.
 
 A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
-problems. The run folder gets the resolved config, itself a valid config. Names in bold are subsections.
+problems. The run folder gets the resolved config, itself a valid config. Names in bold are
+subsections.
 
 This page is generated: `python -m training.config.manual --markdown > docs/configuration.md`.
 """

@@ -24,7 +24,7 @@ def check_kernels(device: torch.device) -> None:
     if problem is not None:
         raise DeviceError(
             f"kernels for {device_name(device)} are compiled on this machine, which lacks "
-            f"{problem}; without triton the optimizer takes the library's kernels"
+            f"{problem}; without triton the optimizer uses the library's kernels"
         )
     from spectral.kernels import symmetric
 
@@ -33,5 +33,5 @@ def check_kernels(device: torch.device) -> None:
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DeviceError(
-            f"a kernel of Triton does not start on {device_name(device)}: {said}"
+            f"a Triton kernel does not start on {device_name(device)}: {said}"
         ) from error

@@ -60,7 +60,7 @@ def fit(
         if next(legal_layouts(layouts), None) is None:
             check(config, layouts.gpus)  # says what would be legal
         raise ConfigError(
-            f"no layout fits {layouts.gpus} x {layouts.device.name}: take more GPUs, or other ones"
+            f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"
         )
     print(search_table(best))
     if write is None:

@@ -31,7 +31,7 @@ def load() -> None:
     Raises GuardError without a C++ compiler, or if it fails.
     """
     if "torch" in sys.modules:
-        raise GuardError("a rehearsal needs a process of its own: torch is imported already")
+        raise GuardError("a rehearsal needs its own process: torch is imported already")
     library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
 

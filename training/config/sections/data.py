@@ -43,8 +43,8 @@ class DataConfig(Section):
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
-    """What is compared with the manifest's hashes: nothing (none); index, 64 blocks of tokens, and
-    every other block when it is first read (sample); or everything at each start (full)."""
+    """What the run checks against the manifest's hashes: nothing (none); the index, 64 blocks of
+    tokens, and other blocks when it first reads them (sample); everything at each start (full)."""
     train: dict[str, TrainSet] = field(default_factory=dict)
     """Training sets by name; at least one, unless `mock`. `replace: true` beside them leaves out
     the base's section `data`, `NAME: null` one set of it. All sets must have one tokenizer."""
@@ -52,8 +52,7 @@ class DataConfig(Section):
     """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
     out sets as for `train`."""
     made_by: str | None = None
-    """The command that makes the sets, with what it costs; named where one of their files is
-    missing."""
+    """Command that makes the sets, and its cost; shown if a file of theirs is missing."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the sets."""

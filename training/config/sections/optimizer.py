@@ -191,8 +191,8 @@ class DistributedConfig(Section):
     bucket_elements: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     """Elements per gradient bucket; null = one or two layers."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Groups of buckets that are stepped in turn, each gathered while the next is stepped; null =
-    as few of one to four as leave a rank at most 2^27 elements of each."""
+    """Groups of buckets to step in turn; each is gathered while the next is stepped. null = the
+    fewest, up to four, with at most 2^27 elements per rank and group."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which momentum and updates of split matrices are sent; null =
     train.precision."""
@@ -235,7 +235,7 @@ class OptimizerConfig(Section):
     """Gains of norms, and gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. router and shared_router
-    have the rule adamw unless they get another here."""
+    use adamw unless overridden here."""
     layer_rates: LayerRatesConfig | None = None
     """Factors of the peak learning rates by layer; null gives all layers the same rates. A factor
     applies to everything in its transformer layer: matrices, gains and gamma of PC layers. The

@@ -50,9 +50,9 @@ class MonitorsConfig(Section):
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
-    """Groups of figures to compute, beside those that update rules report. noise is not among the
-    defaults because it keeps the gradients of `noise_samples` micro-batches and the weights of as
-    many steps."""
+    """Groups of figures to compute, besides those that update rules report. noise is off by default
+    because it keeps the gradients of `noise_samples` micro-batches and the weights of as many
+    steps."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """GiB per rank for the Gram matrices of activations; if those of all layers do not fit, each
     monitored step measures some of the layers in turn."""
@@ -73,11 +73,10 @@ class ValidationConfig(Section):
     samples: Count | None = None
     """Sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
-    """Steps between samples of text, besides those after the last step: the most probable
-    continuation of the first tokens of each set, in metrics.jsonl and on the run's page; 0 has
-    none."""
+    """Steps between samples of text, which the last step writes too: the most probable continuation
+    of each set's first tokens, in metrics.jsonl and on the run's page. 0 writes none."""
     samples_tokens: Count = 32
-    """Tokens of a continuation; each takes a forward pass of a sequence of every set."""
+    """Tokens of a continuation; each costs a forward pass of one sequence per set."""
 
     @staticmethod
     def prompt_tokens(sequence_length: int) -> int:

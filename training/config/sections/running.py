@@ -23,11 +23,11 @@ class RunConfig(Section):
     dir: str
     """Folder for all output of the run."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device to train on: cuda is a GPU per rank, cpu processors, auto a GPU per rank where there
-    are GPUs. An NVIDIA device that does not start is an error under auto as well."""
+    """Device to train on: cuda uses one GPU per rank, cpu none, auto uses GPUs if there are any. An
+    NVIDIA device that does not start is an error under auto too."""
     deterministic: bool = False
-    """Take only kernels whose results repeat to the bit on a GPU, which makes the backward pass of
-    attention slower. A warning names an operation that has none."""
+    """Use only GPU kernels that repeat their results bit for bit; the backward pass of attention is
+    slower. A warning names each operation without such a kernel."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the folder: nothing replaces a `~` by a home."""
@@ -37,10 +37,10 @@ class RunConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Section):
-    """The machine that the run is meant for; a run on another one is the same."""
+    """The machine to plan for; it does not change the run."""
 
     gpus: Count | None = None
-    """GPUs that `--dry-run` plans for without `--gpus`; null = as few as the layout takes."""
+    """GPUs that `--dry-run` plans for without `--gpus`; null = the fewest the layout needs."""
     device: str = "h100"
     """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file
     with the figures of another one."""
@@ -53,7 +53,7 @@ class CheckpointConfig(Section):
     interval: Whole = 1000
     """Steps between checkpoints; a run that ends or is stopped also saves one. 0 never saves."""
     asynchronous: bool = True
-    """Train on while a checkpoint is written, which takes host memory for one more copy."""
+    """Keep training while a checkpoint is written; needs host memory for one more copy."""
     keep_last: Count | None = 3
     """Number of newest checkpoints to keep; null keeps all."""
     keep_every: Count | None = None
@@ -85,9 +85,9 @@ class WatchdogConfig(Section):
     """Seconds without progress after which every rank writes its stack traces to `stacks/`, at most
     half of `parallel.timeout_seconds`; null never writes them."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
-    """Steps between checks that nothing but steps has changed a weight, and that all copies of each
-    are equal. Checkpoints are checked too, before they are saved; what is found ends the run. Each
-    step reads all weights twice and waits for new ones. 0 never checks."""
+    """Steps between checks that only steps change weights and that all their copies are equal; a
+    difference ends the run. Weights are also checked before each save. Costs two reads of all
+    weights per step, and a wait for new ones. 0 never checks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,12 +34,12 @@ class TrainConfig(Section):
     """Activations that backward recomputes instead of keeping: none, those of dense and shared
     feed-forward blocks (selective), or all of a layer but its input (full)."""
     loss_chunk: Count | None = None
-    """Vocabulary entries per rank whose logits are in memory at one time; costs one more product
-    with the output head in backward. null keeps all logits from forward to backward."""
+    """Vocabulary entries per rank whose logits are in memory at once; backward then multiplies by
+    the output head once more. null keeps all logits from forward to backward."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
-    """Kernels of the loss of all logits: liger takes those of liger-kernel, which pass over them
-    twice and make their gradient in place; null the engine's, a pass for every operation. auto is
-    liger on a GPU where it is installed and `loss_chunk` is null."""
+    """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice and computes
+    their gradient in place; null uses the engine's, one pass per operation. auto is liger on a GPU
+    if liger-kernel is installed and `loss_chunk` is null."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
     """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
     aot_eager captures the same graphs without new kernels, for debugging; null does not compile.
