@@ -21,7 +21,7 @@ need --peak-flops, without which MFU is null. Phases are timed by events on a GP
 waits for, and by the clock on a CPU; steps include the logging that the config asks for.
 
 --profile writes a trace of one step and counts, on a GPU, how often the host waits in it. Without a
-GPU a rehearsal says where the host would wait (docs/rehearsal.md).
+GPU a rehearsal says where the host would wait (docs/planning.md).
 """
 
 import argparse

@@ -83,8 +83,6 @@ the working directory.
 A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
 problems. The run folder gets the resolved config, itself a valid config. Names in bold are
 subsections.
-
-This page is generated: `python -m training.config.manual --markdown > docs/configuration.md`.
 """
 
 if __name__ == "__main__":
