@@ -92,6 +92,9 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
         max_new_tokens=options.tokens, eos_token_id=end, pad_token_id=end, **sampling
     )
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
+    missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
+    if missing:
+        raise InputError(f"the model wrote token {min(missing)}, which its tokenizer does not have")
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)
     return text
 

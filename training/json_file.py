@@ -1,6 +1,7 @@
 """Reading JSON that may be damaged or made to do harm."""
 
 import json
+from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,17 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for a FIFO, which would hang."""
+    if path.exists() and not path.is_file():
+        raise OSError(EINVAL, "Not a regular file", str(path))
+    return path.read_bytes()
+
+
 def read_json(path: str | Path) -> Any:
-    """Return what a JSON file holds. Raises OSError, or ValueError as `parse_json` does."""
-    return parse_json(Path(path).read_bytes())
+    """Return what a JSON file holds. Raises OSError as `read_regular` does, or ValueError as
+    `parse_json` does."""
+    return parse_json(read_regular(Path(path)))
 
 
 def misfit(value: Any, shape: Any, place: str) -> str | None:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from scripts.plots.run_data import RunData, Series, spread
-from scripts.plots.style import COLORS, count_tokens, new_figure, plain_log
+from scripts.plots.style import COLORS, count_tokens, literal, new_figure, plain_log
 
 STEPS = 8
 """Monitored steps drawn as lines over the layers."""
@@ -70,7 +70,9 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
             axis.plot(*zip(*series, strict=True), color=color, linewidth=0.7, alpha=0.5)
             for x, y in series:
                 largest[x] = max(y, largest.get(x, y))
-        axis.plot(*zip(*largest.items(), strict=True), color=color, linewidth=2.2, label=run.name)
+        axis.plot(
+            *zip(*largest.items(), strict=True), color=color, linewidth=2.2, label=literal(run.name)
+        )
     axis.set(ylabel="largest attention logit")
     axis.set_title("thick: all layers, thin: each layer", fontsize=9)
     count_tokens(axis)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from scripts.plots.run_data import RunData, Series
-from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid, plain_log
+from scripts.plots.style import COLORS, count_tokens, literal, new_figure, new_grid, plain_log
 
 STYLES = ("-", "--", ":", "-.")
 """Line styles of runs where colours stand for something else."""
@@ -31,7 +31,9 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     unit, size = next((name, size) for name, size in TIMES if longest >= 2 * size or size == 1)
     for i, run in enumerate(runs):
         for axis, x in zip(axes, (run.tokens, run.seconds(size)), strict=True):
-            _line(axis, run.series("train/loss", x), **look(i), label=run.name, linewidth=1.2)
+            _line(
+                axis, run.series("train/loss", x), **look(i), label=literal(run.name), linewidth=1.2
+            )
             _line(axis, run.series("val/loss", x), **look(i) | {"linestyle": "--"}, marker="o")
     axes[0].set(ylabel="loss (nats per token)")
     count_tokens(axes[0])
@@ -53,7 +55,7 @@ def learning_rates(runs: Sequence[RunData]) -> Figure | None:
             # With one run, so that coinciding lines can be told apart.
             style = STYLES[(j if len(runs) > 1 else i) % len(STYLES)]
             short = group.removeprefix("lr/")
-            label = f"{run.name}, {short}" if len(runs) > 1 else short
+            label = f"{literal(run.name)}, {short}" if len(runs) > 1 else short
             _line(axis, run.series(group), **look(i) | {"linestyle": style}, label=label)
     axis.set(ylabel="learning rate")
     count_tokens(axis)
@@ -150,7 +152,7 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
         return None
     figure, (axis,) = new_figure(width=4.9, height=3.2)
     for i, run in enumerate(runs):
-        _line(axis, run.series(metric), **look(i), label=run.name)
+        _line(axis, run.series(metric), **look(i), label=literal(run.name))
     axis.set(ylabel=label, yscale="log" if log else "linear")
     count_tokens(axis)
     if len(runs) > 1:
@@ -168,7 +170,7 @@ def _per_run(
     figure, axes = new_figure(len(runs), width=5.6, height=3.6)
     for axis, run in zip(axes, runs, strict=True):
         draw(axis, run)
-        axis.set(title=run.name)
+        axis.set(title=literal(run.name))
         count_tokens(axis)
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set_ylabel(label)

@@ -153,7 +153,8 @@ def said(event: Line) -> str:
     """Return the text of an event, with kind, rank and host of the error if it is a failure."""
     if "error" not in event:
         return str(event["text"])
-    return f"{event['error']} on rank {event['rank']} (host {event['host']}): {event['text']}"
+    rank, host = event.get("rank"), event.get("host")
+    return f"{event['error']} on rank {rank} (host {host}): {event['text']}"
 
 
 def config_tables(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, Any]]]]:

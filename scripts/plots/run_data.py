@@ -10,14 +10,33 @@ import numpy as np
 from training.config import InvalidConfigError
 from training.config.files import read_saved
 from training.errors import InputError
+from training.json_file import misfit
 from training.report.log_lines import read_lines
-from training.report.metrics import read_metrics
 
 Line = dict[str, Any]
 T = TypeVar("T")
 ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "o", "router")
 BLOCK = ("gate_up", "gate", "up", "down")
 """Roles of matrices in the order of the forward pass."""
+
+NUMBER = int | float | None
+METRICS = {...: NUMBER}
+"""Shape of a line of metrics, without samples of text, as `misfit` takes it."""
+UNIT = {"role": str, "layer": int | None, ...: int | float | list | None}
+MONITORS = {"units": {...: UNIT}, "blocks": {...: {...: NUMBER}}}
+EVENTS = {"kind": str, "text": str, "time": str}
+GROUP = {"rule": str, "lr": int | float, "weight_decay": int | float}
+CONFIG = {
+    "run": {"name": str},
+    "model": dict,
+    "data": {"train": {...: {"path": str}}},
+    "train": {"steps": int, "global_batch": int, "sequence_length": int},
+    "optimizer": dict.fromkeys(("matrix", "embedding", "head", "scalar"), GROUP),
+    "schedule": dict,
+    "parallel": dict,
+    "monitors": dict,
+    "watchdog": {"heartbeat_seconds": int | float},
+}
 
 Series = list[tuple[float, float]]
 """(x, y) in order."""
@@ -107,29 +126,38 @@ class RunData:
 def read_run(folder: Path, label: str | None = None) -> RunData:
     """Read a run folder, whose run may have logged nothing yet.
 
-    Raises InputError if it has no metrics.jsonl or no config of a run.
+    Raises InputError if it has no metrics.jsonl or no config of a run, or files of other values.
     """
-    try:
-        metrics = read_metrics(folder)
-    except OSError:
-        raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}") from None
+    if not (folder / "metrics.jsonl").exists():
+        raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}")
     try:
         config = dict(read_saved(folder / "config.yaml"))
-        tokens = config["train"]["global_batch"] * config["train"]["sequence_length"]
-    except (InvalidConfigError, KeyError, TypeError) as error:
+        problem = misfit(config, CONFIG, str(folder / "config.yaml"))
+    except InvalidConfigError as error:
+        problem = str(error)
+    if problem is not None:
         raise InputError(
-            f"runs must be folders with the config.yaml of a run, got {folder}: {error}"
-        ) from None
-    if not isinstance(tokens, int):
-        raise InputError(f"train of {folder / 'config.yaml'} must be numbers, got {tokens!r:.60}")
-    return RunData(
-        folder,
-        metrics,
-        read_lines(folder / "monitors.jsonl").lines,
-        config,
-        read_lines(folder / "events.jsonl").lines,
-        label,
-    )
+            f"runs must be folders with the config.yaml of a run, got {folder}: {problem}"
+        )
+    metrics = _lines(folder / "metrics.jsonl", METRICS)
+    monitors = _lines(folder / "monitors.jsonl", MONITORS)
+    events = _lines(folder / "events.jsonl", EVENTS)
+    return RunData(folder, metrics, monitors, config, events, label)
+
+
+def _lines(path: Path, shape: Any) -> list[Line]:
+    """The lines of a file. Raises InputError for one that has not its shape, or for a step that is
+    before the one of the line above it."""
+    found, before = read_lines(path), 0
+    for number, line in zip(found.numbers, found.lines, strict=True):
+        figures = {key: value for key, value in line.items() if not key.startswith("sample/")}
+        problem = misfit(figures, shape, f"{path}, line {number}")
+        if problem is None and shape is not EVENTS and line["step"] < before:
+            problem = f"{path}, line {number}: step must be at least {before}, got {line['step']}"
+        if problem is not None:
+            raise InputError(problem)
+        before = line["step"]
+    return found.lines
 
 
 def _place(role: str) -> tuple[int, int]:

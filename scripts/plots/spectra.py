@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from scripts.plots.run_data import Line, RunData
-from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid
+from scripts.plots.style import COLORS, count_tokens, literal, new_figure, new_grid
 
 Draw = Callable[[Axes, RunData, str, str], None]
 """Draws one run into the panel of a role, in a colour."""
@@ -158,13 +158,13 @@ def _histogram(axis: Axes, run: RunData, role: str, color: str) -> None:
         return
     edges = np.linspace(0, 1, 31)
     below = np.interp(edges, values / values[-1], DECILES, left=0.0, right=1.0)
-    axis.stairs(np.diff(below), edges, color=color, fill=True, alpha=0.4, label=run.name)
+    axis.stairs(np.diff(below), edges, color=color, fill=True, alpha=0.4, label=literal(run.name))
     axis.stairs(np.diff(below), edges, color=color)
 
 
 def _quantile_curve(axis: Axes, run: RunData, role: str, color: str) -> None:
     first, last = (deciles(run, run.monitors[i], role) for i in (0, -1))
     if last is not None:
-        axis.plot(DECILES, last, color=color, label=run.name)
+        axis.plot(DECILES, last, color=color, label=literal(run.name))
     if first is not None:
         axis.plot(DECILES, first, color=color, linestyle=":", linewidth=1)

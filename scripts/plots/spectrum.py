@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.plots.style import COLORS, new_figure
+from scripts.plots.style import COLORS, literal, new_figure
 from training.checkpoint.files import problems, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
@@ -44,7 +44,7 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
             axis.hist(after, color=COLORS[1], label="PC(W)", **style)
         axis.set(title=role, xlabel="singular value / largest", yticks=[])
         axis.legend(fontsize=8)
-    figure.suptitle(f"{weights.config.run.name}, step {weights.info.step}")
+    figure.suptitle(f"{literal(weights.config.run.name)}, step {weights.info.step}")
     return figure
 
 

@@ -2,33 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from scripts.plots.style import COLORS, new_figure
+from scripts.plots.style import COLORS, literal, new_figure
 from scripts.studies.records import RecordBook
-from scripts.studies.tables import comparison, loss_by, searched_keys
+from scripts.studies.tables import comparison, loss_by, read_results, rows_of, searched_keys
 from training.errors import InputError
-from training.json_file import read_json
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Return the content of the results.json of a study; raises InputError for another file."""
-    try:
-        content: dict[str, Any] = read_json(path)
-        content["variants"], content["seeds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"study must be a results.json of scripts/study.py, got {path}") from error
-    return content
 
 
 def plot_study(path: Path) -> Figure:
     """Draw each variant's difference from its baseline: every seed, mean and standard error."""
     content = read_results(path)
-    losses = {row["variant"]: row["losses"] for row in content["rows"]}
+    losses = {row["variant"]: row["losses"] for row in rows_of(content)}
     frame = comparison(content)
+    if "difference" not in frame:
+        raise InputError(f"{path} has no seed yet of a variant that is compared with another")
     # A variant with a run that failed has no difference.
     compared = frame[frame["difference"].notna()].iloc[::-1]
     figure, (axes,) = new_figure(width=7.5, height=1.2 + 0.34 * len(compared))
@@ -39,11 +29,13 @@ def plot_study(path: Path) -> Figure:
         axes.plot(seeds, [i] * len(seeds), "o", color=color, alpha=0.35, markersize=4)
         axes.errorbar(row.difference, i, xerr=row.difference_error, fmt="D", color=color, capsize=3)
     axes.axvline(0, color="0.3", linewidth=0.8)
-    labels = [f"{row.variant}  -  {row.against}" for row in compared.itertuples()]
+    labels = [literal(f"{row.variant}  -  {row.against}") for row in compared.itertuples()]
     axes.set_yticks(range(len(compared)), labels)
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
     # Over the whole figure: the names of variants take half of its width.
-    figure.suptitle(f"{content['title']}\nmean and standard error of {len(content['seeds'])} seeds")
+    figure.suptitle(
+        f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
+    )
     return figure
 
 
@@ -53,7 +45,10 @@ def plot_losses(path: Path, key: str) -> Figure:
     keys = searched_keys(content)
     if key not in keys:
         raise InputError(f"by must be among the searched {', '.join(keys)}, got {key}")
-    frame = loss_by(content, key).set_index("variant")
+    frame = loss_by(content, key)
+    if frame.empty:
+        raise InputError(f"{path} has no losses yet by {key}")
+    frame = frame.set_index("variant")
     figure, (axes,) = new_figure(width=7.5, height=4.5)
     for i, (name, losses) in enumerate(frame.iterrows()):
         found = losses.dropna()
@@ -63,11 +58,11 @@ def plot_losses(path: Path, key: str) -> Figure:
             ("o-", "s--", "^:")[i // len(COLORS) % 3],
             color=COLORS[i % len(COLORS)],
             markersize=4,
-            label=name,
+            label=literal(name),
         )
     axes.set(xscale="log", xlabel=key, ylabel="validation loss (nats per token)")
     axes.legend(fontsize=7, ncols=2)
-    figure.suptitle(content["title"])
+    figure.suptitle(literal(content["title"]))
     return figure
 
 
@@ -76,7 +71,7 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
 
     The courses of the runs are read from the records beside the results."""
     content, records = read_results(path), RecordBook(path.parent)
-    runs = {row["variant"]: row["runs"] for row in content["rows"]}
+    runs = {row["variant"]: row["runs"] for row in rows_of(content)}
     unknown = [name for name in variants if name not in runs]
     if unknown:
         raise InputError(f"curves must be among {', '.join(runs)}, got {', '.join(unknown)}")
@@ -90,9 +85,11 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
             yerr=losses.sem(axis="columns"),
             color=COLORS[i % len(COLORS)],
             capsize=3,
-            label=name,
+            label=literal(name),
         )
     axes.set(xlabel="step", ylabel="validation loss (nats per token)")
     axes.legend()
-    figure.suptitle(f"{content['title']}\nmean and standard error of {len(content['seeds'])} seeds")
+    figure.suptitle(
+        f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
+    )
     return figure

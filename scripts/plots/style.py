@@ -93,6 +93,11 @@ def draw_lines(
     axis.legend(fontsize=8)
 
 
+def literal(text: str) -> str:
+    """Return a text in which matplotlib takes no $ for mathematics."""
+    return text.replace("$", r"\$")
+
+
 def tick(axis: Axes, labels: Mapping[float, str] | Sequence[object]) -> None:
     """Put ticks with labels on the x axis, by their place, or at the numbers themselves."""
     if not isinstance(labels, Mapping):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from training.errors import DataError
+from training.json_file import misfit
 from training.report.log_lines import drop_unfinished_line
 
 RECORDS = "runs.jsonl"
@@ -42,6 +43,17 @@ class Record:
         return None if self.failed else self.figures["loss"]
 
 
+SHAPE = {
+    "key": str,
+    "label": str,
+    "settings": [str],
+    "failed": bool,
+    "seconds": int | float,
+    "figures": {"loss": int | float | None, "course": [[int | float]]},
+}
+"""What a line must have, as `misfit` takes it."""
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; an unfinished last line counts as not written.
 
@@ -56,6 +68,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise DataError(f"{path}, line {number}, is not JSON") from None
+        problem = misfit(found[-1], SHAPE, f"{path}, line {number}")
+        if problem is not None:
+            raise DataError(problem)
     return found
 
 

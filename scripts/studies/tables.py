@@ -2,18 +2,66 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from scripts.studies.schema import first_key, settings
+from training.errors import InputError
+from training.json_file import misfit, read_json
 from training.report.table import markdown_table
 
 Results = Mapping[str, Any]
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Half width of Student's 95% interval over the standard error, of 2 to 10 seeds."""
+
+
+NUMBER = int | float | None
+STAGE = {"grid": dict, "factors": dict}
+SHAPE: Final = {
+    "title": str,
+    "seeds": [int],
+    "complete": bool,
+    "variants": {...: {"against": str | None, "search": {...: STAGE}}},
+}
+TRIAL = {"variant": str, "stage": str, "share": int | float, "candidate": [str], "loss": NUMBER}
+LATER: Final = {
+    "chosen": {...: [str]},
+    "trials": [TRIAL],
+    "rows": [{"variant": str, "losses": [NUMBER], "runs": [str]}],
+    "points": [{"share": int | float, "losses": [NUMBER]}],
+}
+"""Shape of results.json, as `misfit` takes it: of each, and of one with the results of a part."""
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Return the content of the results.json of a study; raises InputError for another file."""
+    try:
+        content: dict[str, Any] = read_json(path)
+        problem = misfit(content, SHAPE, str(path))
+        there = {key: LATER[key] for key in LATER if problem is None and key in content}
+        problem = problem or misfit(content, there, str(path)) or _unknown(content)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem is not None:
+        raise InputError(f"study must be a results.json of scripts/study.py, got {path}: {problem}")
+    return content
+
+
+def _unknown(results: Results) -> str | None:
+    """A sentence about a name that is no variant of the study, or not one of those with losses."""
+    names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
+    if rows and rows.keys() != names.keys():
+        return f"rows must be of the variants {', '.join(names)}, got {', '.join(rows)}"
+    if len({len(row["losses"]) for row in rows.values()}) > 1:
+        return "rows must have losses of the same seeds"
+    used = [variant["against"] for variant in names.values() if variant["against"] is not None]
+    used += [trial["variant"] for trial in results.get("trials", ())]
+    wrong = [name for name in used if name not in names]
+    return f"variants must be among {', '.join(names)}, got {wrong[0]}" if wrong else None
 
 
 def tables(results: Results) -> dict[str, pd.DataFrame]:

@@ -1,13 +1,12 @@
 """Beginning a study with what another has found."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from scripts.studies.schema import Study, TunedIn
-from scripts.studies.tables import comparison, grid_ends
+from scripts.studies.tables import comparison, grid_ends, read_results
 from training.errors import DataError
 
 
@@ -19,7 +18,9 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
     """
     if study.tuned_in is None:
         return study, {}
-    content = read_results(root / study.tuned_in.results)
+    content = read_results(root / study.tuned_in.results / "results.json")
+    if not content["complete"]:
+        raise DataError(f"tuned_in.results: the study in {study.tuned_in.results} is not complete")
     sources = {name: variant.tuned_as or name for name, variant in study.variants.items()}
     missing = sorted({*sources.values()} - content["chosen"].keys())
     if missing:
@@ -33,18 +34,6 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
     variants = {name: study.variants[name] for name in study.variants if name in taken}
     chosen = {name: content["chosen"][sources[name]] for name in variants}
     return replace(study, variants=variants), chosen
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    """The results.json of a folder. Raises DataError unless it is there and complete."""
-    path = folder / "results.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"tuned_in.results: cannot read {path}: {error}") from None
-    if not content.get("complete"):
-        raise DataError(f"tuned_in.results: the study of {path} is not complete")
-    return content
 
 
 def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set[str]:

@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Final
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from parallel.errors import described
 from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, load_saved_config
 from training.errors import BrokenCheckpointError, InputError
-from training.json_file import misfit, parse_json, read_json
+from training.json_file import misfit, parse_json, read_json, read_regular
 
 FORMAT: Final = 2
 """Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
@@ -201,8 +202,8 @@ def _complete(path: Path) -> CheckpointInfo:
     Raises BrokenCheckpointError if it is incomplete, ResumeError if it is of another version.
     """
     try:
-        content = (path / META).read_bytes()
-        marker = (path / COMPLETE).read_text().strip()
+        content = read_regular(path / META)
+        marker = read_regular(path / COMPLETE).decode().strip()
         if marker != hashlib.sha256(content).hexdigest():
             raise BrokenCheckpointError(changed(path, META))
         meta = parse_json(content)
@@ -216,7 +217,10 @@ def _complete(path: Path) -> CheckpointInfo:
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if meta.get("weights_only") is True else REQUIRED)
         for name, facts in info.files.items():
-            size = (path / name).stat().st_size
+            status = (path / name).stat()
+            if not S_ISREG(status.st_mode):
+                raise BrokenCheckpointError(f"{path}: {name} must be a regular file")
+            size = status.st_size
             if size != facts.bytes:
                 raise BrokenCheckpointError(
                     f"{path}: {name} must have {facts.bytes} bytes, got {size}"

@@ -39,9 +39,12 @@ class StopRequests:
         self.first = first
         end = os.environ.get("SLURM_JOB_END_TIME")
         margin = config.slurm_margin_seconds
-        self.deadline = float(end) - margin if end and margin is not None else None
-        if first and margin is not None and end is None and "SLURM_JOB_ID" in os.environ:
-            print("warning: SLURM_JOB_END_TIME is not set: the run does not see its time limit")
+        self.deadline = None
+        if margin is not None and end is not None and end.isdecimal():
+            self.deadline = int(end) - margin
+        elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
+            said = "is not set" if end is None else f"is no time in seconds, {end!r:.40}"
+            print(f"warning: SLURM_JOB_END_TIME {said}: the run does not see its time limit")
         self._signalled = False
         self._before: dict[int, Any] = {}
 

@@ -1,11 +1,12 @@
 """Lines of a run's .jsonl files, which a crash or a full disk may have damaged."""
 
+import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from training.json_file import parse_json
+from training.json_file import parse_json, read_regular
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,13 @@ class LogLines:
 
     lines    what each holds, a mapping with an integer `step`
     raw      the same lines as they are in the file
+    numbers  theirs in the file, from 1 on
     damaged  number of complete lines that hold anything else
     """
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     raw: list[bytes] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     damaged: int = 0
 
 
@@ -28,14 +31,16 @@ def read_lines(path: Path) -> LogLines:
     What follows the last newline is being written, or was when the run was killed, and is left out.
     """
     found, damaged = LogLines(), 0
-    for raw in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+    complete = read_regular(path).split(b"\n")[:-1] if path.exists() else ()
+    for number, raw in enumerate(complete, start=1):
         line = _line(raw)
         if line is None:
             damaged += 1
         else:
             found.lines.append(line)
             found.raw.append(raw + b"\n")
-    return LogLines(found.lines, found.raw, damaged)
+            found.numbers.append(number)
+    return replace(found, damaged=damaged)
 
 
 def drop_later_lines(path: Path, step: int) -> int:
@@ -67,6 +72,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
     """What a line holds, None if it is damaged."""
     try:
         content = parse_json(raw)
+        json.dumps(content, allow_nan=False)  # NaN is no JSON, and no run writes it
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None

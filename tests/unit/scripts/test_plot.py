@@ -1,5 +1,6 @@
 """Figures show what runs and checkpoints hold."""
 
+import json
 import re
 import shlex
 from statistics import mean, stdev
@@ -9,7 +10,8 @@ import torch
 
 from scripts.plot import main
 from scripts.plots.spectrum import plot_spectrum
-from scripts.plots.study import plot_curves, read_results
+from scripts.plots.study import plot_curves
+from scripts.studies.tables import read_results
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer, config_units
 from training.checkpoint.files import read_checkpoint
@@ -48,6 +50,26 @@ def test_a_spectrum_counts_every_singular_value(run):
     assert [text.get_text() for text in q.get_legend().get_texts()] == ["W"]
     before, after = (patch.get_path().vertices[:, 1].max() for patch in o.patches)
     assert after > 1.5 * before  # level 4 gathers values at the largest
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seeds": "12"}, "seeds must be a list"),
+        ({"rows": [{"variant": "SSO", "losses": ["a"], "runs": []}]}, "losses[0] must be of type"),
+        ({"rows": [{"variant": "b", "losses": [1], "runs": []}]}, "rows must be of the variants"),
+        ({"variants": {"a": {"against": "b", "search": {}}}, "rows": []}, "among a, got b"),
+        ({"variants": {"a": {"against": None, "search": {}}}, "rows": []}, "got x"),
+    ],
+)
+def test_other_results_are_a_line(root, tmp_path, capsys, change, said):
+    results = root / "studies/optimizers/results/llama_0.1m/results.json"
+    trial = {"variant": "x", "stage": "s", "share": 1, "candidate": [], "loss": None}
+    content = json.loads(results.read_text()) | {"trials": [trial]} | change
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    assert main(["study", str(tmp_path / "results.json"), "--output", f"{tmp_path}/a.svg"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and str(tmp_path) in line
 
 
 def test_the_curves_of_readme_are_those_of_committed_results(root, tmp_path, monkeypatch):

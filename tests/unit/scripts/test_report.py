@@ -128,6 +128,33 @@ def test_the_status_of_a_run(folder, tmp_path):
         assert run_status(read_run(running)).kind == kind
 
 
+HOSTILE = {
+    "metrics.jsonl": [
+        ({"step": 7, "train/loss": "low"}, "train/loss must be of type"),
+        ({"step": 7, "perf/step_time_s": [1]}, "perf/step_time_s must be of type"),
+        ({"step": 2, "train/loss": 1.0}, "step must be at least 6, got 2"),
+    ],
+    "monitors.jsonl": [({"step": 7, "units": [], "blocks": {}}, "units must be a mapping")],
+    "events.jsonl": [({"step": 7, "kind": "failed"}, "lacks text")],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_line_of_other_values_is_named(folder, name, tmp_path, capsys):
+    run = shutil.copytree(folder / "pc", tmp_path / "a $_$ b")
+    kept = (run / name).read_text()
+    number = kept.count("\n") + 1
+    for line, said in HOSTILE[name]:
+        (run / name).write_text(f"{kept}{json.dumps(line)}\n")
+        assert main([str(run), "--html"]) == 2
+        (text,) = capsys.readouterr().err.splitlines()
+        assert f"{name}, line {number}" in text and said in text
+    # What is no JSON is left out, and a name is no mathematics.
+    (run / name).write_text(kept + '{"step": 7, "train/loss": NaN}\n')
+    assert main([str(run), "--output", str(tmp_path)]) == 0
+    assert "a $_$ b" in (tmp_path / "tracked_norms.svg").read_text()
+
+
 def test_runs_are_compared_by_validation_loss(folder):
     assert main(["compare", str(folder)]) == 0
     page = (folder / "compare.html").read_text()

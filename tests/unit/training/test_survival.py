@@ -195,7 +195,9 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     assert "stopped by the SLURM time limit after step" in capsys.readouterr().out
     assert checkpoint.steps(folder / "run")[-1] == outcome.step
     assert not (folder / "run" / "DONE").exists()
-    assert train(config_of(folder, stop__slurm_margin_seconds="null"), world).step == 10
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "abc")
+    assert train(config_of(folder), world).step == 10
+    assert "SLURM_JOB_END_TIME is no time in seconds, 'abc'" in capsys.readouterr().out
     assert (folder / "run" / "DONE").exists()
 
 

@@ -230,6 +230,13 @@ DAMAGE = {
         )
     },
     "a file is missing": lambda folder: (folder / "state" / "common.pt").unlink(),
+    **{
+        f"{name} is a FIFO": lambda folder, name=name: [
+            (folder / name).unlink(),
+            os.mkfifo(folder / name),
+        ]
+        for name in ("meta.json", "COMPLETE", "rng.pt")
+    },
     "empty": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
     "a weight is not finite": poison("weight/embedding"),
     "a state is not finite": poison("optimizer/layers.1.q.0/momentum"),
