@@ -659,12 +659,10 @@ def _are_float64(params: Sequence[Any]) -> bool:
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError for rates that are not finite or less than `least`, if the host has them."""
+    """Raise ValueError for rates that are not finite or less than `least`; no tensor is read."""
     for name in ("lr", "weight_decay"):
         value = group[name]
-        if isinstance(value, Tensor) and (value.ndim or not value.is_cpu):
-            continue
-        if not math.isfinite(value) or value < least:
+        if not isinstance(value, Tensor) and (not math.isfinite(value) or value < least):
             raise ValueError(f"{name} must be finite and not negative, got {value}")
 
 

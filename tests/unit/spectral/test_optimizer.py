@@ -215,8 +215,8 @@ def test_mistakes_are_errors(options: dict[str, Any], error: type[Exception], me
         SpectralOptimizer([nn.Parameter(torch.ones(3, 3))], **{"rule": "muon", **options})
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, torch.tensor(math.nan)])
-def test_a_rate_that_is_no_number_is_refused_at_the_step(bad: float | Tensor) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_rate_that_is_no_number_is_refused_at_the_step(bad: float) -> None:
     net = small_net()
     optimizer = optimizer_for(net, "muon")
     backward(net, 0)
