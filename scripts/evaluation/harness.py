@@ -1,6 +1,5 @@
 """Run lm-eval in its own environment and read what it writes."""
 
-import json
 import math
 import os
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 from scripts.evaluation.task_sets import TaskSet
 from scripts.huggingface.settings import read_settings
 from training.errors import InputError
+from training.json_file import read_json
 from training.report.table import markdown_table
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
@@ -79,11 +79,12 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     environment = dict(os.environ)
     if offline:
         environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    before = {*run.output.rglob("results_*.json")}
     done = subprocess.run(run.command(), env=environment)
-    files = sorted(run.output.rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
+    files = sorted({*run.output.rglob("results_*.json")} - before)
     if done.returncode or not files:
         raise InputError(f"lm-eval exited with code {done.returncode} and wrote no results")
-    found: dict[str, Any] = json.loads(files[-1].read_text())
+    found: dict[str, Any] = read_json(files[-1])
     return found
 
 

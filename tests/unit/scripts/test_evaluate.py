@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import train_tokenizer
 from scripts.evaluation import process_results
-from scripts.evaluation.harness import rows, table
+from scripts.evaluation.harness import Run, evaluate, rows, table
 from scripts.evaluation.local_text import DOCUMENTS, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
@@ -85,6 +85,14 @@ def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
     both = f"walk has the tokenizer {prepared}/tokenizer.json, the model has {other}"
     with pytest.raises(InputError, match=both):
         write_tasks(tmp_path, config_of(tmp_path, prepared), other)
+
+
+def test_results_of_an_earlier_evaluation_are_not_those_of_this_one(tmp_path) -> None:
+    for name in ("config.json", "results_1.json"):
+        (tmp_path / name).write_text("{}")
+    run = Run(model=tmp_path, tasks=["a"], python=Path("/bin/true"), output=tmp_path)
+    with pytest.raises(InputError, match="code 0 and wrote no results"):
+        evaluate(run, offline=True)
 
 
 def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
