@@ -21,7 +21,7 @@ class TrainConfig(Section):
     exit_step: Count | None = None
     """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
     global_batch: Batch
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
     micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
