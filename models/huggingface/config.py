@@ -11,6 +11,9 @@ from models.section import named
 ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
 """Keys that versions of transformers keep in different places."""
 
+CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
+"""Keys that few files have, which could let a token attend to later ones."""
+
 
 class InexpressibleError(ValueError):
     """A model that no class of transformers computes; the message names what it lacks."""
@@ -128,9 +131,10 @@ def differences(wanted: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[st
     `theirs` is a config.json with transformers' defaults filled in. Tied embeddings are no
     difference: they are two equal copies.
     """
+    causal = {key: value for key, value in CAUSAL.items() if theirs.get(key) is not None}
     return [
         f"{key} is {theirs.get(key)!r}, the config's model has {value!r}"
-        for key, value in wanted.items()
+        for key, value in {**wanted, **causal}.items()
         if key not in (*ROPE_KEYS, "tie_word_embeddings") and theirs.get(key) != value
     ] + _rope_differences(wanted, theirs)
 

@@ -113,6 +113,17 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None
     assert capsys.readouterr().out == texts[0]
 
 
+def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(run(model__vocab_size=302)), str(out), "--no-verify"]) == 0
+    tensors = load_file(out / "model.safetensors")
+    tensors["lm_head.weight"][:300] = 0  # one of the other two is above 0
+    tensors["lm_head.weight"][301] = -tensors["lm_head.weight"][300]
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    assert generate([str(out), "A matrix", "--tokens", "2"]) == 2
+    assert "which its tokenizer does not have" in capsys.readouterr().err
+
+
 def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
     folder, out = run(pc__level=4), tmp_path / "out"
     assert main(["export", str(folder), str(out), "--dtype", "bfloat16"]) == 0

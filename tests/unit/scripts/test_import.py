@@ -152,6 +152,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e5}
     assert "rope_theta is 500000" in changed(rope_parameters=rope, rope_theta=5e5)
     assert "attention_bias is True" in changed(attention_bias=True)
+    assert "is_causal is False" in changed(is_causal=False)
     assert "config.json: " in changed(model_type="no_such")
     weights = source / "model.safetensors"
     save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
