@@ -581,12 +581,8 @@ def _follow(parameter: Tensor, state: State, masters: bool) -> None:
 
     Where a 16-bit parameter is no longer its rounded master, the master takes its value.
     """
-    if parameter.dtype not in HALF:
-        state.pop(MASTER, None)
-        for name, value in state.items():
-            if value.dtype in HALF:
-                state[name] = value.to(parameter.dtype)
-    elif MASTER in state:
+    half = parameter.dtype in HALF
+    if half and MASTER in state:
         weight, master = local_of(parameter), local_of(state[MASTER])
         rounded = master.to(weight.dtype)
         equal_bits = weight.is_cpu and torch.equal(
@@ -594,8 +590,13 @@ def _follow(parameter: Tensor, state: State, masters: bool) -> None:
         )
         if not equal_bits:  # elsewhere the host would wait to know
             torch.where(rounded == weight, master, weight, out=master)
-    elif masters:
-        state[MASTER] = parameter.detach().float()
+    elif masters or not half:
+        state.pop(MASTER, None)
+        for name, value in state.items():
+            if value.dtype in HALF:
+                state[name] = value.to(torch.promote_types(parameter.dtype, torch.float32))
+        if half:
+            state[MASTER] = parameter.detach().float()
 
 
 @torch.no_grad()

@@ -298,7 +298,7 @@ def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
-@pytest.mark.parametrize("how", ["load", "data", "cast", "merge"])
+@pytest.mark.parametrize("how", ["load", "data", "cast", "merge", "state"])
 def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
     """A step of rate 0 leaves it as it is; later ones keep what 16 bits lose."""
     torch.manual_seed(0)
@@ -315,6 +315,9 @@ def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
         net[0].weight.data[0].mul_(2)
     elif how == "cast":
         net.bfloat16()
+    elif how == "state":  # of an optimizer without masters
+        alone = SpectralOptimizer(split_parameters(net), rule=rule, master_weights=False)
+        optimizer.load_state_dict(alone.state_dict())
     else:
         merge_(net)
     written = net[0].weight.detach().clone()
