@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+import yaml
 
 from scripts.plots.figures import FIGURES
 from scripts.plots.page import PageSection, drawn, page
@@ -18,15 +19,6 @@ HALVES = ("learning_rates", "gradient_norm")
 
 SAMPLES = 6
 """Steps whose samples of text are on the page."""
-
-SUMMARY = (
-    ("model", ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab_size")),
-    ("train", ("steps", "global_batch", "sequence_length", "precision")),
-    ("schedule", ("kind", "warmup_steps", "min_ratio")),
-    ("parallel", ("tensor", "pipeline", "expert", "context")),
-)
-"""Keys of the config on the page, by section."""
-
 
 ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
 """Kinds of events that stand out on the page."""
@@ -57,8 +49,8 @@ def report(run: RunData) -> str:
         sections.append(PageSection("samples", "Samples of text", about, "samples", texts))
     about = "Starts, stops, failures, warnings and skipped steps."
     sections.append(PageSection("events", "Events", about, "events", list(happenings(run))))
-    about = "The full config is config.yaml in the run folder."
-    sections.append(PageSection("config", "Config", about, "config", config_tables(run.config)))
+    text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+    sections.append(PageSection("config", "Config", "", "config", text))
     return page(
         run.config["run"]["name"],
         subtitle(run),
@@ -155,21 +147,3 @@ def said(event: Line) -> str:
         return str(event["text"])
     rank, host = event.get("rank"), event.get("host")
     return f"{event['error']} on rank {rank} (host {host}): {event['text']}"
-
-
-def config_tables(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, Any]]]]:
-    """Return the most important keys of the config, and the optimizer's groups, by section."""
-    tables = [(name, [(key, config[name].get(key)) for key in keys]) for name, keys in SUMMARY]
-    groups = [
-        (name, "{rule}, lr {lr:g}, decay {weight_decay:g}".format(**config["optimizer"][name]))
-        for name in ("matrix", "embedding", "head", "scalar")
-    ]
-    tables.append(("optimizer", groups))
-    tables.append(
-        ("data", [(name, each["path"]) for name, each in config["data"]["train"].items()])
-    )
-    for name in ("pc", "gram_penalty"):
-        simple = [(k, v) for k, v in (config.get(name) or {}).items() if not isinstance(v, dict)]
-        if simple:
-            tables.append((name, simple))
-    return tables

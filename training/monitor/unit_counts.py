@@ -1,8 +1,6 @@
 """What went wrong with single units since the last report, counted on the device by unit."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +8,6 @@ from torch import Tensor
 from parallel.comm.collectives import all_reduce_, from_all
 from parallel.comm.groups import Groups
 from parallel.optimizer.optimizer import DistributedOptimizer
-from spectral.rules.base import settings
 
 SHOWN = 8
 """Refused units that are named in one report."""
@@ -111,90 +108,24 @@ class Refusals(Events):
         return metrics
 
 
-@dataclass(frozen=True)
-class RoleSolves:
-    """Multiplier solves of the units of one role: how many, missed ones, and the largest |f|."""
-
-    solves: float
-    missed: float
-    residual: float
-
-
 class Solves(Events):
-    """Counter of multiplier solves that missed their tolerance, by role."""
+    """Counter of multiplier solves that missed their tolerance."""
 
     def _forget(self) -> None:
-        self._steps = self._none.clone()
-        self._missed: dict[int, Tensor] = {}
-        self._residual: dict[int, Tensor] = {}
+        self._missed = self._none.clone()
 
     def _new_here(self) -> Tensor:
-        return sum((missed.sum() for missed in self._missed.values()), self._none.clone())
+        return self._missed.clone()
 
     def record(self, active: Tensor) -> None:
         """Count the solves of a step, if it is `active`, without waiting for the device."""
-        self._steps += active
-        for i, stack in enumerate(self.optimizer.stacks):
-            if "converged" not in stack.report:
-                continue
-            missed = (1 - stack.report["converged"].float()) * active
-            residual = torch.where(active, stack.report["residual"].float().abs(), 0)
-            before = self._missed.get(i)
-            self._missed[i] = missed if before is None else before + missed
-            self._residual[i] = (
-                residual if before is None else torch.maximum(self._residual[i], residual)
-            )
+        for stack in self.optimizer.stacks:
+            if "converged" in stack.report:
+                self._missed += (1 - stack.report["converged"].float()).sum() * active
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics since the last report; waits for device and ranks.
-
-        spectral/unconverged            misses since the start of the run
-        spectral/unconverged/<role>     since the last report, of roles that have any
-        spectral/solves/<role>          solves of such a role
-        spectral/residual/max/<role>    their largest |f|
-        spectral/tolerance              the largest tolerance of a solve
-        """
-        new = self._sum()
-        self.total += new
-        metrics = {"spectral/unconverged": self.total}
-        if new:
-            tolerances = [
-                tolerance
-                for stack in self.optimizer.stacks
-                if (tolerance := settings(stack.rule).get("tolerance")) is not None
-            ]
-            everyone = from_all((dict(self._by_role()), max(tolerances, default=0.0)))
-            metrics["spectral/tolerance"] = max(tolerance for _, tolerance in everyone)
-            metrics |= role_metrics([roles for roles, _ in everyone])
+        """Return `spectral/unconverged`, the misses since the start of the run; waits for device
+        and ranks."""
+        self.total += self._sum()
         self._forget()
-        return metrics
-
-    def _by_role(self) -> Iterator[tuple[str, RoleSolves]]:
-        """Yield the solves of each role on this rank."""
-        steps = self._steps.item()
-        found: dict[str, list[tuple[float, float]]] = {}
-        for i, missed in self._missed.items():
-            units = self.optimizer.stacks[i].units
-            figures = zip(units, missed.tolist(), self._residual[i].tolist(), strict=True)
-            for unit, count, residual in figures:
-                found.setdefault(unit.role, []).append((count, residual))
-        for role, each in found.items():
-            yield (
-                role,
-                RoleSolves(
-                    steps * len(each), sum(count for count, _ in each), max(r for _, r in each)
-                ),
-            )
-
-
-def role_metrics(ranks: Sequence[Mapping[str, RoleSolves]]) -> dict[str, float]:
-    """Return the metrics of the roles that missed a tolerance on any rank."""
-    metrics: dict[str, float] = {}
-    for role in sorted({role for roles in ranks for role in roles}):
-        each = [roles[role] for roles in ranks if role in roles]
-        missed = sum(one.missed for one in each)
-        if missed:
-            metrics[f"spectral/unconverged/{role}"] = missed
-            metrics[f"spectral/solves/{role}"] = sum(one.solves for one in each)
-            metrics[f"spectral/residual/max/{role}"] = max(one.residual for one in each)
-    return metrics
+        return {"spectral/unconverged": self.total}

@@ -1,6 +1,6 @@
 """The plan of a run on one screen, with its units: those that differ in nothing else in one row."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
@@ -12,7 +12,7 @@ from parallel.plan.domain import PENALTY_KINDS
 from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.roofline import ATTENTION, HALF_SIZE
-from training.build import config_assignments, config_routes, config_units
+from training.build import config_routes
 from training.config import Config
 from training.report.table import table
 
@@ -28,7 +28,6 @@ def describe(config: Config, planned: Plan) -> str:
     """Return what a run is, what it needs, how long it takes and whether it fits."""
     sections = [
         heading("units") + unit_table(config_routes(config)),
-        *penalty_section(config),
         heading("run") + run_table(config, planned),
         heading("memory per rank (GiB)") + memory_table(planned),
         heading("sent per step (MiB), by the rank that sends most") + traffic_table(planned),
@@ -42,32 +41,6 @@ def describe(config: Config, planned: Plan) -> str:
 def heading(text: str) -> str:
     """Return the first line of a section."""
     return f"== {text}\n"
-
-
-def penalty_section(config: Config) -> list[str]:
-    """Return the section about the Gram penalty, no section without one."""
-    section = config.gram_penalty
-    if section is None:
-        return []
-    units = [unit for unit in config_units(config) if unit.role in section.roles]
-    counts = {role: sum(unit.role == role for unit in units) for role in section.roles}
-    gram = "W^T W" if section.side == "in" else "W W^T"
-    norm = f"||OffDiag({gram})||_F" + ("^2" if section.power == 2 else "")
-    divided = {
-        None: "",
-        "frobenius": ", the squared norm over ||W||_F^4",
-        "size": ", the squared norm over n (n - 1)",
-    }
-    active = f"in steps 1 to {section.last_step(config.train.steps)} of {config.train.steps}"
-    assign = config_assignments(config)
-    flops = sum(p.cost(unit.shape) for unit in units if (p := assign(unit).penalty) is not None)
-    rows = [
-        ("units", ", ".join(f"{count:,} {role}" for role, count in counts.items())),
-        ("of each", f"{section.resolved_coefficient:g} {norm}{divided[section.normalize]}"),
-        ("active", active),
-        ("FLOPs per active step", f"{flops:.4g}"),
-    ]
-    return [heading("Gram penalty") + table(("", ""), rows)]
 
 
 def run_table(config: Config, planned: Plan) -> str:
@@ -305,7 +278,7 @@ def _row(group: UnitGroup) -> tuple[str, ...]:
     shapes = sorted({route.shape for route in group.routes})
     shown = ["x".join(map(str, shape)) for shape in shapes]
     return (
-        where(route.unit for route in group.routes),
+        where(group.routes),
         f"{len(group.routes):,}",
         " to ".join(dict.fromkeys([shown[0], shown[-1]])),
         f"{group.elements:,}",
@@ -319,30 +292,9 @@ def _row(group: UnitGroup) -> tuple[str, ...]:
     )
 
 
-def where(names: Iterable[str]) -> str:
-    """Name units in short, such as `layers 0-17 x q 0-15` for `layers.0.q.0` and following."""
-    layers: set[int] = set()
-    numbers: set[int] = set()
-    words: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        if parts[0] == "layers":
-            layers.add(int(parts[1]))
-            parts = parts[2:]
-        numbers.update(int(part) for part in parts if part.isdecimal())
-        words[" ".join(part for part in parts if not part.isdecimal())] = None
-    listed = list(words) if len(words) <= MOST_ROWS else [*list(words)[:2], "..."]
-    text = ", ".join(listed) + (f" {ranges(numbers)}" if numbers else "")
-    return f"layers {ranges(layers)} x {text}" if layers else text
-
-
-def ranges(numbers: Collection[int]) -> str:
-    """Write numbers in short: `0-3 5 7-8`; of many ranges the first two."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [f"{a}-{b}" if b > a else str(a) for a, b in runs]
-    return " ".join(shown if len(shown) <= MOST_ROWS else [*shown[:2], "..."])
+def where(routes: Sequence[Route]) -> str:
+    """Name units of one role, with the first and the last of their layers."""
+    parts = [route.unit.split(".") for route in routes]
+    layers = [int(each[1]) for each in parts if each[0] == "layers"]
+    role = routes[0].role
+    return f"{role}, layers {min(layers)} to {max(layers)}" if layers else role
