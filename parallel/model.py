@@ -23,7 +23,7 @@ from models.dense import Fp8, Recompute
 from models.engine import without_advice
 from models.families import FAMILIES
 from models.initialize import initialize_
-from models.layout import ChunkSpec, Layout, QKVUnits
+from models.layout import ChunkSpec, QKVUnits
 from models.pc_config import PCConfig
 from models.units import Unit, check_coverage
 from parallel.comm.collectives import CommVolume, all_reduce_
@@ -226,7 +226,6 @@ class ModelOptions:
     sequence_length     tokens of a sample
     elementwise, preconditioned, storage, bucket_numel, exchange_bytes   as in `BucketPlanner`
     dtype               of weights and activations
-    virtual_pipeline, sequence_parallel, first_stage_layers, last_stage_layers   as in `Layout`
     qkv_units, split_gate_up   as in `Split`
     overlap_reduce      whether reduce-scatters start during the backward pass
     gradient_dtype      as in `Buffers`
@@ -243,10 +242,6 @@ class ModelOptions:
     elementwise: Callable[[Unit], bool]
     preconditioned: Callable[[Unit], bool] | None = None
     dtype: torch.dtype = torch.float32
-    virtual_pipeline: int = 1
-    sequence_parallel: bool = False
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
     qkv_units: QKVUnits = "head"
     split_gate_up: bool = True
     storage: Storage = "auto"
@@ -269,17 +264,7 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
     Raises ValueError if the model and its declared units disagree.
     """
     family = FAMILIES[model.family]
-    layout = Layout(
-        tensor=groups.tensor.size,
-        pipeline=groups.pipeline.size,
-        virtual_pipeline=options.virtual_pipeline,
-        context=groups.context.size,
-        expert=groups.expert.size,
-        expert_tensor=groups.experts.tensor.size,
-        sequence_parallel=options.sequence_parallel,
-        first_stage_layers=options.first_stage_layers,
-        last_stage_layers=options.last_stage_layers,
-    )
+    layout = groups.layout
     config = family.transformer_config(
         model,
         dtype=options.dtype,
@@ -287,15 +272,8 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
         recompute=options.recompute,
         fp8=options.fp8,
     )
-    specs = chunk_specs(
-        model.layers,
-        rank=groups.pipeline.rank,
-        size=layout.pipeline,
-        virtual=layout.virtual_pipeline,
-        first=layout.first_stage_layers,
-        last=layout.last_stage_layers,
-    )
-    chunks = build_chunks(model, config, specs, options, groups.device)
+    specs = chunk_specs(model.layers, layout, groups.pipeline.rank)
+    chunks = build_chunks(model, config, specs, options, groups)
     stage_units = declare_stage_units(
         model,
         specs,
@@ -315,12 +293,12 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
         stage_units = [with_gammas(units, pc) for units in stage_units]
     parameters = named_parameters(family.parameter_names, chunks, specs)
     check_coverage(stage_units[groups.tensor.rank], parameters)
-    comm_volume = CommVolume()
+    comm_volume, sequence = CommVolume(), layout.sequence_parallel
     domains = []
     for domain in (groups.dense, groups.experts):
         units = domain_units(stage_units, domain, groups.tensor.rank)
         if units[0]:
-            domains.append(build_domain(domain, units, parameters, options, comm_volume))
+            domains.append(build_domain(domain, units, parameters, options, sequence, comm_volume))
     built = ParallelModel(
         config,
         chunks,
@@ -343,7 +321,7 @@ def build_chunks(
     config: TransformerConfig,
     specs: Sequence[ChunkSpec],
     options: ModelOptions,
-    device: torch.device,
+    groups: Groups,
 ) -> list[torch.nn.Module]:
     """Build the Megatron models of this pipeline rank's chunks, their weights not initialised."""
     family = FAMILIES[model.family]
@@ -354,10 +332,10 @@ def build_chunks(
                 config,
                 spec,
                 sequence_length=options.sequence_length,
-                virtual_stage=i if options.virtual_pipeline > 1 else None,
+                virtual_stage=i if groups.layout.virtual_pipeline > 1 else None,
                 loss_chunk=options.loss_chunk,
                 fused_loss=options.fused_loss,
-            ).to(device)
+            ).to(groups.device)
             for i, spec in enumerate(specs)
         ]
     if options.compile_backend is not None:
@@ -370,9 +348,13 @@ def build_domain(
     units: list[list[Unit]],
     parameters: Mapping[str, torch.nn.Parameter],
     options: ModelOptions,
+    sequence: bool,
     comm_volume: CommVolume,
 ) -> DomainModel:
-    """Put the parameters of one domain, whose units on each tensor rank are `units`, in buckets."""
+    """Put the parameters of one domain, whose units on each tensor rank are `units`, in buckets.
+
+    `sequence` is whether activations are cut over the sequence too.
+    """
     own_units = units[domain.tensor.rank]
     bucket_layout = BucketPlanner(
         ranks=domain.replicas.size,
@@ -386,7 +368,6 @@ def build_domain(
     ).layout(own_units)
     own = {unit.parameter: parameters[unit.parameter] for unit in own_units}
     buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=options.gradient_dtype)
-    sequence = options.sequence_parallel
     reducer = GradientReducer(
         buffers,
         own,

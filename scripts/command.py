@@ -28,7 +28,6 @@ def add_config(parser: argparse.ArgumentParser, default: Path | None = None) -> 
         type=Path,
         default=default,
         required=default is None,
-        metavar="FILE",
         help="YAML file of the run" + (f" (default: {default.name})" if default else ""),
     )
     parser.add_argument(
@@ -38,7 +37,7 @@ def add_config(parser: argparse.ArgumentParser, default: Path | None = None) -> 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`, which writes what is printed, in full, as JSON."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+    parser.add_argument("--json", type=Path, help="also write all figures to FILE")
 
 
 def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:

@@ -109,13 +109,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--shard-size",
         type=_size,
         default=_size("5GB"),
-        metavar="SIZE",
         help="largest file of weights, e.g. 500MB (default: 5GB)",
     )
     tokenizer = export.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or a folder with one"
-    )
+    tokenizer.add_argument("--tokenizer", type=Path, help="a tokenizer.json or a folder with one")
     tokenizer.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
     export.add_argument(
         "--no-verify",
@@ -130,7 +127,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--config",
         type=Path,
         required=True,
-        metavar="FILE",
         help="YAML file of a run of this model; key=value arguments change it",
     )
     back.add_argument(

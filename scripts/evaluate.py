@@ -103,12 +103,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--python",
         type=Path,
         default=_ROOT / ".venv-eval" / "bin" / "python",
-        metavar="FILE",
         help="interpreter of lm-eval's environment (default: .venv-eval/bin/python)",
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder for results (default: OUT/evaluation)"
-    )
+    parser.add_argument("--output", type=Path, help="folder for results (default: OUT/evaluation)")
     parser.add_argument("--dtype", default="float32", help="dtype to compute in (default: float32)")
     options, more = parser.parse_known_args(arguments)
     options.options = more

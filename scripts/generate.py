@@ -112,24 +112,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
-        "--tokens",
-        type=whole_number(),
-        default=40,
-        metavar="N",
-        help="tokens to generate (default: 40)",
+        "--tokens", type=whole_number(), default=40, help="tokens to generate (default: 40)"
     )
     parser.add_argument(
         "--temperature",
         type=number(0, 1e6),
         default=0.0,
-        metavar="T",
+
         help="sample from the scores divided by T; 0 picks the best token (default: 0)",
     )
     parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="tokenizer.json of a run whose own is elsewhere now",
+        "--tokenizer", type=Path, help="tokenizer.json of a run whose own is elsewhere now"
     )
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, help="seed of the sampling (default: 0)"

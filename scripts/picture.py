@@ -62,8 +62,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make a picture of a run's page with Chromium.")
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("output", type=Path, metavar="FILE", help="the picture, .png")
-    parser.add_argument("--width", type=whole_number(), default=1200, metavar="PIXELS")
-    parser.add_argument("--height", type=whole_number(), default=900, metavar="PIXELS")
+    parser.add_argument("--width", type=whole_number(), default=1200)
+    parser.add_argument("--height", type=whole_number(), default=900)
     options = parser.parse_args(arguments)
     if options.output.suffix != ".png":
         parser.error(f"FILE must end in .png, got {options.output}")

@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     study = kinds.add_parser("study", parents=[output], help="a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     shown = study.add_mutually_exclusive_group()
-    shown.add_argument("--by", metavar="KEY", help="plot losses by this searched setting")
+    shown.add_argument("--by", help="plot losses by this searched setting")
     shown.add_argument(
         "--curves", nargs="+", metavar="VARIANT", help="plot losses of these over training"
     )

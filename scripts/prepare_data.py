@@ -248,7 +248,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "and the field that holds its text if not --text-key; a name may be repeated. "
         f"Files: {KNOWN}",
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
+    parser.add_argument("--output", required=True, help="folder to create")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a different or damaged preparation"
     )
@@ -259,7 +259,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--corpus",
-        metavar="NAME",
         help="prepare the corpus of a recipe, streamed from the Hugging Face hub: "
         f"{', '.join(read_corpora())}",
     )
@@ -267,31 +266,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--from",
         dest="local",
         type=Path,
-        metavar="PATH",
         help="with --corpus: read this file or folder instead of the hub",
     )
     parser.add_argument(
         "--tokens",
         type=whole_number(most=10**14),
-        metavar="N",
         help="stop each set after N tokens (default: all, or what the corpus says)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
         "--train-tokenizer",
         type=whole_number(),
-        metavar="VOCABULARY",
         help="train a byte-level BPE with this many tokens on the training documents",
     )
     tokenizer.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="use a tokenizer.json or Hugging Face folder"
+        "--tokenizer", type=Path, help="use a tokenizer.json or Hugging Face folder"
     )
-    tokenizer.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
+    tokenizer.add_argument("--eod", help="the token that ends a document")
     tokenizer.add_argument(
         "--tokenizer-bytes",
         type=whole_number(most=10**12),
         default=1_000_000_000,
-        metavar="N",
         help="characters to train the tokenizer on, shared equally by the sets "
         "(default: %(default)s)",
     )
@@ -300,7 +295,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--validation-fraction",
         type=_fraction,
         default=Fraction(0),
-        metavar="F",
         help="share of each set's documents to hold out for validation (default: %(default)s)",
     )
     documents.add_argument(
@@ -313,7 +307,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     documents.add_argument(
         "--text-key",
         default="text",
-        metavar="KEY",
         help="field that holds the text of inputs without a KEY of their own "
         "(default: %(default)s)",
     )
@@ -321,7 +314,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--document-bytes",
         type=whole_number(0),
         default=2048,
-        metavar="N",
         help="split a .txt into documents at the first blank line after N bytes; 0 keeps it whole "
         "(default: %(default)s)",
     )
@@ -329,7 +321,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--workers",
         type=whole_number(),
         default=len(os.sched_getaffinity(0)),
-        metavar="N",
         help="encoding processes; the result does not depend on it (default: %(default)s)",
     )
     return parser.parse_intermixed_args(arguments)

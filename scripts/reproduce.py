@@ -32,7 +32,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=Path("runs/reproduce"),
-        metavar="DIR",
         help="folder of the results (default: runs/reproduce)",
     )
     parser.add_argument("--seed", type=int, help="replaces each experiment's own seed")

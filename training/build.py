@@ -341,17 +341,13 @@ def build_parallel_model(
 ) -> ParallelModel:
     """Return this rank's part of the config's model, with `weights` if given, else new ones."""
     assign = config_assignments(config)
-    distributed, parallel, train = config.optimizer.distributed, config.parallel, config.train
+    distributed, train = config.optimizer.distributed, config.train
     options = ModelOptions(
         seed=config.seed,
         sequence_length=train.sequence_length,
         elementwise=lambda unit: not assign(unit).whole_matrix,
         preconditioned=lambda unit: assign(unit).pc is not None,
         dtype=DTYPES[train.precision],
-        virtual_pipeline=parallel.virtual_pipeline,
-        sequence_parallel=parallel.sequence_parallel,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
         storage=distributed.storage,
         bucket_numel=distributed.bucket_elements,
         exchange_bytes=exchange_dtype(config).itemsize,

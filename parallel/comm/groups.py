@@ -56,6 +56,7 @@ class Domain:
 class Groups:
     """Every process group that a rank belongs to.
 
+    layout     that they are made for
     tensor     ranks that share each dense matrix
     pipeline   ranks with the stages of one pipeline
     data       ranks that read different samples
@@ -68,6 +69,7 @@ class Groups:
     device     of this rank's tensors
     """
 
+    layout: Layout
     tensor: Axis
     pipeline: Axis
     data: Axis
@@ -85,25 +87,18 @@ class Groups:
         return dist.get_rank()
 
 
-def chunk_specs(
-    layers: int,
-    *,
-    rank: int,
-    size: int,
-    virtual: int = 1,
-    first: int | None = None,
-    last: int | None = None,
-) -> list[ChunkSpec]:
-    """Chunks of pipeline rank `rank` of `size`, in the order of virtual stages.
+def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
+    """Chunks of pipeline rank `rank`, in the order of virtual stages.
 
-    Layers are split into `size * virtual` equal pieces; piece `v * size + rank` is chunk v of the
-    rank. The first piece has the embedding and the last the head. Without virtual stages, `first`
-    and `last` may set the number of layers of the first and the last stage, and the others share
-    the rest equally. Raises ValueError if the layers do not divide.
+    Layers are split into `pipeline * virtual_pipeline` equal pieces; piece `v * pipeline + rank` is
+    chunk v of the rank. The first piece has the embedding and the last the head. The layout may set
+    the number of layers of the first and the last stage, and the others share the rest equally.
+    Raises ValueError if the layers do not divide.
     """
+    size, virtual = layout.pipeline, layout.virtual_pipeline
     pieces = size * virtual
-    if first is not None or last is not None:
-        lengths = uneven_stages(layers, size=size, virtual=virtual, first=first, last=last)
+    if layout.first_stage_layers is not None or layout.last_stage_layers is not None:
+        lengths = uneven_stages(layers, layout)
     elif layers % pieces:
         raise ValueError(
             f"layers must be divisible by pipeline x virtual_pipeline, got {layers} layers "
@@ -118,13 +113,13 @@ def chunk_specs(
     ]
 
 
-def uneven_stages(
-    layers: int, *, size: int, virtual: int, first: int | None, last: int | None
-) -> list[int]:
-    """Number of layers of each of `size` pipeline stages, with `first` and `last` given.
+def uneven_stages(layers: int, layout: Layout) -> list[int]:
+    """Number of layers of each pipeline stage, with those of the first or the last given.
 
     Raises ValueError if the other stages cannot share the rest equally.
     """
+    size, virtual = layout.pipeline, layout.virtual_pipeline
+    first, last = layout.first_stage_layers, layout.last_stage_layers
     if virtual > 1 or size == 1:
         raise ValueError(
             "first_stage_layers and last_stage_layers need pipeline > 1 and virtual_pipeline = 1, "
@@ -204,7 +199,7 @@ def initialize(
         create_gloo_process_groups=False,  # hosts have one group of their own
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
-    return _groups(device, host, store, _expert_stage(timeout))
+    return _groups(layout, device, host, store, _expert_stage(timeout))
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
@@ -241,7 +236,11 @@ def _store(timeout: datetime.timedelta) -> Store:
 
 
 def _groups(
-    device: torch.device, host: dist.ProcessGroup, store: Store, expert_stage: Axis
+    layout: Layout,
+    device: torch.device,
+    host: dist.ProcessGroup,
+    store: Store,
+    expert_stage: Axis,
 ) -> Groups:
     """Collect the process groups that megatron-core has made."""
     state = parallel_state
@@ -251,6 +250,7 @@ def _groups(
     # Each micro-batch's loss is a mean over its rank's tokens, whichever rank's experts saw them.
     divisor = replicas.size
     return Groups(
+        layout=layout,
         tensor=tensor,
         pipeline=Axis.of(state.get_pipeline_model_parallel_group()),
         data=Axis.of(state.get_data_parallel_group()),

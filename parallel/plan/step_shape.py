@@ -142,15 +142,7 @@ class StepShape:
 
     def chunks(self, stage: int) -> tuple[ChunkSpec, ...]:
         """Return the chunks of a stage."""
-        inputs = self.inputs
-        return _chunks(
-            self.model.layers,
-            stage,
-            inputs.pipeline,
-            inputs.virtual_pipeline,
-            inputs.first_stage_layers,
-            inputs.last_stage_layers,
-        )
+        return _chunks(self.model.layers, self.inputs, stage)
 
     def kinds(self, stage: int) -> dict[int, int]:
         """Return one layer of each kind of a stage, and how many layers are like it."""
@@ -181,12 +173,8 @@ class StepShape:
 
 
 @lru_cache(maxsize=4096)
-def _chunks(
-    layers: int, stage: int, size: int, virtual: int, first: int | None, last: int | None
-) -> tuple[ChunkSpec, ...]:
-    return tuple(
-        chunk_specs(layers, rank=stage, size=size, virtual=virtual, first=first, last=last)
-    )
+def _chunks(layers: int, layout: Layout, stage: int) -> tuple[ChunkSpec, ...]:
+    return tuple(chunk_specs(layers, layout, stage))
 
 
 @lru_cache(maxsize=4096)

@@ -295,12 +295,12 @@ def sharded(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="folder of checkouts")
+    parser.add_argument("--peers", type=Path, help="folder of checkouts")
     parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of weights")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="optimizers in one process")
-    parser.add_argument("--hidden", type=whole_number(128), default=256, metavar="N", help="width")
-    parser.add_argument("--layers", type=whole_number(), default=4, metavar="N", help="depth")
-    parser.add_argument("--steps", type=whole_number(), default=10, metavar="N", help="steps timed")
+    parser.add_argument("--only", nargs="+", help="optimizers in one process")
+    parser.add_argument("--hidden", type=whole_number(128), default=256, help="width")
+    parser.add_argument("--layers", type=whole_number(), default=4, help="depth")
+    parser.add_argument("--steps", type=whole_number(), default=10, help="steps timed")
     add_json(parser)
     return parser.parse_args(arguments)
 

@@ -235,7 +235,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--config",
         type=Path,
         action="append",
-        metavar="FILE",
         help="a recipe; may be repeated (default: llama1b_sso and qwen3_1.7b_sso)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values for all recipes")

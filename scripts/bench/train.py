@@ -198,7 +198,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
     parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device (FLOP/s)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step")
+    parser.add_argument("--profile", type=Path, help="write a trace of one step")
     add_json(parser)
     return parser.parse_intermixed_args(arguments)
 

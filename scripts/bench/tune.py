@@ -168,7 +168,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=dispatch.TABLE,
-        metavar="FILE",
         help="the table to write (default: the one that is shipped)",
     )
     return parser.parse_args(arguments)

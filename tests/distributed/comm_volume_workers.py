@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from models.layout import Layout
 from parallel.comm import groups as process_groups
-from tests.distributed.workers import rank_folder
+from tests.distributed.workers import rank_folder, start
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
 
@@ -18,7 +17,7 @@ def sent_in_one_step(
 
     `stage` is its pipeline rank.
     """
-    layout_groups = process_groups.initialize(Layout(**layout))
+    layout_groups = start(layout)
     found = []
     for overrides in runs:
         config = tiny_config(

@@ -22,18 +22,13 @@ def losses_and_gradients(
     layout: dict[str, int], models: dict[str, dict[str, Any]], sequence_parallel: bool
 ) -> dict[str, dict[str, Any]]:
     """Mean loss, float64 gradients and load of experts of one step, for every model."""
-    groups = start(layout)
-    results = {
-        name: one_step(model, groups, sequence_parallel=sequence_parallel)
-        for name, model in models.items()
-    }
+    groups = start({**layout, "sequence": sequence_parallel})
+    results = {name: one_step(model, groups) for name, model in models.items()}
     process_groups.shutdown()
     return results
 
 
-def one_step(
-    settings: dict[str, Any], groups: Groups, *, sequence_parallel: bool
-) -> dict[str, Any]:
+def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
     """Mean loss over the batch, gradients of the whole units of this rank, and by layer the tokens
     of each expert and the bias that they give it."""
     model = build_model(
@@ -44,7 +39,6 @@ def one_step(
             sequence_length=LENGTH,
             dtype=torch.float64,
             elementwise=lambda unit: True,
-            sequence_parallel=sequence_parallel,
         ),
     )
     batch = {

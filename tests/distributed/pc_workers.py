@@ -125,7 +125,6 @@ def preconditioned(
             sequence_length=8,
             dtype=torch.float64,
             elementwise=lambda unit: not assign(unit).whole_matrix,
-            sequence_parallel=groups.tensor.size > 1,
             pc=pc,
         ),
     )

@@ -22,7 +22,7 @@ from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
-from tests.distributed.workers import joined
+from tests.distributed.workers import joined, start
 from tests.models import tokens_of
 from tests.moe_models import MODEL as MIXTURE
 from tests.saved_state import save_state
@@ -68,7 +68,6 @@ class Trained:
                 sequence_length=LENGTH,
                 dtype=dtype,
                 elementwise=lambda unit: not assign(unit).whole_matrix,
-                sequence_parallel=groups.tensor.size > 1,
                 storage=storage,
             ),
         )
@@ -169,7 +168,7 @@ def same(ours: Tensors, theirs: Tensors) -> list[str]:
 def started(layouts: Sequence[Sizes]) -> Iterator[tuple[Sizes, Groups]]:
     """Each layout with its process groups, initialised one after the other."""
     for layout in layouts:
-        yield layout, process_groups.initialize(Layout(**layout))
+        yield layout, start(layout)
         process_groups.shutdown()
 
 

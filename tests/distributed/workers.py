@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from models.config import ModelConfig
 from models.initialize import normal
-from models.layout import Layout
 from models.units import Unit
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
@@ -22,6 +21,7 @@ from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
 from training.config import group_of
+from training.config.sections.parallel import ParallelConfig
 from training.loop import StepResult, Trainer
 from training.report.metrics import without_times
 from training.samples import next_tokens
@@ -29,7 +29,7 @@ from training.samples import next_tokens
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
     """Make the process groups of a layout, given by the keys of the config's `parallel` section."""
-    return process_groups.initialize(Layout(**layout))
+    return process_groups.initialize(ParallelConfig(**layout).layout)
 
 
 def rank_folder(folder: str) -> str:
@@ -163,7 +163,7 @@ def optimizer_steps(
     layout: dict[str, int], variants: list[dict[str, Any]], steps: int
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's whole units after `steps` steps, for every variant (see `units_after`)."""
-    layout_groups = start(layout)
+    layout_groups = start({**layout, "sequence": False})
     found = [units_after(layout_groups, steps, **variant) for variant in variants]
     process_groups.shutdown()
     return found

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.layout import Layout
 from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, read_config, tiny_config
 from training.build import build_data, build_trainer
@@ -163,18 +164,21 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
 
 
 def test_stages_deal_layers_in_order():
-    two = [process_groups.chunk_specs(8, rank=r, size=2, virtual=2) for r in range(2)]
+    interleaved = Layout(pipeline=2, virtual_pipeline=2)
+    two = [process_groups.chunk_specs(8, interleaved, rank) for rank in range(2)]
     assert [stage.layers for stage in two[0]] == [(0, 1), (4, 5)]
     assert [stage.layers for stage in two[1]] == [(2, 3), (6, 7)]
     assert [stage.embedding for stage in two[0]] == [True, False]
     assert [stage.head for stage in two[1]] == [False, True]
     with pytest.raises(ValueError, match="got 8 layers for 3 x 1"):
-        process_groups.chunk_specs(8, rank=0, size=3)
+        process_groups.chunk_specs(8, Layout(pipeline=3), 0)
 
 
 def test_the_first_and_last_stage_may_have_fewer_layers():
     def layers(count, size, **ends):
-        return [process_groups.chunk_specs(count, rank=r, size=size, **ends) for r in range(size)]
+        keys = {f"{end}_stage_layers": number for end, number in ends.items()}
+        layout = Layout(pipeline=size, **keys)
+        return [process_groups.chunk_specs(count, layout, rank) for rank in range(size)]
 
     four = layers(9, 4, first=2, last=1)
     assert [stage.layers for (stage,) in four] == [(0, 1), (2, 3, 4), (5, 6, 7), (8,)]
@@ -186,7 +190,8 @@ def test_the_first_and_last_stage_may_have_fewer_layers():
         with pytest.raises(ValueError, match="must divide over the other"):
             layers(count, 3 if ends != {"first": 3, "last": 1} else 2, **ends)
     with pytest.raises(ValueError, match="need pipeline > 1 and virtual_pipeline = 1"):
-        process_groups.chunk_specs(9, rank=0, size=2, virtual=2, first=1)
+        layout = Layout(pipeline=2, virtual_pipeline=2, first_stage_layers=1)
+        process_groups.chunk_specs(9, layout, 0)
 
 
 def test_the_last_step_is_logged_whatever_the_interval(folder, world):
