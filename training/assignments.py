@@ -42,12 +42,11 @@ def _assignment(
     if unit.role == GAMMA and pc is not None:
         return _gamma_assignment(optimizer, unit, pc)
     settings = optimizer.settings_for(unit.role)
-    factor = optimizer.rate_factor(unit.role, unit.layer)
     return Assignment(
         group=group_of(unit.role),
         rule_name=settings.rule,
         rule=optimizer.rule(settings.rule),
-        lr=settings.lr * factor,
+        lr=settings.lr,
         weight_decay=settings.weight_decay,
         pc=None if pc is None else _pc_assignment(optimizer, unit, pc),
         penalty=None if penalty is None else _penalty(unit, penalty),
@@ -73,7 +72,6 @@ def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> A
     """
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
-    lr *= optimizer.rate_factor(GAMMA, unit.layer)
     return Assignment(
         group=group_of(GAMMA),
         rule_name=settings.rule,

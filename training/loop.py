@@ -91,7 +91,6 @@ class Trainer:
         self.update = Update(
             optimizer,
             max_norm=config.optimizer.clip.max_norm,
-            clip_matrix_roles=config.optimizer.clip.matrix_roles,
             cuda_graph=config.optimizer.distributed.cuda_graph,
         )
         self.progress = Progress()

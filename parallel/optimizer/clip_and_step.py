@@ -24,10 +24,9 @@ class Update:
         optimizer: DistributedOptimizer,
         *,
         max_norm: float | None,
-        clip_matrix_roles: bool = True,
         cuda_graph: bool = False,
     ) -> None:
-        """Prepare the update; `max_norm` and `clip_matrix_roles` as in `DistributedOptimizer.clip`.
+        """Prepare the update; `max_norm` as in `DistributedOptimizer.clip`.
 
         Raises ValueError if `cuda_graph` asks for a recorded step and the optimizer's cannot be.
         """
@@ -35,7 +34,6 @@ class Update:
             check_capturable(optimizer)
         self.optimizer = optimizer
         self.max_norm = max_norm
-        self.clip_matrix_roles = clip_matrix_roles
         device = optimizer.domains[0].buffers.master.device
         # Written in place before each call, so that a recorded step reads the new values.
         self.factor = torch.ones((), device=device)
@@ -75,7 +73,7 @@ class Update:
         self._norm, self._active = self._run()
 
     def _run(self) -> tuple[GradientNorm, Tensor]:
-        norm = self.optimizer.clip(self.max_norm, self.clip_matrix_roles)
+        norm = self.optimizer.clip(self.max_norm)
         active = self.allowed & (norm.total < math.inf)  # not NaN either, in one launch
         self.optimizer.step(self.factor, active)
         return norm, active

@@ -79,49 +79,38 @@ class DistributedOptimizer:
         return PenaltyFigures.of(all_reduce_(sums, None, self.model.comm_volume, "penalty figures"))
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None, clip_matrix_roles: bool = True) -> GradientNorm:
+    def clip(self, max_norm: float | None) -> GradientNorm:
         """Scale the gradients in place to at most `max_norm` and return their norm before that.
 
-        `max_norm` None only measures. Without `clip_matrix_roles`, units of whole-matrix rules are
-        neither scaled nor part of the norm that is compared; `total` always covers every unit.
+        `max_norm` None only measures.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
-        squares = torch.zeros(2, dtype=dtype, device=some.device)
+        square = torch.zeros((), dtype=dtype, device=some.device)
         gradients = list(self._gradients())
-        for kind in (0, 1):
-            mine = [gradient for each, counted, gradient in gradients if counted and each == kind]
-            if mine:
-                norms = torch._foreach_norm(mine, dtype=dtype)
-                squares[kind] = torch.stack(norms).square().sum()
-        all_reduce_(squares, None, self.model.comm_volume, "gradient norm")
-        total = squares.sum().sqrt()
+        mine = [gradient for counted, gradient in gradients if counted]
+        if mine:
+            square += torch.stack(torch._foreach_norm(mine, dtype=dtype)).square().sum()
+        all_reduce_(square, None, self.model.comm_volume, "gradient norm")
+        total = square.sqrt()
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total))
-        clipped = total if clip_matrix_roles else squares[0].sqrt()
-        coefficient = (max_norm / (clipped + 1e-6)).clamp(max=1.0)
-        scaled = [gradient for kind, _, gradient in gradients if clip_matrix_roles or kind == 0]
-        if scaled:
-            torch._foreach_mul_(scaled, coefficient)
+        coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
         return GradientNorm(total, coefficient)
 
-    def _gradients(self) -> Iterator[tuple[int, bool, Tensor]]:
-        """Every gradient that this rank steps.
-
-        Yields 1 if a whole-matrix rule steps it and else 0, whether this rank counts it in the
-        norm, and the tensor.
-        """
+    def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
+        """Every gradient that this rank steps, and whether this rank counts it in the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
-                rule = region.assigned.rule
-                yield int(rule.whole_matrix), region.counted, region.of(shards)
+                yield region.counted, region.of(shards)
             for units in domain.materialized:
                 for stack, gradients in units.gradients():
-                    for gradient in gradients:
-                        yield int(stack.rule.whole_matrix), True, gradient
+                    yield from ((True, gradient) for gradient in gradients)
                     if stack.gamma_rule is not None:
-                        yield 0, True, stack.gamma_gradient
+                        yield True, stack.gamma_gradient
 
     @torch.no_grad()
     def step(self, factor: Tensor | float, active: Tensor) -> None:

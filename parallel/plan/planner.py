@@ -252,8 +252,8 @@ def plan_stage(
     padding = sum(layout.padding for layout in layouts)
     numel = sum(layout.numel for layout in layouts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
-    # The two squares of the gradient norm, and the Gram penalty's figures if they are measured.
-    sums = {"gradient norm": 2 * 4, "penalty figures": SUMS * 8 * inputs.penalised}
+    # The square of the gradient norm, and the Gram penalty's figures if they are measured.
+    sums = {"gradient norm": 4, "penalty figures": SUMS * 8 * inputs.penalised}
     ranks = inputs.stage_ranks * inputs.pipeline
     for kind, size in sums.items():
         sent[kind] = np.full(inputs.stage_ranks, 2 * size * (ranks - 1) // ranks)

@@ -63,7 +63,7 @@ def alive(run: RunData) -> bool:
         return Path("/proc", str(lock["pid"])).exists()
     beat = _content(run.folder / HEARTBEAT).get("time")
     pace = [value for _, value in run.series("perf/step_time_s")]
-    limit = max(SILENCE, 3 * run.config["watchdog"]["heartbeat_seconds"], 3 * max(pace, default=0))
+    limit = max(SILENCE, 3 * max(pace, default=0))
     return isinstance(beat, int | float) and time.time() - beat < limit
 
 

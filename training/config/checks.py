@@ -11,8 +11,7 @@ from typing import Final
 from models.config import ModelConfig, MoEConfig
 from models.families import FAMILIES, family_problems
 from models.layout import QKVUnits
-from models.section import Checks, ignored, named
-from spectral.rules import RULES
+from models.section import Checks, named
 from training.config.schema import Config
 
 SECTION_CHECKS: Final[Checks] = {ModelConfig: family_problems}
@@ -74,7 +73,6 @@ def run_problems(config: Config) -> Iterator[str]:
         "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
         f"to, got {config.spikes.rewinds}",
     )
-    yield from _rate_factors(config)
 
 
 def _roles(config: Config) -> list[str]:
@@ -82,35 +80,8 @@ def _roles(config: Config) -> list[str]:
     return roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
 
 
-def _rate_factors(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the factors of learning rates, by layer and by role."""
-    optimizer, layers = config.optimizer, config.model.layers
-    rates = optimizer.layer_rates
-    if rates is not None and rates.factors is not None and len(rates.factors) != layers:
-        yield (
-            f"optimizer.layer_rates.factors must have model.layers = {layers} entries, "
-            f"got {len(rates.factors)}"
-        )
-        return
-    for role in _roles(config):
-        settings = optimizer.settings_for(role)
-        largest = max(optimizer.rate_factor(role, layer) for layer in (None, *range(layers)))
-        decay = settings.lr * settings.weight_decay
-        if largest > 1 and decay < 1 <= largest * decay:
-            yield (
-                "optimizer.layer_rates and lr_factor must keep lr times weight_decay below 1, "
-                f"got {settings.lr} times {largest} times {settings.weight_decay} for role {role}: "
-                "one step would erase the weight"
-            )
-
-
 def _without_effect(config: Config) -> Iterator[str]:
     """Yield settings that another section leaves without effect."""
-    optimizer = config.optimizer
-    rules = {optimizer.settings_for(role).rule for role in _roles(config)}
-    if not any(rule in RULES and RULES[rule].whole_matrix for rule in rules):
-        when = "where no role has a rule of whole matrices"
-        yield from ignored(optimizer.clip, "matrix_roles", when=when, prefix="optimizer.clip.")
     moe = config.model.moe
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
     yield from unless(

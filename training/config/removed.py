@@ -12,6 +12,15 @@ REMOVED: Final[Mapping[str, str]] = {
     "optimizer.distributed.placement=round_robin": "leave it at auto",
     "optimizer.distributed.tensor_mode=duplicated": "leave it at owner, whose result is the same",
     "optimizer.rules.*.power_iteration_steps": "set krylov_steps, which needs about half as many",
+    "checkpoint.asynchronous": "leave it out; training goes on while a checkpoint is written",
+    "log.wandb.entity": "set WANDB_ENTITY in the environment",
+    "log.wandb.group": "set WANDB_RUN_GROUP in the environment",
+    "log.wandb.mode": "set WANDB_MODE in the environment",
+    "log.wandb.tags": "set WANDB_TAGS in the environment",
+    "optimizer.clip.matrix_roles": "leave it out; the norm is that of all gradients",
+    "optimizer.layer_rates": "leave it out; roles have rates of their own in optimizer.roles",
+    "optimizer.roles.*.lr_factor": "set the role's lr",
+    "watchdog.heartbeat_seconds": "leave it out; the heartbeat is written every 10 seconds",
     "checkpoint.memory_interval": "set checkpoint.interval, from which a restart continues",
 }
 """By dotted key, `*` for any part of one, or by `key=value`: what to do, in one sentence. The key

@@ -81,14 +81,9 @@ class Lifecycle:
         return interval > 0 and step % interval == 0
 
     def save(self, meta: Mapping[str, Any]) -> None:
-        """Begin a save after the previous one is complete.
-
-        Also waits for its end if `checkpoint.asynchronous` is false.
-        """
+        """Begin a save after the previous one is complete."""
         self.wait()
         self._begin(meta)
-        if not self.config.checkpoint.asynchronous:
-            self.wait()
 
     def _begin(self, meta: Mapping[str, Any]) -> None:
         """Begin a save. Raises FolderError if another run has taken the run folder."""

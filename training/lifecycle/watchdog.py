@@ -11,6 +11,8 @@ from training.config.sections.running import WatchdogConfig
 
 HEARTBEAT: Final = "heartbeat.json"
 STACKS: Final = "stacks"
+PAUSE: Final = 10.0
+"""Seconds between updates of the heartbeat."""
 
 
 class Watchdog:
@@ -27,7 +29,6 @@ class Watchdog:
         """`timeout_seconds` is that of the process groups, before which stacks must be written."""
         self.folder = Path(run_dir)
         self.rank = rank
-        self.pause = config.heartbeat_seconds
         self.limit: float | None = None
         if config.hang_seconds is not None:
             self.limit = min(config.hang_seconds, timeout_seconds / 2)
@@ -62,7 +63,7 @@ class Watchdog:
             # Each call starts a thread, so not in every step.
             self._armed = now
             faulthandler.dump_traceback_later(self.limit, file=self._file)
-        if self.rank == 0 and now - self._written > self.pause:
+        if self.rank == 0 and now - self._written > PAUSE:
             self._written = now
             write_heartbeat(self.folder, step)
 

@@ -37,16 +37,11 @@ class WandbTracker:
     def __init__(self, config: Config, run_id: str) -> None:
         import wandb
 
-        section = config.log.wandb
         self.run = wandb.init(
-            project=section.project,
-            entity=section.entity,
-            group=section.group,
-            tags=list(section.tags),
+            project=config.log.wandb.project,
             name=config.run.name,
             id=run_id,
             resume="allow",
-            mode=section.mode,
             dir=config.run.dir,
             config=asdict(config),
         )

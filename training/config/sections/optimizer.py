@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_arg
 from pydantic import AfterValidator, Field
 
 from models.layout import QKVUnits
-from models.section import AtLeast0, Number, Positive, Section, named, shown
+from models.section import AtLeast0, Positive, Section, named, shown
 from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
 from spectral.sharded.placement import Strategy
@@ -45,8 +45,6 @@ class ClipConfig(Section):
 
     max_norm: Positive | None = 1.0
     """Largest global gradient norm; null does not clip."""
-    matrix_roles: bool = True
-    """Whether matrices with a spectral rule count in the norm and are clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +73,6 @@ class RoleConfig(Section):
     """Update rule; null = the group's, or adamw for routers."""
     lr: AtLeast0 | None = None
     """Peak learning rate; null = the group's."""
-    lr_factor: AtLeast0 = 1.0
-    """Factor of the peak learning rate."""
     weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's."""
 
@@ -84,33 +80,6 @@ class RoleConfig(Section):
         """Yield what is wrong with a role's own settings."""
         if self.rule is not None and self.rule not in RULES:
             yield f"rule must be {rule_problem(self.rule)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerRatesConfig(Section):
-    """Factors of the learning rates by layer."""
-
-    factors: tuple[AtLeast0, ...] | None = None
-    """A factor for each layer, from the first; null = those of `depth_power`."""
-    depth_power: Number | None = None
-    """Layer i, counted from 1, has the factor i ** depth_power: -0.5 makes rates fall as the
-    inverse square root of depth; null = those of `factors`."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the factors."""
-        if (self.factors is None) == (self.depth_power is None):
-            yield (
-                "depth_power or factors must be set, and not both, got "
-                f"{shown(self.depth_power)} and {shown(self.factors)}"
-            )
-
-    def factor(self, layer: int | None) -> float:
-        """Return the factor of a layer, counted from 0; 1 for what belongs to no layer."""
-        if layer is None:
-            return 1.0
-        if self.factors is not None:
-            return self.factors[layer]
-        return float((layer + 1) ** (self.depth_power or 0.0))
 
 
 LARGEST_OF_RULES: Final = 1000
@@ -154,12 +123,11 @@ else:
 
 
 class RoleSettings(NamedTuple):
-    """How one role is optimized: by a rule, at the peak rate `lr * lr_factor`."""
+    """How one role is optimized: by a rule, at the peak rate `lr`."""
 
     rule: str
     lr: float
     weight_decay: float
-    lr_factor: float = 1.0
 
 
 def erasing(settings: GroupConfig | RoleSettings, prefix: str = "") -> Iterator[str]:
@@ -236,12 +204,6 @@ class OptimizerConfig(Section):
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. router and shared_router
     use adamw unless overridden here."""
-    layer_rates: LayerRatesConfig | None = None
-    """Factors of the peak learning rates by layer; null gives all layers the same rates. A factor
-    applies to everything in its transformer layer: matrices, gains and gamma of PC layers. The
-    embedding, the final norm and the output head belong to no layer. As a step decays weights by
-    lr * weight_decay, the decay changes with the rate. `lr/<group>` in the metrics is the rate
-    without these factors."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
@@ -257,13 +219,7 @@ class OptimizerConfig(Section):
             rule=default if own.rule is None else own.rule,
             lr=group.lr if own.lr is None else own.lr,
             weight_decay=group.weight_decay if own.weight_decay is None else own.weight_decay,
-            lr_factor=own.lr_factor,
         )
-
-    def rate_factor(self, role: str, layer: int | None) -> float:
-        """Return the factor of the rates of a unit, by its role and its layer, counted from 0."""
-        by_layer = 1.0 if self.layer_rates is None else self.layer_rates.factor(layer)
-        return self.settings_for(role).lr_factor * by_layer
 
     def rule(self, name: str) -> Rule:
         """Return the rule `name` with its configured settings."""

@@ -10,19 +10,13 @@ from models.section import Count, Positive, Section, Whole
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(Section):
-    """How the run appears in Weights & Biases, if `log.trackers` has wandb."""
+    """How the run appears in Weights & Biases, if `log.trackers` has wandb.
+
+    Team, group, tags and mode are those of its environment variables, such as WANDB_ENTITY.
+    """
 
     project: str = "spectrain"
     """Project of the run."""
-    entity: str | None = None
-    """User or team that owns the project; null = your default."""
-    group: str | None = None
-    """Group of runs that the run belongs to; null = none."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-    mode: Literal["online", "offline"] | None = None
-    """online uploads during the run, offline writes to the run folder for `wandb sync`; null
-    follows the environment variable WANDB_MODE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +28,8 @@ class LogConfig(Section):
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Services that get the same metrics. A tracker that fails never stops the run."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    """How the run appears in Weights & Biases, if `log.trackers` has wandb."""
+    """How the run appears in Weights & Biases, if `log.trackers` has wandb. Its environment
+    variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, say the rest."""
 
 
 MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]

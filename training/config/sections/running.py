@@ -52,8 +52,6 @@ class CheckpointConfig(Section):
 
     interval: Whole = 1000
     """Steps between checkpoints; a run that ends or is stopped also saves one. 0 never saves."""
-    asynchronous: bool = True
-    """Keep training while a checkpoint is written; needs host memory for one more copy."""
     keep_last: Count | None = 3
     """Number of newest checkpoints to keep; null keeps all."""
     keep_every: Count | None = None
@@ -79,8 +77,6 @@ class StopConfig(Section):
 class WatchdogConfig(Section):
     """How a run shows that it is alive, and where it hangs."""
 
-    heartbeat_seconds: Seconds = 10.0
-    """Seconds between updates of `heartbeat.json` in the run folder."""
     hang_seconds: Seconds | None = 300.0
     """Seconds without progress after which every rank writes its stack traces to `stacks/`, at most
     half of `parallel.timeout_seconds`; null never writes them."""

@@ -41,22 +41,17 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(world, poison):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_matrices_may_be_left_out_of_the_clip(world):
-    """The norm that is compared is then that of the other units, and only they are scaled."""
-    for matrices in (True, False):
-        model, update = built(world, "muon", "none", recorded=False)
-        fill(model, 0)
-        optimizer = update.optimizer
-        before = [(kind, g.clone()) for kind, _, g in optimizer._gradients()]
-        squares = [sum(g.square().sum() for k, g in before if k == kind) for kind in (0, 1)]
-        compared = sum(squares) if matrices else squares[0]
-        norm = optimizer.clip(0.25, clip_matrix_roles=matrices)
-        torch.testing.assert_close(norm.total, sum(squares).sqrt(), rtol=1e-5, atol=0)
-        expected = (0.25 / (compared.sqrt() + 1e-6)).clamp(max=1.0)
-        torch.testing.assert_close(norm.coefficient, expected, rtol=1e-5, atol=0)
-        for (kind, old), (_, _, new) in zip(before, optimizer._gradients(), strict=True):
-            factor = norm.coefficient if matrices or kind == 0 else torch.ones(())
-            assert torch.equal(new, old * factor)
+def test_every_gradient_is_scaled_to_the_norm(world):
+    model, update = built(world, "muon", "none", recorded=False)
+    fill(model, 0)
+    optimizer = update.optimizer
+    before = [gradient.clone() for _, gradient in optimizer._gradients()]
+    expected = sum(gradient.square().sum() for gradient in before).sqrt()
+    norm = optimizer.clip(0.25)
+    torch.testing.assert_close(norm.total, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(norm.coefficient, 0.25 / (expected + 1e-6), rtol=1e-5, atol=0)
+    for old, (_, new) in zip(before, optimizer._gradients(), strict=True):
+        assert torch.equal(new, old * norm.coefficient)
 
 
 def test_what_cannot_be_recorded_is_refused(world):

@@ -183,7 +183,7 @@ def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
 
 def test_what_changes_no_result_may_change(run, whole, tmp_path):
     run(train__exit_step=2)
-    run(train__micro_batch=2, checkpoint__asynchronous=False)
+    run(train__micro_batch=2)
     assert same_state(state_of(tmp_path / "run", 4), state_of(whole, 4)) == []
 
 

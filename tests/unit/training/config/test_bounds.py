@@ -20,7 +20,6 @@ ABSURD = {
     "parallel.timeout_seconds": 1e300,
     "parallel.tensor": 10**9,
     "watchdog.hang_seconds": 1e300,
-    "watchdog.heartbeat_seconds": 1e300,
     "stop.slurm_margin_seconds": 1e300,
     "spikes.window": 10**12,
     "optimizer.rules.muon.steps": 10**8,

@@ -14,7 +14,6 @@ CASES = [
     ("model.init.spectral=true", "model.init.std", 0.02, 0.03),
     ("model.init.spectral=true", "model.init.depth_scaled", "false", "true"),
     ("model.init.spectral=true", "model.init.depth_scaling", "'layers'", "layer"),
-    ("optimizer.matrix.rule=adamw", "optimizer.clip.matrix_roles", "true", "false"),
 ]
 
 
@@ -32,7 +31,6 @@ def test_a_key_without_effect_must_keep_its_default(
     [
         ["pc={level: 2, gamma_lr: 0.1, gamma_weight_decay: 0.1, steps: 5, norm_recovery: false}"],
         ["model.init={spectral: false, std: 0.1, depth_scaled: true, depth_scaling: layer}"],
-        ["optimizer.clip.matrix_roles=false"],
         # Switched off on purpose, as by an override: its other settings wait until it is on again.
         ["checkpoint={interval: 0, keep_last: 5}"],
     ],

@@ -56,9 +56,9 @@ def lines(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_service_gets_each_line_once_and_the_config(config, world, service, tmp_path):
-    train(config("wandb", log__wandb__project="p", log__wandb__tags=["a", "b"]), world)
+    train(config("wandb", log__wandb__project="p"), world)
     (run,) = service.runs
-    assert (run["project"], run["tags"], run["name"]) == ("p", ["a", "b"], "test")
+    assert (run["project"], run["name"]) == ("p", "test")
     assert run["config"]["model"]["hidden"] == 64 and run["dir"] == str(tmp_path / "run")
     assert run["axes"] == {"progress/step": None, "*": "progress/step"}
     expected = [
