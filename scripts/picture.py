@@ -15,7 +15,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, require, whole_number
+from scripts.command import command, require
 from training.errors import InputError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         page, picture = Path(folder) / "page.html", Path(folder) / "picture.png"
         page.write_text(report(read_run(options.run)), encoding="utf-8")
-        size = f"--window-size={options.width},{options.height}"
         subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", size,
-             f"--user-data-dir={folder}/profile", f"--screenshot={picture}", page.as_uri()],
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+             "--window-size=1200,900", f"--user-data-dir={folder}/profile",
+             f"--screenshot={picture}", page.as_uri()],
             check=True, capture_output=True,
         )  # fmt: skip
         shrink(picture, options.output)
@@ -62,8 +62,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make a picture of a run's page with Chromium.")
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("output", type=Path, metavar="FILE", help="the picture, .png")
-    parser.add_argument("--width", type=whole_number(), default=1200)
-    parser.add_argument("--height", type=whole_number(), default=900)
     options = parser.parse_args(arguments)
     if options.output.suffix != ".png":
         parser.error(f"FILE must end in .png, got {options.output}")

@@ -4,8 +4,7 @@
     python scripts/bench/optimizer.py --small
 
 For each recipe it takes the model's units with the recipe's sizes and settings: the step of all of
-them on one rank, and of the fullest rank's share of `--ranks` ranks, the matrices of each shape
-dealt evenly (126 of the 1008 of Dense-1.7B to each of 8 ranks). A step is rules, masters and
+them on one rank, and of the fullest rank's share of `--ranks` ranks. A step is rules, masters and
 bfloat16 weights; the reduction of gradients, exchange and gathers are not in it
 (scripts/bench/distributed.py has them), and neither are PC layers (scripts/bench/train.py). Our
 rules are compared with torch.optim.AdamW (fused) and with torch.optim.Muon beside it, on float32
@@ -43,6 +42,7 @@ from scripts.bench.measure import in_turn, print_table, record, timed, write_jso
 from scripts.command import add_json, command, whole_number
 from spectral import CapturedStep, SpectralOptimizer
 from spectral.power_iteration import cold_start
+from spectral.sharded.placement import Work, place
 from training.build import config_assignments, config_units
 from training.config import Config, load_config
 from training.config.paper_choices import with_paper_choices
@@ -98,25 +98,13 @@ def with_rule(config: Config, rule: str) -> Config:
 
 
 def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
-    """The share of the rank with the largest load.
-
-    Matrices of each shape are dealt evenly, the most expensive shape first, and a remainder goes to
-    the least loaded ranks.
-    """
-    by_shape: dict[tuple[int, ...], list[Unit]] = {}
-    for unit in units:
-        if assign(unit).has_owner:
-            by_shape.setdefault(unit.shape, []).append(unit)
-    loads = [0.0] * ranks
-    shares: list[list[Unit]] = [[] for _ in range(ranks)]
-    costs = {shape: assign(same[0]).cost(shape) for shape, same in by_shape.items()}
-    for shape in sorted(by_shape, key=lambda shape: -costs[shape]):
-        order = sorted(range(ranks), key=lambda rank: loads[rank])
-        for i, unit in enumerate(by_shape[shape]):
-            shares[order[i % ranks]].append(unit)
-            loads[order[i % ranks]] += costs[shape]
-    elementwise = [unit for unit in units if not assign(unit).has_owner]
-    return Share(shares[loads.index(max(loads))], elementwise, ranks)
+    """The share of the rank with the largest load, under the placement of a run."""
+    matrices = [unit for unit in units if assign(unit).has_owner]
+    works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices]
+    placed = place("auto", works, ranks)
+    fullest = placed.loads.index(max(placed.loads))
+    owned = [unit for unit in matrices if placed.owners[unit.name] == fullest]
+    return Share(owned, [unit for unit in units if not assign(unit).has_owner], ranks)
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
