@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import math
 import os
 import re
 import socket
@@ -17,19 +16,12 @@ from training.errors import InputError, fail
 P = ParamSpec("P")
 
 
-def add_config(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+def add_config(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and the positional `key=value` overrides, as pretrain.py has them.
 
-    Parse with `parse_intermixed_args`, so that options may follow the overrides. Without a
-    `default` the option is required.
+    Parse with `parse_intermixed_args`, so that options may follow the overrides.
     """
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=default,
-        required=default is None,
-        help="YAML file of the run" + (f" (default: {default.name})" if default else ""),
-    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values that replace the file's"
     )
@@ -49,23 +41,6 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
                 f"must be a whole number from {least} to {most}, got {text!r:.40}"
             )
         return int(text)
-
-    return parse
-
-
-def number(least: float, most: float) -> Callable[[str], float]:
-    """Return the type of an argument that is a number from `least` to `most`."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a number from {least:g} to {most:g}, got {text!r:.40}"
-            )
-        return value
 
     return parse
 

@@ -14,7 +14,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, number, require, whole_number
+from scripts.command import command, require, whole_number
 from training.errors import InputError
 
 
@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation."""
     options = parse(arguments)
     require("transformers")
+    if not 0 <= options.temperature < float("inf"):
+        raise InputError(f"--temperature must be at least 0, got {options.temperature}")
     with exported(options.source, options.tokenizer) as folder:
         print(continuation(folder, options))
     return 0
@@ -116,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--temperature",
-        type=number(0, 1e6),
+        type=float,
         default=0.0,
 
         help="sample from the scores divided by T; 0 picks the best token (default: 0)",

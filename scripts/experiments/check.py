@@ -42,9 +42,9 @@ def near(
     return Check(name, measured, expected - slack, expected + slack, source, series)
 
 
-def at_least(name: str, measured: float, low: float, source: str, series: str = "") -> Check:
+def at_least(name: str, measured: float, low: float, source: str) -> Check:
     """Check that `measured` is `low` or more."""
-    return Check(name, measured, low, math.inf, source, series)
+    return Check(name, measured, low, math.inf, source)
 
 
 def at_most(name: str, measured: float, high: float, source: str, series: str = "") -> Check:
@@ -52,9 +52,9 @@ def at_most(name: str, measured: float, high: float, source: str, series: str = 
     return Check(name, measured, -math.inf, high, source, series)
 
 
-def equal(name: str, measured: float, expected: float, source: str, series: str = "") -> Check:
-    """Check that `measured` is `expected` up to rounding in float64."""
-    return near(name, measured, expected, 1e-9, source, series)
+def equal(name: str, measured: float, expected: float) -> Check:
+    """Check that `measured` is what an SVD gives, up to rounding in float64."""
+    return near(name, measured, expected, 1e-9, "theory: SVD", "by SVD")
 
 
 def recorded(experiment: str, data: Mapping[str, Any]) -> list[Check]:

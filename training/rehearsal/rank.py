@@ -37,7 +37,6 @@ class Job:
 
     compiled   whether Triton's kernels are compiled for the device as well
     before     `module:function` that is called first, None for nothing: tests break things by it
-    continued  run folder whose newest checkpoint is loaded, None for a new run
     """
 
     config: Config
@@ -46,7 +45,6 @@ class Job:
     device: Device
     compiled: bool = False
     before: str | None = None
-    continued: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def rehearse_rank(job: Job) -> RankReport:
     mode = install(trace, job.world, compiled=job.compiled)
     report = RankReport(job.rank, job.world)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        report.scenario = scenario(job.config, job.world, Path(folder), job.continued)
+        report.scenario = scenario(job.config, job.world, Path(folder))
         try:
             with mode, torch.autograd.set_multithreading_enabled(False):
                 run(report.scenario, trace)
@@ -180,7 +178,7 @@ def run(rehearsed: Scenario, trace: Trace) -> None:
         return trainer
 
     replace(build_trainer, observed)
-    train(config, layout, resume="latest" if rehearsed.first else "none")
+    train(config, layout, resume="none")
 
 
 def drawn(unit: Unit, *_: Any, **__: Any) -> torch.Tensor:

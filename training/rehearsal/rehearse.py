@@ -25,19 +25,18 @@ def rehearse(
     *,
     ranks: Sequence[int] | None = None,
     compiled: bool = False,
-    before: str | None = None,
     processes: Processes | None = None,
 ) -> Report:
     """Rehearse `config` on `world` pretended GPUs of a kind.
 
     `ranks` None is the first rank of every pipeline stage. Where all ranks of the world are
-    rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels, `before`
-    is that of `Job`, and `processes` where to rehearse. Raises GuardError if this machine cannot,
+    rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels, and
+    `processes` is where to rehearse. Raises GuardError if this machine cannot,
     RehearsalError if a process ended without a report."""
     # Megatron numbers stages last.
     firsts = range(0, world, world // config.parallel.pipeline)
     chosen = list(firsts if ranks is None else ranks)
-    jobs = [Job(config, world, rank, device, compiled, before) for rank in chosen]
+    jobs = [Job(config, world, rank, device, compiled) for rank in chosen]
     if processes is None:
         with Processes() as some:
             reports = some.perform(jobs)

@@ -1,12 +1,10 @@
 """The run that is rehearsed: a few steps of the config, the last of them with everything that is
 due now and then."""
 
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from training.build import on_mock_tokens
-from training.checkpoint.files import steps
 from training.config import Config
 from training.dry_run import compiled_on_gpu
 from training.monitor.monitors import steps_compared
@@ -23,8 +21,7 @@ MICROBATCHES = 4
 class Scenario:
     """A config changed for a rehearsal.
 
-    first          steps that are taken already, 0 for a new run
-    last           the step, counted after these, that is monitored, validated and saved
+    last           the step that is monitored, validated and saved
     microbatches   of a step of the real run, on this rank
     rehearsed      of these, those that are rehearsed
     stages         pipeline stages
@@ -32,7 +29,6 @@ class Scenario:
     """
 
     config: Config
-    first: int
     last: int
     microbatches: int
     rehearsed: int
@@ -40,15 +36,8 @@ class Scenario:
     chunks: int
 
 
-def scenario(config: Config, world: int, folder: Path, continued: str | None = None) -> Scenario:
-    """Return what is rehearsed of `config` on `world` ranks; everything is written to `folder`.
-
-    `continued` is the run folder whose newest checkpoint it goes on from, None for a new run.
-    """
-    first = 0
-    if continued is not None:
-        shutil.copytree(continued, folder / "run")
-        first = max(steps(folder / "run"))
+def scenario(config: Config, world: int, folder: Path) -> Scenario:
+    """Return what is rehearsed of `config` on `world` ranks; everything is written to `folder`."""
     config = on_mock_tokens(with_known_kernels(config))
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
@@ -56,8 +45,7 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
     stages = parallel.pipeline
     enough = 3 * stages if stages > 1 else MICROBATCHES
     rehearsed = min(microbatches, enough)
-    last = last_step(config)
-    due = first + last
+    due = last_step(config)
     return Scenario(
         replace(
             config,
@@ -80,8 +68,7 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
             monitors=replace(config.monitors, interval=due if config.monitors.interval else 0),
             validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
         ),
-        first,
-        last,
+        due,
         microbatches,
         rehearsed,
         stages,
