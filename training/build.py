@@ -349,7 +349,6 @@ def build_parallel_model(
         preconditioned=lambda unit: assign(unit).pc is not None,
         dtype=DTYPES[train.precision],
         storage=distributed.storage,
-        bucket_numel=distributed.bucket_elements,
         exchange_bytes=exchange_dtype(config).itemsize,
         overlap_reduce=distributed.overlap_reduce,
         gradient_dtype=optional_dtype(distributed.gradient_dtype),

@@ -44,7 +44,6 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         exchange_bytes=exchange_dtype(config).itemsize,
         storage=distributed.storage,
         placement=distributed.placement,
-        bucket_numel=distributed.bucket_elements,
         step_groups=distributed.step_groups,
         penalised=config.gram_penalty is not None,
     )

@@ -105,7 +105,6 @@ class DomainPlan:
             storage=inputs.storage,
             elementwise=elementwise,
             tensor_size=inputs.tensor,
-            bucket_numel=inputs.bucket_numel,
             parameter_bytes=inputs.dtype.itemsize,
             exchange_bytes=inputs.exchange_bytes,
             preconditioned=lambda unit: self.assigned[unit.name].pc is not None,

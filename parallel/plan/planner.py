@@ -104,7 +104,6 @@ class Plan:
 
     gpus: int
     data: int
-    tensor: int
     pipeline: int
     model_flops: float
     tokens: int
@@ -208,7 +207,6 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
     return Plan(
         gpus=gpus,
         data=inputs.data,
-        tensor=inputs.tensor,
         pipeline=inputs.pipeline,
         model_flops=step_flops / gpus,
         tokens=shape.microbatches * shape.micro_batch * shape.sequence_length * copies,

@@ -48,7 +48,6 @@ class PlanInputs(Layout):
     exchange_bytes: int = 2
     storage: Storage = "auto"
     placement: Strategy = "auto"
-    bucket_numel: int | None = None
     step_groups: int | None = None
     penalised: bool = False
 

@@ -18,6 +18,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "log.wandb.mode": "set WANDB_MODE in the environment",
     "log.wandb.tags": "set WANDB_TAGS in the environment",
     "optimizer.clip.matrix_roles": "leave it out; the norm is that of all gradients",
+    "optimizer.distributed.bucket_elements": "leave it out; a bucket has one or two layers",
     "optimizer.layer_rates": "leave it out; roles have rates of their own in optimizer.roles",
     "optimizer.roles.*.lr_factor": "set the role's lr",
     "watchdog.heartbeat_seconds": "leave it out; the heartbeat is written every 10 seconds",

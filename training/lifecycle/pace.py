@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from models.size import model_size
 from parallel.comm.agreement import Agreement
@@ -63,7 +62,7 @@ class Pace:
         self._clock.end()
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return throughput, memory and times over ranks of the steps since the last call.
+        """Return throughput and memory of the steps since the last call.
 
         Waits for the device and for all ranks.
         """
@@ -77,9 +76,8 @@ class Pace:
             flops_per_token=self.flops_per_token,
             peak=self.peak_flops,
         )
-        times = self.agreement.gather([seconds, own])
-        metrics |= spread(times)
-        self.stragglers = list(self._stragglers.new(times[:, 1].tolist(), count))
+        times = self.agreement.gather([own])[:, 0]
+        self.stragglers = list(self._stragglers.new(times.tolist(), count))
         metrics["progress/pct"] = 100.0 * step / train.steps
         metrics["progress/eta_s"] = (train.steps - step) * seconds
         if self.groups.device.type == "cuda":
@@ -87,19 +85,6 @@ class Pace:
             metrics["mem/max_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         self.restart(step)
         return metrics
-
-
-def spread(times: Tensor) -> dict[str, float]:
-    """Return minimum, median and maximum over ranks of step time and local time, in seconds.
-
-    `times` is `[ranks, 2]`, both in seconds. `perf/slowest_rank` has the longest local time.
-    """
-    found: dict[str, float] = {}
-    for name, column in (("step_time", times[:, 0]), ("own_time", times[:, 1])):
-        found[f"perf/{name}_min_s"] = column.min().item()
-        found[f"perf/{name}_median_s"] = column.quantile(0.5).item()
-        found[f"perf/{name}_max_s"] = column.max().item()
-    return found | {"perf/slowest_rank": float(times[:, 1].argmax())}
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Metrics of spectral rules and PC layers, aggregated over all units and ranks."""
+"""Counts of what spectral rules missed and refused, and metrics of PC layers, over all ranks."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from training.monitor.unit_counts import Refusals, Solves
 
 
 class SpectralMetrics:
-    """Aggregates of the rules' reports: maxima, means and counts over all units."""
+    """Counts over all units and ranks; the rules' own reports are in monitors.jsonl."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
@@ -52,8 +52,9 @@ class SpectralMetrics:
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics of `_rules` and `_preconditioned`; waits for device and ranks."""
-        rules = self._rules() | self.refusals.summary()
+        """Return what units missed or refused, and the metrics of PC layers; waits for device and
+        ranks."""
+        rules = self.solves.summary() | self.refusals.summary()
         return rules | (self._preconditioned() if self.preconditioned else {})
 
     def _preconditioned(self) -> dict[str, float]:
@@ -78,49 +79,3 @@ class SpectralMetrics:
             "pc/gamma/min": -gamma_min,
             "pc/gamma/max": gamma_max,
         }
-
-    def _rules(self) -> dict[str, float]:
-        """Return the metrics of whole-matrix rules.
-
-        spectral/units             matrices that a whole-matrix rule stepped
-        spectral/radius_err/max    largest |sigma / radius - 1| before retraction
-        spectral/residual/max      largest |f| that the multiplier solver left
-        spectral/evaluations/mean  msign evaluations per solve
-        optim/update_rms/mean      root mean square of the update before the learning rate, mean
-                                   over units
-        """
-        sums, maxima = self._collect()
-        comm_volume = self.optimizer.model.comm_volume
-        all_reduce_(sums, None, comm_volume, "metrics")
-        all_reduce_(maxima, None, comm_volume, "metrics", MAX)
-        units, solves, evaluations, rms = sums.tolist()
-        if not units:
-            return {}
-        metrics = {"spectral/units": units, "optim/update_rms/mean": rms / units}
-        if maxima[0] >= 0:
-            metrics["spectral/radius_err/max"] = maxima[0].item()
-        if solves:
-            metrics["spectral/residual/max"] = maxima[1].item()
-            metrics["spectral/evaluations/mean"] = evaluations / solves
-            metrics |= self.solves.summary()
-        return metrics
-
-    def _collect(self) -> tuple[Tensor, Tensor]:
-        zero = torch.zeros((), device=self.groups.device)
-        sums = [zero.clone() for _ in range(4)]
-        maxima = [zero - 1, zero - 1]
-        for batch in self.optimizer.stacks:
-            report = batch.report
-            if not batch.rule.whole_matrix:
-                continue
-            sums[0] += len(batch.units)
-            if "update_rms" in report:
-                sums[3] += report["update_rms"].float().sum()
-            if "residual" in report:
-                sums[1] += len(batch.units)
-                sums[2] += report["evaluations"].float().sum()
-                maxima[1] = torch.maximum(maxima[1], report["residual"].float().abs().max())
-            if "radius" in report:
-                error = (report["sigma"] / report["radius"] - 1).abs().float().max()
-                maxima[0] = torch.maximum(maxima[0], error)
-        return torch.stack(sums), torch.stack(maxima)

@@ -61,7 +61,6 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
     assert gate["radius"] == gate["scale"] == pytest.approx(math.sqrt(96 / 64))
     metrics = lines(folder, "metrics.jsonl")
     assert [row["step"] for row in metrics] == [5, 10, 15, 20]
-    assert metrics[-1]["spectral/units"] == 2 * (4 + 2 + 2 + 1 + 3)
     assert metrics[-1]["progress/tokens"] == 20 * 8 * 32
     assert {"train/loss", "lr/matrix", "optim/grad_norm", "val/walk/bpb"} - metrics[-1].keys() == {
         "val/walk/bpb"  # no manifest beside the token set: the bytes of its text are unknown

@@ -156,8 +156,6 @@ class DistributedConfig(Section):
     tensor_mode: Literal["owner", "shardwise"] = "owner"
     """Which ranks step a matrix that tensor parallelism splits: one owner, or each its own shard as
     if it were a whole matrix (shardwise, which changes the mathematics)."""
-    bucket_elements: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
-    """Elements per gradient bucket; null = one or two layers."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Groups of buckets to step in turn; each is gathered while the next is stepped. null = the
     fewest, up to four, with at most 2^27 elements per rank and group."""

@@ -1,7 +1,7 @@
 """The parallel section of a run config: how the model is split over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from pydantic import Field
@@ -48,17 +48,7 @@ class ParallelConfig(Section):
     @property
     def layout(self) -> Layout:
         """The sizes of all axes, and how the pipeline is cut."""
-        return Layout(
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            virtual_pipeline=self.virtual_pipeline,
-            context=self.context,
-            expert=self.expert,
-            expert_tensor=self.expert_tensor,
-            sequence_parallel=self.sequence_parallel,
-            first_stage_layers=self.first_stage_layers,
-            last_stage_layers=self.last_stage_layers,
-        )
+        return Layout(**{axis.name: getattr(self, axis.name) for axis in fields(Layout)})
 
     @property
     def model_ranks(self) -> int:

@@ -25,7 +25,6 @@ ABSURD = {
     "optimizer.rules.muon.steps": 10**8,
     "optimizer.rules.spectral_sphere.krylov_steps": 10**8,
     "optimizer.rules.spectral_sphere.max_evaluations": 10**8,
-    "optimizer.distributed.bucket_elements": 10**15,
     "monitors.noise_samples": 10**9,
     "log.interval": 10**30,
     "seed": 10**30,
