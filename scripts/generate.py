@@ -120,7 +120,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--temperature",
         type=float,
         default=0.0,
-
         help="sample from the scores divided by T; 0 picks the best token (default: 0)",
     )
     parser.add_argument(
