@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     corpus = read_corpus(options.corpus)
     output.mkdir(parents=True, exist_ok=True)
     for name, content in corpus.sets.items():
-        print(*write_set(name, content, _ROOT, output, options.accept_changed), sep="\n")
+        print(*write_set(name, content, _ROOT, output), sep="\n")
     return 0
 
 
@@ -39,11 +39,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         default=DESCRIPTION,
         help="description of the corpus (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--accept-changed",
-        action="store_true",
-        help="accept documents that differ from the recorded ones, as from a newer package",
     )
     return parser.parse_args(arguments)
 

@@ -125,7 +125,7 @@ def _corpus(options: argparse.Namespace) -> Preparation:
         raise InputError(f"--corpus must be one of {known}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
         raise InputError("--corpus has inputs, validation and tokenizer of its own")
-    _refuse(options, "with --corpus", "validation_fraction", "tokenizer_bytes")
+    _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
     return Preparation(
         sets=[corpus.set_plan(options.tokens, options.local)],
@@ -161,8 +161,6 @@ def _custom(options: argparse.Namespace) -> Preparation:
         raise InputError("give one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
         raise InputError("--eod needs --tokenizer; a trained tokenizer has its own")
-    if options.tokenizer is not None:
-        _refuse(options, "with --tokenizer", "tokenizer_bytes")
     return Preparation(
         sets=_set_plans(
             options.inputs, options.validation, options.validation_fraction, options.tokens
@@ -171,7 +169,6 @@ def _custom(options: argparse.Namespace) -> Preparation:
         tokenizer=options.tokenizer,
         eod=options.eod,
         reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
-        tokenizer_bytes=options.tokenizer_bytes,
     )
 
 
@@ -283,13 +280,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokenizer", type=Path, help="use a tokenizer.json or Hugging Face folder"
     )
     tokenizer.add_argument("--eod", help="the token that ends a document")
-    tokenizer.add_argument(
-        "--tokenizer-bytes",
-        type=whole_number(most=10**12),
-        default=1_000_000_000,
-        help="characters to train the tokenizer on, shared equally by the sets "
-        "(default: %(default)s)",
-    )
     documents = parser.add_argument_group("documents")
     documents.add_argument(
         "--validation-fraction",

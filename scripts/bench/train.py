@@ -67,6 +67,8 @@ from training.loop import Trainer
 from training.report.metrics import performance
 
 CONFIG = "the config"
+WARM_UP = 3
+"""Steps of a side before it is measured."""
 PHASES: Final = (
     "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
     "logging", "other",
@@ -193,9 +195,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=whole_number(), default=10, help="steps to measure (default: 10)"
     )
-    parser.add_argument(
-        "--warmup", type=whole_number(), default=3, help="steps before them (default: 3)"
-    )
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
     parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device (FLOP/s)")
     parser.add_argument("--profile", type=Path, help="write a trace of one step")
@@ -234,11 +233,11 @@ def peak_bytes(device: torch.device) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def measure(sides: Mapping[str, Side], steps: int, warmup: int) -> dict[str, dict[str, Any]]:
+def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
     """Measure every side: seconds as of `Side.turn`, and bytes of this rank."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
-        side.turn(warmup)
+        side.turn(WARM_UP)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -356,7 +355,7 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print and write the result on rank 0."""
     options = parse(arguments)
-    steps = options.warmup + options.steps
+    steps = WARM_UP + options.steps
     configs = {}
     for name, config in variants(options).items():
         # The last step of a run is logged, so the measured ones must not include it.
@@ -369,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name: Side(on_mock_tokens(config) if options.synthetic else config, groups, clock)
             for name, config in configs.items()
         }
-        own = measure(sides, options.steps, options.warmup)
+        own = measure(sides, options.steps)
         peak = options.peak_flops or peak_flops(device_name(groups.device))
         found = {
             name: summary(side.trainer, from_all(own[name]), peak) for name, side in sides.items()
@@ -377,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = found[CONFIG]
         if options.profile is not None:
             result |= profile(sides[CONFIG].trainer, options.profile)
-        result |= {"warmup": options.warmup, "steps": options.steps}
+        result |= {"warmup": WARM_UP, "steps": options.steps}
         if groups.rank == 0:
             result = record("scripts/bench/train.py", arguments, groups.device, result)
             show(result)

@@ -65,17 +65,14 @@ def read_corpus(path: Path) -> Corpus:
         raise InvalidConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 
 
-def write_set(
-    name: str, content: DocumentSet, root: Path, output: Path, accept_changed: bool
-) -> list[str]:
+def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[str]:
     """Write `output`/NAME.jsonl, a line `{"text": ..., "source": ...}` per document.
 
     Packages are downloaded to `output`/packages; `root` is the folder that files are relative to.
     Returns lines that say what was written, and what each source gave.
 
     Raises:
-        DataError: a source cannot be read, or the documents are not those that were recorded and
-            `accept_changed` is false.
+        DataError: a source cannot be read, or the documents are not those that were recorded.
     """
     reports: list[str] = []
     others: list[str] = []
@@ -101,15 +98,11 @@ def write_set(
         reports.append(f"  {label}: {count:,} documents, {size:,} bytes, {source.licence}")
     encoded = "".join(lines).encode()
     found = hashlib.sha256(encoded).hexdigest()
-    if found != content.sha256 and not accept_changed:
+    if found != content.sha256:
         raise DataError(
             f"the documents of {name} have sha256 {found}, expected {content.sha256}"
-            + (
-                f"; not the recorded packages: {', '.join(others)}. Run `apt-get update` and try "
-                "again; if Debian no longer has the recorded ones, --accept-changed uses these"
-                if others
-                else ""
-            )
+            f"; packages other than recorded: {', '.join(others) or 'none'}. Run `apt-get update` "
+            "and try again, or record their sha256 in a --corpus file of your own"
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
     return [f"{name}.jsonl: sha256 {found}", *reports]

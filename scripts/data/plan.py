@@ -10,6 +10,8 @@ from scripts.data.documents import FileInput, Input, ReadOptions, check_first_do
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
+TOKENIZER_BYTES = 1_000_000_000
+"""Characters to train a tokenizer on, shared equally by the sets."""
 _METHOD = 1  # increase when the same inputs and options would give other tokens
 
 
@@ -46,7 +48,6 @@ class Preparation:
     tokenizer: Path | None = None  # the tokenizer to use
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
-    tokenizer_bytes: int = 1_000_000_000  # characters to train the tokenizer on, over all sets
 
     def check(self) -> None:
         """Check the first documents of every input.
@@ -75,7 +76,7 @@ class Preparation:
             "tokenizer": [file_sha256(path) for path in tokenizer],
             "eod": self.eod,
             "reading": asdict(self.reading),
-            "tokenizer_bytes": self.tokenizer_bytes,
+            "tokenizer_bytes": TOKENIZER_BYTES,
         }
         keys = [[each.text_key for each in plan.inputs()] for plan in self.sets]
         if any(key is not None for each in keys for key in each):

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from scripts.data.documents import ReadOptions, read_documents
 from scripts.data.encoding import Encoder, encode_documents
 from scripts.data.folder import AtomicFolder, check_replaceable
-from scripts.data.plan import Portion, Preparation, SetPlan, is_validation
+from scripts.data.plan import TOKENIZER_BYTES, Portion, Preparation, SetPlan, is_validation
 from scripts.data.set_writer import SetWriter, token_dtype
 from scripts.data.tokenizer import (
     TOKENIZER_FILE,
@@ -83,8 +83,8 @@ def progress_of(stage: str) -> Any:
 
 
 def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
-    """Yield the first training documents of every set, an equal share of `tokenizer_bytes` each."""
-    share = preparation.tokenizer_bytes // len(preparation.sets)
+    """Yield the first training documents of every set, an equal share of `TOKENIZER_BYTES` each."""
+    share = TOKENIZER_BYTES // len(preparation.sets)
     for plan in preparation.sets:
         size = 0
         inputs = [each for portion in plan.train for each in portion.inputs]

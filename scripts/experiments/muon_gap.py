@@ -88,11 +88,6 @@ def long_run(sizes: Sizes, seed: int, algorithm: str, gradients: str, eta: float
     return norms
 
 
-def first_above(norms: list[float]) -> int:
-    """The first step after which the norm exceeds S, 0 if none."""
-    return next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
-
-
 def run(sizes: Sizes, seed: int) -> Outcome:
     """Measure gaps at initialisation, single steps within and beyond them, and long runs."""
     generator = torch.Generator().manual_seed(seed)
@@ -113,7 +108,11 @@ def run(sizes: Sizes, seed: int) -> Outcome:
     means = {name: float(gap.mean()) for name, gap in zip(names, gaps, strict=True)}
     checks = [*single_steps(within, beyond), *counterexample(), *properties(means, runs)]
     data: Data = {"gaps": dict(zip(names, (gap.tolist() for gap in gaps), strict=True))}
-    above = {name: first_above(norms) for name, norms in runs.items()}
+    # The first step after which the norm exceeds S, 0 if none.
+    above = {
+        name: next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
+        for name, norms in runs.items()
+    }
     return Outcome(checks, data | {"mean_gap": means, "norms": runs, "first_above": above})
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from models.size import model_size
 from training.checkpoint.files import FOLDER, CheckpointInfo
@@ -87,8 +86,3 @@ def validation(info: CheckpointInfo) -> dict[str, float]:
         if losses and metrics.get("step", 0) <= info.step:
             found = losses
     return found
-
-
-def write_card(folder: Path, text: str) -> None:
-    """Write README.md."""
-    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.huggingface.config import InexpressibleError, architecture, config_json
-from models.huggingface.tensors import TheirTensor, their_tensors
+from models.huggingface.tensors import their_tensors
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import PreparedTokenizer
-from scripts.huggingface.card import card, write_card
+from scripts.huggingface.card import card
 from scripts.huggingface.safetensors_file import Entry, write_shards
 from scripts.huggingface.tokenizer import find_tokenizer
 from training.checkpoint.files import CheckpointInfo, not_finite, problems, read_checkpoint
@@ -70,12 +70,15 @@ def export(
     weights.check()
     tokenizer = None if options.without_tokenizer else find_tokenizer(info, options.tokenizer)
     dtype = options.dtype or stored_dtype(info)
-    entries = [Entry(t.name, t.shape, dtype_of(t, dtype)) for t in their_tensors(model)]
+    # Buffers stay float32.
+    kinds = {True: torch.float32, False: DTYPES[dtype]}
+    entries = [Entry(t.name, t.shape, kinds[t.buffer]) for t in their_tensors(model)]
     check_room(target, sum(entry.bytes for entry in entries))
     with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, their_weights(weights, model), options.shard_bytes)
         write_settings(folder.path, weights, tokenizer, dtype)
-        write_card(folder.path, card(info, name=target.name, architecture=name, dtype=dtype))
+        text = card(info, name=target.name, architecture=name, dtype=dtype)
+        (folder.path / "README.md").write_text(text, encoding="utf-8")
         if verify is not None:
             verify(weights, folder.path)
         folder.commit()
@@ -119,11 +122,6 @@ def stored_dtype(info: CheckpointInfo) -> str:
     if info.meta.get("weights_only"):
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]
-
-
-def dtype_of(tensor: TheirTensor, dtype: str) -> torch.dtype:
-    """Return the type in which a tensor is written: buffers stay float32."""
-    return torch.float32 if tensor.buffer else DTYPES[dtype]
 
 
 def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
