@@ -35,7 +35,6 @@ CONFIG = {
     "schedule": dict,
     "parallel": dict,
     "monitors": dict,
-    "watchdog": {"heartbeat_seconds": int | float},
 }
 
 Series = list[tuple[float, float]]
