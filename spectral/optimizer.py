@@ -44,7 +44,7 @@ MASTER = "master"
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
-    """An optimizer whose groups each follow one of `spectral.rules.RULES`.
+    """An optimizer whose groups each follow one of `rules.RULES`.
 
     With parameters that several ranks share, every rank makes the optimizer and steps it together
     with the others.
@@ -88,7 +88,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return
         cls.default_rule, cls.default_lr = rule, rate_of(rule)
         cls.__signature__ = signature_of(cls, rule)  # type: ignore[attr-defined]
-        cls.__doc__ = f"{cls.__doc__}\n{FIELDS}\n{describe(rule)}\n"
+        # The library is installed under another name than that of its folder.
+        fields = describe(rule).replace("`spectral.", f"`{__package__}.")
+        cls.__doc__ = f"{cls.__doc__}\n{FIELDS}\n{fields}\n"
 
     def __init__(
         self,

@@ -195,7 +195,7 @@ def split_parameters(
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
         elementwise: modules all of whose parameters go to AdamW.
         units: how parameters are divided, by a pattern of their names such as `*.attention.qkv`;
-            `{"rows": [...], "transposed": ..., "stacked": ...}`, see `spectral.division.Division`,
+            `{"rows": [...], "transposed": ..., "stacked": ...}`, see `Division`,
             `{}` for one matrix. It goes before what this function finds.
         lr: learning rate of AdamW.
 

@@ -145,7 +145,7 @@ def preconditioned(
     Args:
         model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.
         blocks: names of layers, or patterns of their full names such as `*.layers.3.mlp.*`.
-        level: of the polynomial, see `spectral.effective_weight.Preconditioner`.
+        level: of the polynomial, see `Preconditioner`.
 
     Raises:
         ValueError: no layer has such a name; the weight of a layer is parametrized already, sharded

@@ -32,6 +32,7 @@ for kind in (AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralDescent, SpectralSph
     layer(torch.randn(4, 8)).square().mean().backward()
     optimizer.step()
     assert torch.isfinite(layer.weight).all() and not torch.equal(layer.weight, before)
+    assert "`spectral." not in kind.__doc__, "help names modules as they are installed"
 found = {"numpy", "triton", "megatron", "spectral"} & (set(sys.modules) - of_torch)
 assert not found, f"torch alone is needed, got {found}"
 """
