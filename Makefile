@@ -105,7 +105,7 @@ study: data/corpus/manifest.json  ## tune and compare the optimizers: a day of o
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
 	$(PY) pretrain.py --ranks $(NPROC) --config $(CONFIG) $(ARGS)
 
-test: $(addprefix test-,$(PARTS))  ## run the tests of every change: ten minutes of two cores
+test: $(addprefix test-,$(PARTS))  ## run the tests of every change: eleven minutes of two cores
 
 test-unit test-ranks test-rehearsal test-smoke: test-%: $(SETUP)
 	$(call timed,$(PYTEST) -m "not slow" --processor-limit $(PROCESSOR_LIMIT) $($*))
