@@ -7,6 +7,7 @@
     python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
+    python scripts/plot.py sphere --output sphere.svg
 
 With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
 drawn one by one where an overlay would be unreadable. --html writes a page per run instead, and
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.command import command, require
 from training.errors import InputError
 
-KINDS = ("runs", "compare", "spectrum", "study", "maps")
+KINDS = ("runs", "compare", "spectrum", "study", "maps", "sphere")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,6 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--curves", nargs="+", metavar="VARIANT", help="plot losses of these over training"
     )
     kinds.add_parser("maps", parents=[output], help="the polynomials of PC layers")
+    kinds.add_parser("sphere", parents=[output], help="a spectral step, and the sphere")
     return parser.parse_args(given)
 
 
@@ -139,10 +141,14 @@ def draw_one(options: argparse.Namespace) -> Path:
                 figure = plot_curves(options.results, options.curves)
             else:
                 figure = plot_study(options.results)
-        case _:
+        case "maps":
             from scripts.plots.maps import plot_maps
 
             figure = plot_maps()
+        case _:
+            from scripts.plots.sphere import plot_sphere
+
+            figure = plot_sphere()
     save(figure, target)
     return target
 

@@ -79,7 +79,8 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     facts = {"environment": {}, "data": {f"{tmp_path}/tokens": ["", "first"]}}
     for name, seed in product(known.variants, known.seeds):
         run = run_of(known, name, [], seed)
-        record = Record(run.key, run.label, [], False, 1.0, {"loss": float(seed)}, facts)
+        figures = {"loss": float(seed), "course": []}
+        record = Record(run.key, run.label, [], False, 1.0, figures, facts)
         RecordBook(tmp_path).add(record)
 
     def said() -> str:
