@@ -195,8 +195,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         new = [p for p in group["params"] if p not in self.state]
         for parameter in group["params"]:
             _follow(parameter, self.state[parameter], self.defaults["master_weights"])
-        for parameter, state in self._initial_states(group, new).items():
-            self.state[parameter] |= state
+        if new:
+            for parameter, state in self._initial_states(group, new).items():
+                self.state[parameter] |= state
 
     def _initial_states(
         self, group: dict[str, Any], parameters: Sequence[Tensor]

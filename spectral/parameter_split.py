@@ -375,9 +375,11 @@ def division_of(weight: Weight) -> Division:
             )
         found = () if pattern == (outputs,) else pattern
         return Division(rows=found, transposed=transposed, stacked=stacked)
+    fused = name in REQUIRED
     if name not in FUSED:
         problem = _consumer(weight)
-    if name in REQUIRED or (name not in FUSED and (problem or _looks_fused(name))):
+        fused = fused or bool(problem) or _looks_fused(name)
+    if fused:
         raise ValueError(
             f"{weight.name} looks like several matrices in one{problem}; give split_parameters "
             "units={name: {'rows': [n]}} with the rows of each matrix, or {} if it is one"

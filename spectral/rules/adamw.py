@@ -6,6 +6,7 @@ steps: the optimizer looks at the gradients, and a checkpoint is checked when it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -60,7 +61,7 @@ class AdamWRule(Rule):
         stepped = None if active is None else active.float()
         for members in grouped(stacks, lambda stack: rates_of(stack.step)).values():
             if any(isinstance(rate, Tensor) and rate.ndim for rate in members[0].step[:2]):
-                for part in (part for stack in members for part in parts_of(stack)):
+                for part in chain.from_iterable(map(parts_of, members)):
                     self.advance_([part], stepped)
             else:
                 self.advance_(members, stepped)
