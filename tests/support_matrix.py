@@ -128,15 +128,15 @@ def table() -> str:
     """Return the table and the sentences of its refusals, as the page has them."""
     found = cells()
     sentences = list(dict.fromkeys(said for said in found.values() if said))
+    heads: dict[tuple[str, ...], list[str]] = {}  # families of equal columns
+    for family in FAMILIES:
+        heads.setdefault(tuple(found[row, family] for row in ROWS), []).append(column(family))
     lines = [
-        f"| on {RANKS} ranks | " + " | ".join(map(column, FAMILIES)) + " |",
-        "|" + "---|" * (len(FAMILIES) + 1),
+        f"| on {RANKS} ranks | " + " | ".join(map(", ".join, heads.values())) + " |",
+        "|" + "---|" * (len(heads) + 1),
     ]
-    for row in ROWS:
-        marks = [
-            f"refused ({sentences.index(said) + 1})" if said else "runs"
-            for said in (found[row, family] for family in FAMILIES)
-        ]
+    for row, refusals in zip(ROWS, zip(*heads, strict=True), strict=True):
+        marks = [f"refused ({sentences.index(said) + 1})" if said else "runs" for said in refusals]
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     notes = [f"{i}. `{said}`" for i, said in enumerate(sentences, 1)]
     return "\n".join([*lines, "", *notes]) + "\n"
