@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.in_graph_pc import with_gammas
+from models.blocks.in_graph_pc import GAMMA, with_gammas
 from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
@@ -14,6 +14,7 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.odd_polynomial import evaluate
+from tests.families import tiny_model
 from tests.models import tokens_of
 from training.assignments import assignments
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
@@ -118,6 +119,18 @@ def test_a_unit_stepped_in_place_must_not_lie_where_there_is_no_master(world):
     plain = assignments(OPTIMIZER, all_units(TINY), None)
     with pytest.raises(ValueError, match=r"layers\.0\.o is in a bucket of PC layers, but its"):
         build_optimizer(model, plain)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_gammas_gradient_is_summed_over_tensor_ranks_where_its_layers_is(sequence_parallel):
+    """That of a cut layer is whole on every rank, that of a replicated one is of its tokens."""
+    pc = PCConfig(level=4, evaluator="in_graph", blocks=["q_a", "v_b", "o"])
+    units = with_gammas(all_units(tiny_model("deepseek"), tensor_size=2), pc)
+    summed = {u.name: u.summed_over_tensor(sequence_parallel) for u in units}
+    gammas = [unit for unit in units if unit.role == "gamma"]
+    assert {summed[gamma.name] for gamma in gammas} == {False, sequence_parallel}
+    for gamma in gammas:
+        assert summed[gamma.name] == summed[gamma.name.removesuffix(GAMMA)], gamma.name
 
 
 def test_a_step_that_is_not_taken_changes_nothing(world):
