@@ -1,14 +1,17 @@
 """A run may begin with the weights of another."""
 
 import json
+import pickle
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from parallel.checkpoint.safe_index import read_index
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import MIXTURE, tiny_config
+from tests.unit.training.checkpoint.test_checkpoint import forge
 from training.build import build_data, build_trainer
 from training.checkpoint.files import (
     BrokenCheckpointError,
@@ -104,7 +107,12 @@ def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path)
         train(configured("new", checkpoint__initialize_from=str(tmp_path / "nowhere")), world)
     train(configured("old"), world)
     begin = configured("new", checkpoint__initialize_from=str(tmp_path / "old"))
-    state = next(path for path in step_folder(tmp_path / "old", 3).rglob("*.distcp"))
-    damage(state, FLIP)
+    saved = step_folder(tmp_path / "old", 3)
+    index = read_index(saved / "state")
+    del index.state_dict_metadata["weight/layers.0.o"]
+    forge(saved, "state/.metadata", pickle.dumps(index))
+    with pytest.raises(BrokenCheckpointError, match=r"lacks weight/layers\.0\.o$"):
+        initial_weights(begin)
+    damage(next(saved.rglob("*.distcp")), FLIP)
     with pytest.raises(BrokenCheckpointError):
         train(begin, world)
