@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
 Exit codes: 0 the run ended as configured or was stopped and saved, 130 Ctrl-C stopped it and it was
-saved, 1 it failed, 2 its input was wrong. A plan that does not fit its GPUs is no error: it says
-so, and exits with 0.
+saved, 1 it failed, 2 its input was wrong. A plan that does not fit its GPUs says so and
+exits with 0.
 """
 
 import signal

@@ -56,7 +56,7 @@ def verified(path: Path) -> Iterator[Row]:
     elif (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file():
         yield from run_rows(path)
     else:
-        raise InputError(f"{path} is no run folder, no checkpoint and no prepared data")
+        raise InputError(f"{path} is not a run folder, a checkpoint or prepared data")
 
 
 def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:

@@ -91,8 +91,8 @@ class CapturedStep:
     def __init__(self, optimizer: SpectralOptimizer) -> None:
         """Prepare to record the steps of `optimizer`.
 
-        Raises ValueError if a step would wait for the device, or if a learning rate is no tensor on
-        it.
+        Raises ValueError if a step would wait for the device, or if a learning rate is not a tensor
+        on it.
         """
         check_capturable(optimizer)
         self.optimizer = optimizer

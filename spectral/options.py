@@ -30,7 +30,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 ALIASES: Final = {"eps": "epsilon", "ns_steps": "steps"}
 """Names that torch's optimizers have for fields."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
-"""Keys of a group that are no fields of its rule."""
+"""Keys of a group that are not fields of its rule."""
 HOSTS: Final = frozenset({"betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"})
 """Keys that schedulers and other programs write into groups of any optimizer."""
 
@@ -65,7 +65,7 @@ def as_fields(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> None:
-    """Raise for an unknown rule, or a name that is no field of it; the nearest is suggested.
+    """Raise for an unknown rule, or a name that is not a field of it; the nearest is suggested.
 
     With `foreign` names that resemble none pass, and those of `HOSTS`: other programs keep their
     own in groups.

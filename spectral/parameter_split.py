@@ -41,7 +41,7 @@ LOOKS_FUSED = re.compile(
 )
 """Parts of names, without underscores, that weights of several matrices have."""
 VECTORS = re.compile(r"(^|_)(bias|gain|scale|log|gamma|beta|table)(_|$)", re.IGNORECASE)
-"""Words in the names of parameters that are no matrices, whatever their shape."""
+"""Words in the names of parameters that are not matrices, whatever their shape."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -251,8 +251,8 @@ def check_name(name: str) -> None:
     last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
     if EMBEDDINGS.search(name) or last in HEAD_NAMES:
         raise ValueError(
-            f"{name} is an embedding or an output head, which is no matrix of a spectral rule; put "
-            "it into a group with rule 'adamw', as split_parameters does"
+            f"{name} is an embedding or an output head, which is not a matrix of a spectral rule; "
+            "put it into a group with rule 'adamw', as split_parameters does"
         )
     if _looks_fused(last):
         raise ValueError(

@@ -121,7 +121,7 @@ def best_token(
     """Return the token with the largest of logits `[1, s / context, v / tensor]` at `place`, 0-d.
 
     Of equal ones it is the first; 0 on context ranks that do not hold the position. Rows that pad
-    the vocabulary are no tokens.
+    the vocabulary are not tokens.
     """
     length = logits.shape[1] * groups.context.size
     chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)

@@ -46,7 +46,7 @@ class TheirTensor:
         return prod(self.shape)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """Return the tensor `[*shape]` of our `parameter`, a copy if its rows are no neighbours."""
+        """Return the tensor `[*shape]` of our `parameter`, a copy if its rows are not adjacent."""
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:

@@ -72,7 +72,7 @@ def read_index(folder: str | Path) -> Metadata:
         raise UnsafeIndexError(f"{path} is not an index of tensors")
     for name in index_files(index):
         if name != os.path.basename(name) or not (Path(folder) / name).is_file():
-            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is no file of its folder")
+            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is not a file of its folder")
     return index
 
 

@@ -120,7 +120,7 @@ def route(
     """Make the routing table of `units`; `owners` is the rank of each matrix, if it is known.
 
     Raises:
-        ValueError: a whole-matrix rule is assigned to a unit that is no matrix.
+        ValueError: a whole-matrix rule is assigned to a unit that is not a matrix.
     """
     return [_row(unit, assign(unit), owners or {}) for unit in units]
 

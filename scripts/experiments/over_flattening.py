@@ -3,7 +3,7 @@
 This is what the over-flattening ablation of the PC paper (appendix J) does to a weight, on one
 matrix that learns a linear map with singular values 1 / k: plain, behind a PC layer, and behind the
 over-flattening composite. The best multiple of an orthogonal matrix leaves 1 - nr(T) / n of the
-target T, so that the composite loses whatever the optimizer. It is no evidence that it loses in a
+target T, so that the composite loses whatever the optimizer. It is not evidence that it loses in a
 language model, as the paper finds at 271M parameters: studies/pc/over_flattening.yaml asks
 that of a small one.
 """

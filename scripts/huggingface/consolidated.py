@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -17,7 +18,7 @@ from scripts.huggingface.export import (
     raise_problems,
     stored_dtype,
 )
-from scripts.huggingface.safetensors_file import Entry, write_shards
+from scripts.huggingface.safetensors_file import write_shards
 from training.checkpoint.files import CONFIG, CheckpointInfo, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 
@@ -34,9 +35,10 @@ def export_consolidated(source: Path, target: Path, options: Options) -> Checkpo
     weights = CheckpointWeights(info)
     weights.check()
     dtype = DTYPES[options.dtype or stored_dtype(info)]
-    entries = [Entry(n, flat_shape(s), dtype) for n, s in weights.layouts().items()]
-    entries += [Entry(n, s, DTYPES["float32"]) for n, s in weights.buffer_shapes().items()]
-    check_room(target, sum(entry.bytes for entry in entries))
+    with torch.device("meta"):
+        entries = {n: torch.empty(flat_shape(s), dtype=dtype) for n, s in weights.layouts().items()}
+        entries |= {n: torch.empty(s) for n, s in weights.buffer_shapes().items()}
+    check_room(target, sum(entry.nbytes for entry in entries.values()))
     with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, _tensors(weights), options.shard_bytes)
         (folder.path / CONFIG).write_bytes((info.path / CONFIG).read_bytes())

@@ -19,7 +19,7 @@ from models.huggingface.tensors import their_tensors
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card
-from scripts.huggingface.safetensors_file import Entry, write_shards
+from scripts.huggingface.safetensors_file import write_shards
 from scripts.huggingface.tokenizer import find_tokenizer
 from training.checkpoint.files import CheckpointInfo, not_finite, problems, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
@@ -72,8 +72,11 @@ def export(
     dtype = options.dtype or stored_dtype(info)
     # Buffers stay float32.
     kinds = {True: torch.float32, False: DTYPES[dtype]}
-    entries = [Entry(t.name, t.shape, kinds[t.buffer]) for t in their_tensors(model)]
-    check_room(target, sum(entry.bytes for entry in entries))
+    entries = {
+        t.name: torch.empty(t.shape, dtype=kinds[t.buffer], device="meta")
+        for t in their_tensors(model)
+    }
+    check_room(target, sum(entry.nbytes for entry in entries.values()))
     with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, their_weights(weights, model), options.shard_bytes)
         write_settings(folder.path, weights, tokenizer, dtype)

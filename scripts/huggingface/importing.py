@@ -40,7 +40,7 @@ from parallel.disk import sync
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room
-from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
+from scripts.huggingface.safetensors_file import INDEX_FILE
 from scripts.huggingface.verify import offline
 from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
@@ -51,8 +51,10 @@ from training.json_file import misfit, parse_json, read_json
 from training.machine.facts import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Types of weights that can be imported, by their names in safetensors."""
 IGNORED = "rotary_emb.inv_freq"
-"""End of the names of tensors in files of old versions that are no weights."""
+"""End of the names of tensors in files of old versions that are not weights."""
 
 
 def import_model(
@@ -208,13 +210,12 @@ class TheirFiles:
             raise InputError(
                 f"{self.source} has a tensor {named(more)}, which the config's model lacks"
             )
-        names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in NAMES.items()}
-        if len(kinds) != 1 or not kinds <= names.keys():
+        if len(kinds) != 1 or not kinds <= DTYPES.keys():
             raise InputError(
-                f"{self.source}: weights must all be of one of {', '.join(names)}, "
+                f"{self.source}: weights must all be of one of {', '.join(DTYPES)}, "
                 f"got {', '.join(sorted(kinds))}"
             )
-        self.dtype = names[kinds.pop()]
+        self.dtype = DTYPES[kinds.pop()]
         tied = settings.get("tie_word_embeddings") and not self.tied
         if tied and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
             raise InputError(
@@ -246,7 +247,7 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
             if name == TOKENIZER_FILE:
                 Tokenizer.from_buffer(content)
             elif name.endswith(".json") and not isinstance(parse_json(content), dict):
-                raise ValueError("it is no mapping")
+                raise ValueError("it is not a mapping")
         except Exception as error:  # tokenizers raises bare Exception
             raise InputError(f"{source / name} cannot be used: {error!s:.200}") from None
     for name, content in files.items():

@@ -1,104 +1,72 @@
-"""Safetensors files written tensor by tensor, so that a shard need never be in memory.
-
-The library writes a file from all of its tensors at once. The format: eight bytes with the length
-of a JSON header (type, shape and place of every tensor), the header, the tensors' bytes.
-"""
+"""Safetensors files of bounded size and their index, written one file at a time."""
 
 import json
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from training.errors import InputError
 
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX_FILE = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to write."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def bytes(self) -> int:
-        """Size in the file."""
-        return self.numel * self.dtype.itemsize
-
-
-def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
-    """Return the entries, in order, in runs of at most `limit` bytes or of one larger tensor."""
-    found: list[list[Entry]] = []
+def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
+    """Return the tensors by name, in order, in runs of at most `limit` bytes or of one larger
+    tensor."""
+    runs: list[dict[str, Tensor]] = []
     size = 0
-    for entry in entries:
-        if not found or size + entry.bytes > limit:
-            found.append([])
+    for name, entry in entries:
+        if not runs or size + entry.nbytes > limit:
+            runs.append({})
             size = 0
-        found[-1].append(entry)
-        size += entry.bytes
-    return found
+        runs[-1][name] = entry
+        size += entry.nbytes
+    return runs
 
 
 def write_shards(
-    folder: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]], limit: int
+    folder: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> None:
     """Write `tensors`, (name, value) in the order of `entries`, to model.safetensors or,
     where they have more than `limit` bytes, to several files and an index.
 
-    Raises InputError for a value that is not finite in the type of its entry.
+    `entries` have shapes and types on the meta device. One file is in memory at a time. Raises
+    InputError for a value that is not finite in the type of its entry, and for a disk that is full.
     """
-    runs = shards(entries, limit)
+    runs = shards(entries.items(), limit)
     names = ["model.safetensors"]
     if len(runs) > 1:
         names = [f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors" for i in range(len(runs))]
     stream = iter(tensors)
-    for name, run in zip(names, runs, strict=True):
-        with (folder / name).open("wb") as file:
-            _write(file, run, lambda: next(stream))
+    for file, run in zip(names, runs, strict=True):
+        content = {name: cast(name, value, run[name]) for name, value in islice(stream, len(run))}
+        try:
+            save_file(content, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise InputError(f"{folder / file} cannot be written: {error}") from None
     if len(runs) > 1:
         index = {
             "metadata": {
-                "total_size": sum(entry.bytes for entry in entries),
-                "total_parameters": sum(entry.numel for entry in entries),
+                "total_size": sum(entry.nbytes for entry in entries.values()),
+                "total_parameters": sum(entry.numel() for entry in entries.values()),
             },
-            "weight_map": {e.name: n for n, run in zip(names, runs, strict=True) for e in run},
+            "weight_map": {t: file for file, run in zip(names, runs, strict=True) for t in run},
         }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write(
-    file: BinaryIO, run: Sequence[Entry], following: Callable[[], tuple[str, Tensor]]
-) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in run:
-        place = [offset, offset + entry.bytes]
-        kind = NAMES[entry.dtype]
-        header[entry.name] = {"dtype": kind, "shape": list(entry.shape), "data_offsets": place}
-        offset += entry.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    for entry in run:
-        name, value = following()
-        assert name == entry.name and tuple(value.shape) == entry.shape, (name, entry)
-        content = value.to(entry.dtype)
-        if not bool(content.isfinite().all()):
-            kind, most = str(entry.dtype).removeprefix("torch."), torch.finfo(entry.dtype).max
-            raise InputError(
-                f"{name} must be at most {most:.6g} for {kind}, got {value.abs().max().item():.6g}"
-            )
-        file.write(content.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def cast(name: str, value: Tensor, entry: Tensor) -> Tensor:
+    """Return `value` in the type of `entry`. Raises InputError if it is not finite there."""
+    assert value.shape == entry.shape, name
+    content = value.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
+    if not bool(content.isfinite().all()):
+        kind, most = str(entry.dtype).removeprefix("torch."), torch.finfo(entry.dtype).max
+        raise InputError(
+            f"{name} must be at most {most:.6g} for {kind}, got {value.abs().max().item():.6g}"
+        )
+    return content

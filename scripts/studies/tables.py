@@ -52,7 +52,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _unknown(results: Results) -> str | None:
-    """A sentence about a name that is no variant of the study, or not one of those with losses."""
+    """A sentence about a name that is not a variant of the study, or has no losses."""
     names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
     if rows and rows.keys() != names.keys():
         return f"rows must be of the variants {', '.join(names)}, got {', '.join(rows)}"

@@ -73,8 +73,8 @@ def mirrors(stacks: Sequence[Tensor]) -> bool:
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor | None:
     """Compute the top eigenvector `[batch, k]` of symmetric `t` `[batch, k, k]`, float64.
 
-    By so many `squarings` after each division by the largest entry, or by `tiny`. None where there
-    is no kernel and the library has to do it.
+    Squares `squarings` times after each division by the largest entry, or by `tiny`. None if there
+    is no kernel, so that the library has to do it.
     """
     if not small_problem(t.shape[-1], device_name(t.device)):
         return None

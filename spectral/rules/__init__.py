@@ -32,7 +32,7 @@ def register_rule(name: str, rule: type[Rule]) -> None:
 
     Raises:
         ValueError: another rule has the name.
-        TypeError: `rule` is no class derived from `Rule`.
+        TypeError: `rule` is not a class derived from `Rule`.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"rule {name!r} must be a class derived from Rule, got {rule!r}")

@@ -57,5 +57,5 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         return world
     found: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if found is None:
-        raise RuntimeError(f"this rank is no member of the device mesh {mesh}")
+        raise RuntimeError(f"this rank is not a member of the device mesh {mesh}")
     return found

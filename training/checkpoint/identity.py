@@ -107,7 +107,7 @@ def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str
 
 
 def _beside(config: Config) -> dict[str, Any]:
-    """What is no part of the identity but changes the metrics of a run."""
+    """What is not part of the identity but changes the metrics of a run."""
     spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
     sets = {f"validation.{name}": "there" for name in config.data.validation}
     moe = config.model.moe

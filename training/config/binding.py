@@ -1,8 +1,8 @@
 """Binding plain mappings to nested dataclasses by pydantic, with every problem as one line.
 
-Nothing is converted silently: a string is no number, a number no string and a bool no integer; only
-an integer where a float is expected becomes a float. Fields may be bool, int, float, str, None,
-Literal, unions, list, tuple, dict[str, T] and sections of these.
+Nothing is converted silently: a string is not a number, a number not a string, a bool not an
+integer; only an integer where a float is expected becomes a float. Fields may be bool, int, float,
+str, None, Literal, unions, list, tuple, dict[str, T] and sections of these.
 """
 
 import json

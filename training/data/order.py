@@ -197,7 +197,7 @@ class GlobalBatchSampler:
     `micro_batch`.
 
     Raises:
-        ConfigError: a size is not positive, or global_batch is no multiple of
+        ConfigError: a size is not positive, or global_batch is not a multiple of
             micro_batch * data_size.
     """
 

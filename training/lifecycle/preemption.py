@@ -43,7 +43,7 @@ class StopRequests:
         if margin is not None and end is not None and end.isdecimal():
             self.deadline = int(end) - margin
         elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
-            said = "is not set" if end is None else f"is no time in seconds, {end!r:.40}"
+            said = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
             print(f"warning: SLURM_JOB_END_TIME {said}: the run does not see its time limit")
         self._signalled = False
         self._before: dict[int, Any] = {}

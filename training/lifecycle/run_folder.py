@@ -43,7 +43,9 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if not path.is_dir() and (path.is_symlink() or not path.is_file()):
-                raise FolderError(f"run.dir {folder} must have plain files, {path.name} is none")
+                raise FolderError(
+                    f"run.dir {folder} must have plain files, {path.name} is a link or a device"
+                )
         file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise FolderError(

@@ -224,7 +224,7 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     if len(types) > 1 and kind.name.startswith("_foreach_") and kind.name != "_foreach_copy_":
         return len(lists[0])
     if kind.name.startswith("_fused_"):
-        lists = lists[:-1]  # the counts of steps are no list of elements
+        lists = lists[:-1]  # the counts of steps are not a list of elements
     chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
     most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
     launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))

@@ -188,7 +188,7 @@ class Trace:
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
         """Context of a part of the run. What follows the outermost counts to it as well, until the
-        next one begins; names that are no phase's change nothing."""
+        next one begins; names that are not a phase's change nothing."""
         if name not in PHASES:
             yield
             return

@@ -60,4 +60,4 @@ def test_the_table_can_be_had_as_json(run_dir, tmp_path, capsys):
 
 def test_another_folder_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "is no run folder, no checkpoint and no prepared data" in capsys.readouterr().err
+    assert "is not a run folder, a checkpoint or prepared data" in capsys.readouterr().err

@@ -197,7 +197,7 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     assert not (folder / "run" / "DONE").exists()
     monkeypatch.setenv("SLURM_JOB_END_TIME", "abc")
     assert train(config_of(folder), world).step == 10
-    assert "SLURM_JOB_END_TIME is no time in seconds, 'abc'" in capsys.readouterr().out
+    assert "SLURM_JOB_END_TIME is not a time in seconds: 'abc'" in capsys.readouterr().out
     assert (folder / "run" / "DONE").exists()
 
 
@@ -294,12 +294,12 @@ def test_a_run_folder_whose_files_are_elsewhere_is_refused(name, folder) -> None
     (folder / "run").mkdir()
     (folder / "run" / name).symlink_to(kept)
     with (
-        pytest.raises(FolderError, match=f"must have plain files, {name} is none"),
+        pytest.raises(FolderError, match=f"must have plain files, {name} is a link"),
         locked(folder / "run"),
     ):
         pass
     assert kept.read_text() == "precious"
     (folder / "run" / name).unlink()
     os.mkfifo(folder / "run" / name)
-    with pytest.raises(FolderError, match=f"{name} is none"), locked(folder / "run"):
+    with pytest.raises(FolderError, match=f"{name} is a link or"), locked(folder / "run"):
         pass
