@@ -45,7 +45,6 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         storage=distributed.storage,
         placement=distributed.placement,
         step_groups=distributed.step_groups,
-        penalised=config.gram_penalty is not None,
     )
     return StepShape(
         model=config.model,

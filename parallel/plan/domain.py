@@ -14,9 +14,6 @@ from parallel.storage.bucket_layout import BucketPlanner
 from spectral.rules.base import Rule
 from spectral.sharded.placement import Work
 
-PENALTY_KINDS = ("penalty weights", "penalty out", "penalty figures")
-"""Kinds of communication that occur only in steps in which the Gram penalty acts or is measured."""
-
 Owners = Mapping[str, int]
 """Rank within the stage that owns each unit, by name."""
 
@@ -121,18 +118,16 @@ class DomainPlan:
         """Bytes that each rank sends per step, by kind of communication.
 
         They are counted as by `collectives.CommVolume`: for ring algorithms, without what stays on
-        a rank. `PENALTY_KINDS` are those of a step in which the Gram penalty acts.
+        a rank, and without the Gram penalty's.
         """
         inputs = self.inputs
         ranks, data, tensor = inputs.stage_ranks, inputs.data, inputs.tensor
         others = self.bucket_layout.numel // data * (data - 1)
-        leaving, returning, penalty = np.zeros((3, ranks), dtype=np.int64)
+        leaving, returning = np.zeros((2, ranks), dtype=np.int64)
         for work in self.works:
             owner, assigned = owners[work.name], self.assigned[work.name]
             elsewhere = {rank: numel for rank, numel in work.holders.items() if rank != owner}
             moved = sum(elsewhere.values())
-            if assigned.penalty is not None:
-                penalty[owner] += moved * 4
             if assigned.has_owner:
                 # An owner sends back an update, or for a PC layer the parameter itself.
                 preconditioned = assigned.pc is not None
@@ -146,7 +141,6 @@ class DomainPlan:
         )
         # Owners keep the masters of parameters in 16 bits.
         exchanged = self._kept_by_owners() if inputs.dtype.itemsize >= 4 else ()
-        penalised = [name for name, unit in self.assigned.items() if unit.penalty is not None]
         return {
             "reduce-scatter": np.full(ranks, others * 4),
             "all-gather": np.full(ranks, others * inputs.dtype.itemsize),
@@ -156,8 +150,6 @@ class DomainPlan:
             "tensor-parallel sum of gradients": np.repeat(
                 2 * np.array(sums) * (tensor - 1) // tensor, tensor
             ),
-            "penalty weights": self._weight_bytes({n: owners[n] for n in penalised}),
-            "penalty out": penalty,
         }
 
     def _kept_by_owners(self) -> Iterator[str]:
@@ -213,24 +205,6 @@ class DomainPlan:
         owned, moved = self._by_group(stepped, owners)
         # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
         return int((6 * 4 * owned + self.inputs.exchange_bytes * moved).max())
-
-    def penalty(self, owners: Owners) -> int:
-        """Transient bytes of the Gram penalty, of the step group and rank that need most."""
-        works = [work for work in self.works if self.assigned[work.name].penalty is not None]
-        owned, moved = self._by_group(works, owners)
-        stacks: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        for work in works:
-            shape = self.whole[work.name].shape
-            key = (self._step_group[work.name], owners[work.name], shape)
-            # The stack, its gradient and, in a step that is logged, five more copies for the share
-            # (a measured number), all float32; and the smaller Gram matrix and its square.
-            stacks[key] = stacks.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
-        largest = np.zeros_like(owned)
-        for (group, owner, _), size in stacks.items():
-            largest[group, owner] = max(largest[group, owner], size)
-        # Every unit's weight and gradient with the largest stack, or later with what is sent.
-        kept = (self.inputs.dtype.itemsize + 4) * owned
-        return int(np.maximum(kept + largest, kept + 4 * moved).max())
 
     @cached_property
     def _step_group(self) -> dict[str, int]:

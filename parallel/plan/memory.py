@@ -21,7 +21,6 @@ class Memory:
     state         this rank's share of the rules' state, and the weights that owners keep
     activations   estimated
     buffers       estimated transient memory of the optimizer's step
-    penalty       estimated transient memory of the Gram penalty, freed before the optimizer's step
     """
 
     weights: int
@@ -30,16 +29,16 @@ class Memory:
     state: int
     activations: int
     buffers: int
-    penalty: int = 0
 
     @property
     def total(self) -> int:
         """Largest sum of what is needed at the same time.
 
-        Activations are gone when the penalty and the optimizer's step need their buffers.
+        Activations are gone when the optimizer's step needs its buffers. Those of the Gram penalty
+        are left out: a rehearsal shows them.
         """
         permanent = self.weights + self.gradients + self.master + self.state
-        return permanent + max(self.activations, self.buffers, self.penalty)
+        return permanent + max(self.activations, self.buffers)
 
 
 def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: float = 1) -> int:

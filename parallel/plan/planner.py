@@ -15,11 +15,10 @@ from numpy.typing import ArrayLike
 from models.config import ModelConfig
 from models.layout import ChunkSpec
 from models.units import Unit
-from parallel.optimizer.penalty_gradient import SUMS
 from parallel.optimizer.routing import Assign
 from parallel.plan.activation_volume import Traffic, activation_traffic
 from parallel.plan.devices import Device
-from parallel.plan.domain import PENALTY_KINDS, DomainPlan, Owners
+from parallel.plan.domain import DomainPlan, Owners
 from parallel.plan.memory import Memory, stage_activations
 from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
@@ -43,8 +42,7 @@ class StagePlan:
     load_mean          FLOPs of a rank, mean over the stage
     sent               bytes per step of the busiest rank, for each kind of communication
     reduced, gathered  of these reduce-scatter and all-gather, of each domain
-    sent_max           bytes per step of the rank that sends most, in a step without Gram penalty
-    sent_penalised     the same in a step in which the Gram penalty acts and is measured
+    sent_max           bytes per step of the rank that sends most, without the Gram penalty's
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
     state_max          bytes of masters and state on the fullest rank
     state_mean         bytes of masters and state, mean over the stage
@@ -64,7 +62,6 @@ class StagePlan:
     reduced: dict[Replicas, float]
     gathered: dict[Replicas, float]
     sent_max: int
-    sent_penalised: int
     sent_adamw: int
     state_max: int
     state_mean: float
@@ -250,12 +247,9 @@ def plan_stage(
     padding = sum(layout.padding for layout in layouts)
     numel = sum(layout.numel for layout in layouts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
-    # The square of the gradient norm, and the Gram penalty's figures if they are measured.
-    sums = {"gradient norm": 4, "penalty figures": SUMS * 8 * inputs.penalised}
     ranks = inputs.stage_ranks * inputs.pipeline
-    for kind, size in sums.items():
-        sent[kind] = np.full(inputs.stage_ranks, 2 * size * (ranks - 1) // ranks)
-    always = [size for kind, size in sent.items() if kind not in PENALTY_KINDS]
+    # A sum over all ranks of 4 bytes, the square of the norm.
+    sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 4 * (ranks - 1) // ranks)
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
     kept = np.sum([part.kept for part in parts], axis=0)
@@ -272,8 +266,7 @@ def plan_stage(
         sent={kind: int(sizes.max()) for kind, sizes in sent.items()},
         reduced={name: float(p.sent["reduce-scatter"].max()) for name, p in domains.items()},
         gathered={name: float(p.sent["all-gather"].max()) for name, p in domains.items()},
-        sent_max=int(np.sum(always, axis=0).max()),
-        sent_penalised=int(np.sum(list(sent.values()), axis=0).max()),
+        sent_max=int(np.sum(list(sent.values()), axis=0).max()),
         sent_adamw=sum(part.sent_adamw for part in parts),
         state_max=int(state.max()) + master,
         state_mean=float(state.mean()) + master,
@@ -284,7 +277,6 @@ def plan_stage(
             state=int((state + kept).max()),
             activations=activations,
             buffers=max(part.buffers for part in parts),
-            penalty=max(part.penalty for part in parts),
         ),
     )
 
@@ -325,7 +317,6 @@ class _Placed:
         }
         self.state, self.kept = figure(domain.state), figure(domain.kept)
         self.buffers = max(domain.transient(owners) for owners in owners_at.values())
-        self.penalty = max(domain.penalty(owners) for owners in owners_at.values())
         itemsize, data = inputs.dtype.itemsize, inputs.data
         self.elements = layout.numel // data
         stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_by_owners)

@@ -35,7 +35,6 @@ class PlanInputs(Layout):
     rule_operands    type of the operands of the rules' products, a key of `Device.peak`
     exchange_bytes   of each element of momentum and update that is sent
     step_groups      as in `BucketLayout.step_groups`
-    penalised        whether the run has a Gram penalty
     """
 
     data: int
@@ -49,7 +48,6 @@ class PlanInputs(Layout):
     storage: Storage = "auto"
     placement: Strategy = "auto"
     step_groups: int | None = None
-    penalised: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number of ranks below 1, or experts that do not divide them."""

@@ -8,7 +8,6 @@ from typing import Any, Final
 from models.size import model_size
 from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
-from parallel.plan.domain import PENALTY_KINDS
 from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.roofline import ATTENTION, HALF_SIZE
@@ -88,7 +87,6 @@ def memory_table(planned: Plan) -> str:
         "optimizer state": lambda memory: memory.state,
         "activations (estimate)": lambda memory: memory.activations,
         "optimizer buffers (estimate)": lambda memory: memory.buffers,
-        "Gram penalty buffers, before the optimizer's (estimate)": lambda memory: memory.penalty,
         "total": lambda memory: memory.total,
     }
 
@@ -100,10 +98,7 @@ def memory_table(planned: Plan) -> str:
 
 
 def traffic_table(planned: Plan) -> str:
-    """Return bytes by kind of communication, a column per pipeline stage.
-
-    The last row is for a step in which the Gram penalty acts, if there is one.
-    """
+    """Return bytes by kind of communication, a column per pipeline stage."""
     totals = {stage.stage: sum(_kinds(stage).values()) for stage in planned.stages}
     names = dict.fromkeys(kind for stage in planned.stages for kind in _kinds(stage))
     large = [
@@ -121,20 +116,17 @@ def traffic_table(planned: Plan) -> str:
     rows["all"] = of(list(names))
     rows["of these to other nodes"] = lambda stage: mib(across_nodes(stage))
     rows["optimizer's, over AdamW with ZeRO-1"] = lambda stage: f"{stage.sent_ratio:.4f}"
-    if any(stage.sent_penalised > stage.sent_max for stage in planned.stages):
-        rows["optimizer's, with the Gram penalty active"] = lambda stage: mib(stage.sent_penalised)
     return by_stage(planned, rows)
 
 
 def _kinds(stage: StagePlan) -> dict[str, float]:
-    """Bytes per step by kind of communication, those of the Gram penalty left out."""
-    return {each.kind: each.size for each in stage.traffic if each.kind not in PENALTY_KINDS}
+    """Bytes per step by kind of communication."""
+    return {each.kind: each.size for each in stage.traffic}
 
 
 def across_nodes(stage: StagePlan) -> float:
     """Bytes per step that leave a rank's node."""
-    kept = (each for each in stage.traffic if each.kind not in PENALTY_KINDS)
-    return sum(each.size * each.across for each in kept)
+    return sum(each.size * each.across for each in stage.traffic)
 
 
 def mib(size: float) -> str:
