@@ -95,6 +95,11 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
     return found
 
 
+def elements_of(groups: Sequence[Units], batch: Batch) -> int:
+    """Return the elements of a batch of units of `groups`."""
+    return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
+
+
 def accumulated(rule: Rule, stacks: Sequence[Stack]) -> list[Stack]:
     """Return the stacks with what `rule.accumulate` makes of their gradients."""
     if not rule.elementwise_state and type(rule).accumulate is Rule.accumulate:

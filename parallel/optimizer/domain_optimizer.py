@@ -9,7 +9,7 @@ the buckets' new weights starts while the next step group runs. The rules are th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from spectral.grouped import grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
 from spectral.sharded.exchange import Exchange
-from spectral.stepping import accumulate, accumulated, step_units
+from spectral.stepping import accumulate, accumulated, elements_of, step_units
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,8 @@ class DomainOptimizer:
                 stepped_units(stack, momentum, changes, rates, active)
                 for stack, rates in zip(owned, rates_at(owned, factor), strict=True)
             ]
-            reports = step_units(rule, units, accumulates=False, spread=self.streams.spread)
+            spread = partial(self.streams.spread, elements=partial(elements_of, units))
+            reports = step_units(rule, units, accumulates=False, spread=spread)
             for stack, report in zip(owned, reports, strict=True):
                 stack.report = report
         self._update_kept(group, changes.pieces)

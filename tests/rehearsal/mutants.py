@@ -36,7 +36,7 @@ def no_wait_for_gradients() -> None:
 def streams_are_not_joined() -> None:
     """Work on side streams is not waited for."""
 
-    def spread(streams: Streams, items: Sequence[Any]) -> Iterator[Any]:
+    def spread(streams: Streams, items: Sequence[Any], **_: Any) -> Iterator[Any]:
         for i, item in enumerate(items):
             with torch.cuda.stream(streams.streams[i % len(streams.streams)]):
                 yield item
@@ -47,7 +47,7 @@ def streams_are_not_joined() -> None:
 def streams_do_not_wait() -> None:
     """Work on side streams begins before what it needs is there."""
 
-    def spread(streams: Streams, items: Sequence[Any]) -> Iterator[Any]:
+    def spread(streams: Streams, items: Sequence[Any], **_: Any) -> Iterator[Any]:
         for i, item in enumerate(items):
             with torch.cuda.stream(streams.streams[i % len(streams.streams)]):
                 yield item

@@ -60,6 +60,20 @@ def test_every_rule_is_rehearsed_within_its_launches(rule, processes, tmp_path):
     assert plain(report, "forward_backward").launches <= PASSES
 
 
+WIDE = {
+    "model__layers": 1, "model__hidden": 1024, "model__ffn": 2816, "model__heads": 4,
+    "model__head_dim": 64, "monitors__interval": 0, "checkpoint__interval": 0,
+}  # fmt: skip
+
+
+def test_side_streams_keep_no_pool_for_stacks_that_fill_the_device(processes, tmp_path):
+    report = rehearse(processes, program(tmp_path, 1, **WIDE), 1)
+    heads = 4 * 12 * 64 * 1024  # bytes of q, k and v, in float32
+    assert heads < report.side_pools < 10 * heads
+    # The step takes more than that for the three matrices of the feed-forward block.
+    assert report.side_pools < 4 * 3 * WIDE["model__hidden"] * WIDE["model__ffn"]
+
+
 PC = {"pc__level": 2}
 OPTIONS = {
     "watched weights": {"watchdog__replica_interval": 2, "train__precision": "bf16"},
