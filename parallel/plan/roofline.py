@@ -15,13 +15,21 @@ from parallel.plan.devices import Device
 HALF_SIZE: Final = 64
 """Size of one side of a product on tensor cores at which the others reach half of their share of
 the peak."""
-TENSOR_CORES: Final = ("fp8", "bf16", "tf32")
+TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
 """Operands of products on tensor cores."""
 ATTENTION: Final = 0.45
 """Share of the peak that fused attention reaches, as published for H100 and A100 (FlashAttention-2
 and -3, causal, heads of 128)."""
 EXPLICIT_ATTENTION: Final = 0.1
 """The same where scores are computed block by block."""
+FACTORS: Final = 0.015
+"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach, 1
+TFLOP/s of an H100's float64: an estimate. Columns follow each other, so smaller ones reach less in
+proportion to their rows."""
+FACTOR_ROWS: Final = 512
+EIGEN_ROW: Final = 120e-6
+"""Seconds for each row of an eigenvalue problem, whose columns take many small kernels one after
+another: an estimate, 0.25 s for 2,048 rows."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,11 @@ def product_share(device: Device, operands: str, sides: Sequence[float]) -> floa
     return share
 
 
+def factor_share(rows: int) -> float:
+    """Return the share of the peak that factors of matrices with so many rows reach."""
+    return FACTORS * min(rows, FACTOR_ROWS) / FACTOR_ROWS
+
+
 @dataclass(frozen=True)
 class Work:
     """What an operation does to a device.
@@ -79,6 +92,7 @@ class Work:
     operands   of its FLOPs, a key of `Device.peak`
     share      of the peak that it reaches, None for that of a large product
     kernels    launches that it takes
+    waiting    seconds of steps that follow one another, however little each does
     """
 
     size: float
@@ -86,6 +100,7 @@ class Work:
     operands: str = "fp32"
     share: float | None = None
     kernels: int = 1
+    waiting: float = 0.0
 
 
 def launch_seconds(device: Device, work: Work, *, in_graph: bool = False) -> float:
@@ -93,7 +108,10 @@ def launch_seconds(device: Device, work: Work, *, in_graph: bool = False) -> flo
     least = work.kernels * (device.graph_seconds if in_graph else device.launch_seconds)
     share = device.efficiency if work.share is None else work.share
     return max(
-        work.size / device.copy_rate, work.flops / (share * device.peak[work.operands]), least
+        work.size / device.copy_rate,
+        work.flops / (share * device.peak[work.operands]),
+        work.waiting,
+        least,
     )
 
 

@@ -72,3 +72,23 @@ def test_products_in_place_and_factorisations_have_flops(processes: Processes) -
     assert report.error is None
     products, factors, solutions = 4 * (2 * 8 * 4 * 6), 3 * 6**3 / 3, 3 * 6**2 * 4
     assert report.counts[0, "optimizer"].flops == products + factors + solutions
+
+
+def factorisations() -> None:
+    """What a traced call does: small factors, and eigenvalues of two matrices."""
+    wide = {"dtype": torch.float64, "device": "cuda"}
+    with torch.profiler.record_function("optimizer"):
+        torch.linalg.cholesky_ex(torch.empty(90, 512, 512, **wide))
+        torch.linalg.cholesky_ex(torch.empty(90, 256, 256, **wide))
+    with torch.profiler.record_function("monitors"):
+        torch.linalg.eigvalsh(torch.empty(2, 2048, 2048, **wide))
+
+
+def test_factorisations_are_far_slower_than_products(processes: Processes) -> None:
+    (report,) = processes.perform([TracedCall(f"{__name__}:factorisations", (), H100)])
+    assert report.error is None
+    # At 1 TFLOP/s, and half of it in halves of the size.
+    seconds = 90 * 512**3 / 3 / 1e12 + 90 * 256**3 / 3 / 0.5e12
+    assert report.counts[0, "optimizer"].kernel_seconds == pytest.approx(seconds, rel=0.01)
+    # The columns of one matrix after those of the other, each of which takes many kernels.
+    assert 0.4 < report.counts[0, "monitors"].kernel_seconds < 1

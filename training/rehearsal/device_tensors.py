@@ -23,6 +23,7 @@ from training.rehearsal.operations import (
     operands_of,
     share_of,
     tensors_in,
+    waiting_of,
 )
 from training.rehearsal.replacement import put
 from training.rehearsal.trace import Launch, Trace
@@ -188,7 +189,8 @@ class DeviceTensors(FakeTensorMode):
         flops, operands = flops_of(func, args, kwargs, out), operands_of(reads)
         share = share_of(self.trace.device, func, operands, reads) if flops else None
         size = moved_bytes(kind, reads, writes)
-        work = Work(size, flops, operands, share, kernels_of(kind, args))
+        waiting = waiting_of(func, reads)
+        work = Work(size, flops, operands, share, kernels_of(kind, args), waiting)
         fakes = [x for x in writes if isinstance(x, FakeTensor)]
         self.trace.launch(Launch(kind.name, reads, fakes, work))
         if kind.name in READ_BY_HOST:

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from parallel.plan.devices import Device
-from parallel.plan.roofline import ATTENTION, product_share
+from parallel.plan.roofline import ATTENTION, EIGEN_ROW, factor_share, product_share
 from training.rehearsal.trace import size_of
 
 SILENT: Final = {
@@ -155,6 +155,9 @@ FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
 }
 """FLOPs of what else multiplies matrices, from its tensors."""
 
+EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
+"""Problems whose columns follow one another."""
+
 
 def share_of(
     device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
@@ -164,6 +167,8 @@ def share_of(
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if packet in CAUSAL:
         return ATTENTION
+    if packet in FACTORISATIONS:
+        return factor_share(reads[0].shape[-1])
     if packet in PRODUCTS:
         left, right = reads[-2:]
         return product_share(device, operands, (left.shape[-2], *right.shape[-2:]))
@@ -176,6 +181,13 @@ def share_of(
             device, operands, [n / parts if i == cut else n for i, n in enumerate(sides)]
         )
     return None
+
+
+def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
+    """Seconds of the columns of eigenvalue problems, of one matrix after another."""
+    if function.overloadpacket not in EIGENVALUES:
+        return 0.0
+    return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])
 
 
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
