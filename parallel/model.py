@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from models.blocks.attention import RotatedSelfAttention
 from models.blocks.compiled import compile_blocks_
 from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.in_graph_pc import (
@@ -35,6 +36,7 @@ from parallel.storage.domain_model import DomainModel
 from parallel.storage.gradients import GradientReducer
 from parallel.storage.parameter_names import named_parameters
 from parallel.storage.stage_units import declare_stage_units, units_of_domain
+from parallel.storage.weight_products import sum_in_products_
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 """Turns token losses `[b, s]` into the micro-batch's scalar loss and the figures to collect."""
@@ -51,6 +53,7 @@ class ParallelModel:
     comm_volume       bytes sent for gradients, optimizer and weights
     sequence_length   tokens of a sample, before context parallelism cuts it
     in_graph          PC layers whose effective weight is computed in every forward pass
+    sums_in_products  whether linears add their weights' gradients to the buckets themselves
     after_backward    called when all that is left of a backward pass is to wait for gradients of
                       other ranks
     """
@@ -63,6 +66,7 @@ class ParallelModel:
     comm_volume: CommVolume
     sequence_length: int
     in_graph: list[UnitWeight] = field(default_factory=list)
+    sums_in_products: bool = False
     after_backward: Callable[[], None] = lambda: None
 
     @property
@@ -128,6 +132,11 @@ class ParallelModel:
         """Set the state that PC layers in the graph keep beside their initial weights."""
         for effective in self.in_graph:
             effective.start_(self._weight_of(effective))
+
+    def sum_in_products(self, active: bool) -> None:
+        """Let linears add gradients to the buckets by the products that compute them, or not; then
+        no observer of the reducers sees them."""
+        sum_in_products_(self.chunks, active)
 
     def zero_gradients(self) -> None:
         """Clear the gradient buckets."""
@@ -308,11 +317,13 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
         comm_volume,
         options.sequence_length,
         in_graph,
+        sums_in_products=groups.device.type == "cuda",
     )
     set_weights_(built, model, options)
     config.no_sync_func = built.no_sync
     config.finalize_model_grads_func = lambda *_, **__: built.finish_gradients()
     wait_before_forward(built)
+    built.sum_in_products(built.sums_in_products)
     return built
 
 
@@ -454,8 +465,8 @@ def wait_before_forward(model: ParallelModel) -> None:
 
     for chunk in model.chunks:
         for module in chunk.modules():
-            # Grouped experts multiply by the weights of modules that they never call.
-            inside = isinstance(module, GroupedExperts)
+            # They use the weights of modules that they never call.
+            inside = isinstance(module, GroupedExperts | RotatedSelfAttention)
             needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:
                 hook_on(module, list(needed))

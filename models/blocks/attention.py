@@ -12,11 +12,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from models.blocks.heads import HeadFunctions, split_heads
+from models.blocks.norm import RMSNorm
 from models.blocks.rotary import rotate_halves
 from models.context import context_chunks, in_sequence_order
 
@@ -36,13 +39,27 @@ KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, 
 class RotatedSelfAttention(SelfAttention):
     """Megatron's self-attention with rotary positions by one function `rotate`.
 
-    It can be compiled; Megatron's own takes a dozen operations for queries and as many for keys.
+    Megatron's own takes a dozen operations for queries and as many for keys. With `heads`, compiled
+    functions, queries and keys are also normed by it, and their gradients and those of the values
+    are written in one piece.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_halves
+        self.heads: HeadFunctions | None = None
         self._angles: Tensor | None = None
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether `heads` may be used: each rank has whole groups, and gains are the plain ones."""
+        norms = self.q_layernorm, self.k_layernorm
+        plain = not self.config.layernorm_zero_centered_gamma
+        whole = self.config.num_query_groups >= self.world_size
+        return whole and all(
+            isinstance(norm, IdentityOp | None) or (isinstance(norm, RMSNorm) and plain)
+            for norm in norms
+        )
 
     def forward(
         self,
@@ -60,10 +77,16 @@ class RotatedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
         """Return Megatron's queries, keys and values, the first two rotated."""
-        query, key, value = super().get_query_key_value_tensors(*arguments, **options)
-        if self._angles is not None:
-            query, key = self.rotate(query, key, self._angles)
-        return query, key, value
+        if self._angles is None or self.heads is None:
+            query, key, value = super().get_query_key_value_tensors(*arguments, **options)
+            if self._angles is not None:
+                query, key = self.rotate(query, key, self._angles)
+            return query, key, value
+        options["split_qkv"] = False
+        mixed, _ = super().get_query_key_value_tensors(*arguments, **options)
+        norms = [x for x in (self.q_layernorm, self.k_layernorm) if isinstance(x, RMSNorm)]
+        epsilon = self.config.layernorm_epsilon
+        return split_heads(mixed, self._angles, [x.weight for x in norms], epsilon, self.heads)
 
 
 class CoreAttention(torch.nn.Module):

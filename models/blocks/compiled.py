@@ -17,6 +17,7 @@ from torch import Tensor
 from models.blocks.activation import activation_of
 from models.blocks.attention import RotatedSelfAttention
 from models.blocks.grouped_experts import GroupedExperts
+from models.blocks.heads import HeadFunctions
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
 from models.compiler import compiler_problem
@@ -65,6 +66,8 @@ class Fused:
         match module:
             case RMSNorm():
                 module.function = self.compiled(module.function)
+            case RotatedSelfAttention() if module.splits_heads:
+                module.heads = HeadFunctions(*map(self.compiled, HeadFunctions()))
             case RotatedSelfAttention() | LatentAttention():
                 module.rotate = self.compiled(module.rotate)
             case GroupedExperts():

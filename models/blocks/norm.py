@@ -15,6 +15,18 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, gain.shape, gain, epsilon)
 
 
+def rms_norm_gradients(
+    gradient: Tensor, x: Tensor, gain: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` `[..., d]` and of the gain `[d]` from that of `rms_norm`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    given, heads = gradient.to(wide), x.to(wide)
+    scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + epsilon)
+    normed, inner = heads * scale, given * gain.to(wide)
+    found = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+    return found.to(x.dtype), (given * normed).flatten(0, -2).sum(0).to(gain.dtype)
+
+
 def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     """`rms_norm` of `x` times `1 + gain`, as Gemma's.
 

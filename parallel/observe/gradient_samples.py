@@ -45,6 +45,8 @@ class GradientSamples:
         self.matrices = {
             unit.parameter for part in self.parts for unit in part.units if unit.is_matrix
         }
+        self.model = model
+        model.sum_in_products(False)
         for part in self.parts:
             part.reducer.observers[OBSERVER] = self._observe
 
@@ -62,6 +64,7 @@ class GradientSamples:
         samples are dropped.
         """
         products: dict[str, Tensor] = {}
+        self.model.sum_in_products(self.model.sums_in_products)
         for part in self.parts:
             part.reducer.observers.pop(OBSERVER, None)
             for name in sorted({u.parameter for u in part.units if u.is_matrix}):

@@ -18,8 +18,11 @@ the peak."""
 TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
 """Operands of products on tensor cores."""
 ATTENTION: Final = 0.45
-"""Share of the peak that fused attention reaches, as published for H100 and A100 (FlashAttention-2
-and -3, causal, heads of 128)."""
+"""Share of the peak that fused attention reaches, as published for H100 and A100 (cuDNN and
+FlashAttention-3 on the one, FlashAttention-2 on the other, causal, heads of 128)."""
+OLDER_ATTENTION: Final = 0.32
+"""The same of FlashAttention-2 on Hopper, where its forward passes reach 370 TFLOP/s (Shah et al.,
+"FlashAttention-3", 2024, figure 5) and its backward passes about 300."""
 EXPLICIT_ATTENTION: Final = 0.1
 """The same where scores are computed block by block."""
 FACTORS: Final = 0.015

@@ -49,8 +49,9 @@ class Passes(NamedTuple):
 
 SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
 """Of single operations."""
-COMPILED: Final = Passes(26, 17, 0, 7, 8, 5, 11)
-"""Of norms, rotations and activations that torch.compile fuses."""
+COMPILED: Final = Passes(22, 4, 6, 1, 8, 5, 11)
+"""Of norms, rotations and activations that torch.compile fuses, and gradients of queries, keys and
+values that it writes in one piece."""
 
 DISPATCHED: Final = 11
 """Of the stream, for each expert that a token is sent to."""
@@ -69,7 +70,8 @@ LOGITS: Final = 61
 FUSED_LOGITS: Final = 22
 """The same for Liger's loss: its largest, its exponential in float32, and the gradient."""
 ACCUMULATED: Final = 10
-"""Bytes for each parameter: its gradient, added to the float32 sum after each micro-batch."""
+"""Bytes for each parameter of the embedding and of experts: its gradient, added to the float32 sum
+after each micro-batch; the products of the others add them."""
 STACKED: Final = 8
 """Bytes for each parameter of an expert: those of a layer are copied side by side."""
 FORWARD: Final = 0.4
@@ -216,8 +218,8 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
     """Return the time of one micro-batch on a rank of a stage."""
     device, inputs, model = shape.device, shape.inputs, shape.model
     copied = shape.tokens * inputs.dtype.itemsize / device.copy_rate  # of an element of each token
-    dense, experts = stage_elements(shape, stage)
-    summed = (ACCUMULATED * (dense + experts) + STACKED * experts) / device.copy_rate
+    _, experts = stage_elements(shape, stage)
+    summed = (ACCUMULATED + STACKED) * experts / device.copy_rate
     forward, backward, recompute = 0.0, summed, 0.0
     for layer, number in shape.kinds(stage).items():
         seconds = [(w, weight_seconds(shape, w)) for w in layer_weights(model, layer).weights]
@@ -237,6 +239,8 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
         stream = model.hidden * shape.own_tokens / shape.tokens
         ends = copied * ENDS * stream * (chunk.embedding + chunk.head)
         forward, backward = forward + FORWARD * ends, backward + (1 - FORWARD) * ends
+        rows = model.padded_vocab // inputs.tensor * chunk.embedding
+        backward += ACCUMULATED * rows * model.hidden / device.copy_rate
     if any(chunk.head for chunk in shape.chunks(stage)):
         rows = model.padded_vocab // inputs.tensor
         head = product_seconds(device, shape.operands, shape.tokens, model.hidden, rows)

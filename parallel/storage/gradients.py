@@ -78,11 +78,11 @@ class GradientReducer:
     def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             gradient = parameter.grad
-            assert gradient is not None
-            for observe in self.observers.values():
-                observe(name, gradient)
-            parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
-            parameter.grad = None
+            if gradient is not None:  # else its product has added it
+                for observe in self.observers.values():
+                    observe(name, gradient)
+                parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
+                parameter.grad = None
             if self._syncing and self.overlap:
                 self._pending[bucket].discard(name)
                 if not self._pending[bucket] and bucket not in self._handles:

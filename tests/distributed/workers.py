@@ -55,12 +55,17 @@ def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
     return build_trainer(config, groups, *build_data(config))
 
 
-def runs(folder: str, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """What `followed` returns of the run of every case."""
+def runs(
+    folder: str, cases: dict[str, Case], *, products: bool = False
+) -> dict[str, dict[str, Any]]:
+    """What `followed` returns of the run of every case; with `products` linears add their weights'
+    gradients to the sums themselves, as on GPUs."""
     found = {}
     for name, case in cases.items():
         groups = start(case[0])
-        found[name] = followed(built(folder, groups, case))
+        trainer = built(folder, groups, case)
+        trainer.model.sum_in_products(products)
+        found[name] = followed(trainer)
         dist.barrier(groups.host)
         process_groups.shutdown()
     return found

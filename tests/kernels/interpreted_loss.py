@@ -1,4 +1,4 @@
-"""Liger's kernels of the loss in Triton's interpreter: the run of the engine's own loss."""
+"""A run with every fused part, Liger's loss in Triton's interpreter, and one without."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.launch import run_on_ranks
+from tests.run_configs import MIXTURE
 from tests.token_files import write_token_set
 
 STEPS = 20
@@ -16,28 +17,33 @@ SMALL = {
     "train__micro_batch": 1,
     "train__sequence_length": 16,
     "validation__samples": 1,
+    "monitors__interval": 0,
 }
+PLAIN = {"train__fused_loss": "null", "train__compile": "null"}
+FUSED = {"train__fused_loss": "liger", "train__compile": "aot_eager"}
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({}, {}),
+    ({"tensor": 2}, {}),
+    ({"pipeline": 2}, {}),
+    ({"expert": 2}, MIXTURE),
+]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, {}), (2, {"tensor": 2})], ids=["one", "tensor 2"]
-)
-def test_losses_and_weights_are_those_of_the_engines_own_loss(
-    ranks: int, layout: dict[str, int], tmp_path: Path
+@pytest.mark.parametrize(("layout", "keys"), LAYOUTS, ids=["one", "tensor", "pipeline", "expert"])
+def test_losses_and_weights_are_those_of_single_operations(
+    layout: dict[str, int], keys: dict[str, Any], tmp_path: Path
 ) -> None:
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
 
-    def curves(fused: str) -> list[dict[str, Any]]:
-        arguments = {
-            "folder": str(tmp_path),
-            "layout": layout,
-            "overrides": SMALL | {"train__fused_loss": fused},
-            "rules": ["adamw"],
-        }
-        return run_on_ranks(ranks, "tests.distributed.workers", "curves", arguments)
+    def followed(parts: dict[str, Any], *, products: bool) -> list[dict[str, Any]]:
+        case = (layout, "adamw", SMALL | keys | parts)
+        arguments = {"folder": str(tmp_path), "cases": {"run": case}, "products": products}
+        ranks = 2 if layout else 1
+        return run_on_ranks(ranks, "tests.distributed.workers", "runs", arguments)
 
-    for plain, fused in zip(curves("null"), curves("liger"), strict=True):
-        expected, found = plain["adamw"], fused["adamw"]
+    ranks = zip(followed(PLAIN, products=False), followed(FUSED, products=True), strict=True)
+    for plain, fused in ranks:
+        expected, found = plain["run"], fused["run"]
         # float32 sums in another order.
         assert len(found["loss"]) == STEPS
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)

@@ -20,6 +20,7 @@ class Counts:
                         of the exchange between owners and shards
     peak_memory_bytes   the most memory at one moment of it
     moved_bytes, flops  of launches
+    elementwise_bytes   of those without FLOPs
     """
 
     launches: int = 0
@@ -33,6 +34,7 @@ class Counts:
     synchronizations: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
     moved_bytes: float = 0.0
+    elementwise_bytes: float = 0.0
     flops: float = 0.0
 
     @property

@@ -186,7 +186,7 @@ class DeviceTensors(FakeTensorMode):
             return out
         reads = [x for x in reads if isinstance(x, FakeTensor)]
         writes += [x for x in results if not any(x is w for w in writes)]
-        flops, operands = flops_of(func, args, kwargs, out), operands_of(reads)
+        flops, operands = flops_of(func, args, kwargs, out), operands_of(func, reads)
         share = share_of(self.trace.device, func, operands, reads) if flops else None
         size = moved_bytes(kind, reads, writes)
         waiting = waiting_of(func, reads)

@@ -6,6 +6,7 @@ CUDA makes five operations of a norm.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ class LowerRight:
 def install(trace: Trace, mode: DeviceTensors) -> None:
     """Replace attention and the choice of its kernel, norms, compiled functions, what routers send
     where, and `Module.to`, for the life of this process."""
-    put(F, "scaled_dot_product_attention", attention)
-    put(torch, "_fused_sdp_choice", choice)
+    newer = trace.device.capability >= (9, 0)
+    put(F, "scaled_dot_product_attention", partial(attention, newer))
+    put(torch, "_fused_sdp_choice", partial(choice, newer))
     replace(causal_lower_right, LowerRight)
     install_norms(trace)
     install_compiled(trace, mode)
@@ -53,14 +55,17 @@ def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
 
-def choice(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
-    """Return the kernel's number in `SDPBackend`."""
+def choice(newer: bool, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
+    """Return the kernel's number in `SDPBackend`, on Hopper and `newer` or on older devices."""
+    if takes_flash(query, key, value) and newer:
+        return int(SDPBackend.CUDNN_ATTENTION.value)
     if takes_flash(query, key, value):
         return int(SDPBackend.FLASH_ATTENTION.value)
     return int(SDPBackend.EFFICIENT_ATTENTION.value)
 
 
 def attention(
+    newer: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,6 +80,8 @@ def attention(
     lower_right = isinstance(attn_mask, LowerRight)
     if attn_mask is not None and not lower_right:
         raise RuntimeError("a mask in memory keeps attention from the fused kernels")
+    if takes_flash(query, key, value) and newer and not lower_right:
+        return _cudnn(query, key, value, dropout_p, is_causal, scale)
     if takes_flash(query, key, value):
         return _flash(query, key, value, dropout_p, is_causal or lower_right, scale)
     if enable_gqa and query.shape[1] != key.shape[1]:
@@ -84,6 +91,17 @@ def attention(
     wanted = query.requires_grad and torch.is_grad_enabled()
     output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, wanted, dropout_p, is_causal, scale=scale
+    )[0]
+    return output
+
+
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """The kernel of cuDNN."""
+    wanted = query.requires_grad and torch.is_grad_enabled()
+    output: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, wanted, dropout, causal, False, scale=scale
     )[0]
     return output
 
@@ -157,8 +175,8 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
     """Replace `torch.compile`, for the life of this process.
 
     A compiled function reads its arguments and writes its results once. Its backward pass reads the
-    arguments, which is all that is kept of it, and the results' gradients; once more for each
-    argument that is smaller than the largest, over whose rows a kernel of its own sums.
+    arguments, which is all that is kept of it, and the results' gradients, and writes those of the
+    arguments: of gains too, as inductor sums over rows and columns in one kernel.
     """
 
     class Fused(torch.autograd.Function):
@@ -181,12 +199,7 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
             wanted = [x for x, need in zip(arguments, needed, strict=True) if need]
             made = {id(x): torch.empty_like(x) for x in wanted}
             reads = [*(g for g in gradients if g is not None), *ctx.saved_tensors]
-            large = max(x.numel() for x in reads)
-            groups = [[x for x in wanted if x.numel() == large]]
-            groups += [[x] for x in wanted if x.numel() < large]
-            for group in filter(None, groups):
-                writes = [made[id(x)] for x in group]
-                trace.launch(Launch.moving(f"{ctx.name}_backward", reads, writes))
+            trace.launch(Launch.moving(f"{ctx.name}_backward", reads, list(made.values())))
             return None, *(
                 made[id(x)] if need else None for x, need in zip(arguments, needed, strict=True)
             )

@@ -12,7 +12,13 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from parallel.plan.devices import Device
-from parallel.plan.roofline import ATTENTION, EIGEN_ROW, factor_share, product_share
+from parallel.plan.roofline import (
+    ATTENTION,
+    EIGEN_ROW,
+    OLDER_ATTENTION,
+    factor_share,
+    product_share,
+)
 from training.rehearsal.trace import size_of
 
 SILENT: Final = {
@@ -29,9 +35,16 @@ HEADS_INSIDE: Final = (
 )  # fmt: skip
 """Operations on `[batch, s, heads, d]`, whose formula of FLOPs wants `[batch, heads, s, d]`."""
 
-CAUSAL: Final = (
+FLASH: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
+)  # fmt: skip
+"""FlashAttention 2, which Hopper and newer run at less of their peak than cuDNN's kernels."""
+
+CAUSAL: Final = (
+    *FLASH,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
     *HEADS_INSIDE,
@@ -166,7 +179,8 @@ def share_of(
     that of a large product."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if packet in CAUSAL:
-        return ATTENTION
+        older = packet in FLASH and device.capability >= (9, 0)
+        return OLDER_ATTENTION if older else ATTENTION
     if packet in FACTORISATIONS:
         return factor_share(reads[0].shape[-1])
     if packet in PRODUCTS:
@@ -200,8 +214,9 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         inner = left.shape[-1] / (out.shape[0] if out.ndim == 3 else 1)
         return 2.0 * out.numel() * inner
     formula = flop_registry.get(packet)
-    if packet is torch.ops.aten.bmm:
-        args = args[:2]  # without the type of the result, which its formula does not know
+    if packet in PRODUCTS:
+        # Without the type of the result, which their formulas do not know.
+        args, kwargs = [x for x in args if isinstance(x, Tensor)], {}
     if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
     # Fused kernels skip the half of the scores that the causal mask hides.
@@ -209,9 +224,10 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
     return 0.0 if formula is None else part * float(formula(*args, **kwargs, out_val=out))
 
 
-def operands_of(reads: Sequence[Tensor]) -> str:
+def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
     """The type of a product's operands, as devices name it."""
-    for tensor in reads:
+    packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
+    for tensor in reads[-2:] if packet in PRODUCTS else reads:
         if tensor.dtype in OPERANDS:
             return OPERANDS[tensor.dtype]
     return "fp32"

@@ -47,6 +47,8 @@ def rehearse(
     report = combined(reports, world, device, different)
     planned = plan_run(with_known_kernels(config), world, device)
     report.planned, report.planned_seconds = planned.memory.total, planned.time.total
+    if report.seconds:
+        report.mfu = planned.model_flops / (report.seconds * planned.peak_flops)
     return report
 
 

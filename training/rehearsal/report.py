@@ -28,6 +28,8 @@ class Report:
                set, and a save
     planned    bytes of memory that the planner foretells, None if it was not asked
     seconds    modelled, of a step on which nothing is due
+    mfu        model FLOPs over what the device could do in that time, None if it was not asked
+    elementwise_bytes   that a micro-batch moves beside its products
     planned_seconds   the same by the plan, None if it was not asked
     processor_seconds   of this machine, of all ranks together
     """
@@ -44,6 +46,8 @@ class Report:
     side_pools: int = 0
     planned: int | None = None
     seconds: float = 0.0
+    mfu: float | None = None
+    elementwise_bytes: float = 0.0
     planned_seconds: float | None = None
     processor_seconds: float = 0.0
 
@@ -74,6 +78,8 @@ class Report:
             "device_memory_bytes": self.device.memory_bytes,
             "modelled_seconds": self.seconds,
             "planned_seconds": self.planned_seconds,
+            "mfu": self.mfu,
+            "micro_batch_elementwise_bytes": self.elementwise_bytes,
             "stream_order_findings": len(self.findings),
             "findings": self.findings,
             "phases": {name: counts.as_dict() for name, counts in self.phases.items()},
@@ -103,6 +109,10 @@ def combined(
         report.specialisations = max(report.specialisations, each.specialisations)
         report.processor_seconds += each.processor_seconds
         report.side_pools = max(report.side_pools, each.side_pools)
+        passes = each.counts.get((PLAIN_STEP, STEP))
+        if passes is not None:
+            moved = micro_batch(each, passes).elementwise_bytes
+            report.elementwise_bytes = max(report.elementwise_bytes, moved)
         if each.scenario is not None:
             report.microbatches = each.scenario.rehearsed, each.scenario.microbatches
     report.seconds = step_seconds(reports)
@@ -220,8 +230,10 @@ def described(report: Report) -> str:
             if report.planned_seconds is None
             else f", planned {1e3 * report.planned_seconds:.4g}"
         )
+        + ("" if report.mfu is None else f"; MFU {report.mfu:.1%}")
         + ", modelled: good to compare layouts and rules, up to 25% from published runs",
     ]
+    lines.append(f"a micro-batch moves {report.elementwise_bytes / 1e9:.4g} GB beside its products")
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:
         lines.append(

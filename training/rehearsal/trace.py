@@ -234,6 +234,7 @@ class Trace:
         now.kernels[launch.name] += work.kernels
         now.kernel_seconds += launch_seconds(self.device, work, in_graph=self.recording is not None)
         now.moved_bytes += work.size
+        now.elementwise_bytes += 0 if work.flops else work.size
         now.flops += work.flops
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
