@@ -56,7 +56,6 @@ def transformer_config(
     return replace(
         dense.transformer_config(model, dtype=dtype, layout=layout, **options),
         num_moe_experts=moe.experts,
-        moe_layer_freq=[int(layer >= moe.dense_layers) for layer in range(model.layers)],
         moe_ffn_hidden_size=moe.expert_ffn,
         moe_shared_expert_intermediate_size=moe.shared_experts * moe.expert_ffn or None,
         moe_shared_expert_gate=moe.shared_gate,

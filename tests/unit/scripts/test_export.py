@@ -61,12 +61,15 @@ def run(tokens, world, tmp_path) -> Callable[..., Path]:
 
 def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    assert main(["export", str(run(model__rope_base=5e4)), str(out), "--shard-size", "50KB"]) == 0
+    keys = {"rope_base": 5e4, "init__spectral": False, "init__std": "null"}
+    folder = run(**{f"model__{key}": value for key, value in keys.items()})
+    assert main(["export", str(folder), str(out), "--shard-size", "50KB"]) == 0
     assert "largest difference of float32 logits" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == 300 and config["max_position_embeddings"] == 32
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 50_000
     assert config["dtype"] == config["torch_dtype"] == "float32"
+    assert config["initializer_range"] == 64**-0.5
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == files and len(files) > 3

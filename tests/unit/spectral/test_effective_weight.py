@@ -163,6 +163,19 @@ def test_without_normalisation_the_polynomial_acts_on_the_weight_itself() -> Non
     )
 
 
+def test_a_pair_that_has_lost_the_norm_is_found_anew() -> None:
+    """Another pair, one of the wrong sign, and none; one that is right stays to the bit."""
+    w, u, v = matrix(4, 12, 8)
+    right = u[0].clone(), v[0].clone()
+    left, values, rows = torch.linalg.svd(w[1])
+    u[1], v[1], u[2], u[3] = left[:, -5], rows[-1], -u[2], 0
+    seen = Preconditioner().guard_(w, u, v)
+    assert seen.tolist() == pytest.approx([1, float(values[0] / values[-1]), -1, math.inf])
+    assert torch.equal(u[0], right[0]) and torch.equal(v[0], right[1])
+    norms = torch.linalg.matrix_norm(w, 2)
+    torch.testing.assert_close(Preconditioner().tracked_norm(w, u, v), norms, rtol=1e-6, atol=0)
+
+
 def test_zero_matrix_gives_zero() -> None:
     w = torch.zeros(2, 6, 4)
     u, v = torch.zeros(2, 6), torch.zeros(2, 4)

@@ -248,6 +248,13 @@ def test_attention_of_other_keys_is_divided_by_heads() -> None:
     assert rows["k_proj_weight"] == (2, (4, 6)) and rows["v_proj_weight"] == (2, (4, 4))
 
 
+def test_keys_and_values_of_a_latent_are_apart_under_torchtitans_name() -> None:
+    attention = Fused(torch.randn(28, 12), "wkv_b")
+    attention.qk_nope_head_dim, attention.v_head_dim = 8, 6
+    (group,) = split_parameters(attention)
+    assert Division.of(group["units"]).rows == (8, 6)
+
+
 def test_what_nobody_knows_is_said_by_name() -> None:
     model = Fused(torch.randn(12, 4))
     (group,) = split_parameters(model, units={"*.weight": {"rows": [4]}})

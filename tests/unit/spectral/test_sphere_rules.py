@@ -32,8 +32,8 @@ def test_every_step_ends_near_the_radius(
     weight = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if initialised:
         spectral_init_(weight, generator=torch.Generator().manual_seed(0))
-    rule = RULES[name]()
-    state, target = rule.init_state(weight), radius(shape[1:])
+    rule = RULES[name](radius_scaler=2.0)
+    state, target = rule.init_state(weight), radius(shape[1:], scaler=2.0)
     for grad in gradients(shape, 15):
         before = norms(weight)
         report = take_step(rule, weight, grad.clone(), state, lr=5e-3, weight_decay=0.1)
