@@ -79,6 +79,15 @@ def world() -> Iterator["Groups"]:
     groups.shutdown()
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A folder with the token set `tokens`."""
+    from tests.token_files import write_token_set  # takes seconds to import
+
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    return str(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository root."""

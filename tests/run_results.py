@@ -1,5 +1,6 @@
-"""Metrics and checkpoints of a run, for bitwise comparison."""
+"""What a run has written: lines, metrics and checkpoints."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,11 @@ from torch import Tensor
 
 from training.checkpoint.files import read_checkpoint, step_folder
 from training.report.metrics import read_metrics, without_times
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:

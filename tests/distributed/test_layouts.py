@@ -225,10 +225,8 @@ def compare_lines(found: dict[int, Any], expected: dict[int, Any], *, mixed: boo
 
 
 def test_the_runs_are_runs(alone, folder):
-    """The reference chooses tokens, stays on its spheres, and ends its penalty in time."""
+    """The reference chooses tokens and stays on its spheres."""
     assert len({token for row in alone["dense"]["tokens"] for token in row}) > 3
-    logged = alone["dense"]["logged"].values()
-    assert [metrics["penalty/on"] for metrics in logged] == [1, 1, 0, 0]
     rule, keys = RUNS["sphere"]
     routes = config_routes(tiny_config(folder, rule, **COMMON, **keys))
     radii = {route.unit: route.radius for route in routes if route.radius is not None}

@@ -1,11 +1,66 @@
 """How a rank ends whose run breaks under NCCL, which would wait for peers."""
 
+import io
+import sys
+from contextlib import redirect_stderr
+
+import torch
+import torch.distributed as dist
+
+import pretrain
 from tests.rehearsal.programs import H100, program
+from training.config import Config
+from training.loop import Trainer
+from training.machine.device import Gpus, gpus_here
+from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.rank import TracedCall
+from training.rehearsal.replacement import put, replace
+
+
+class Buffered(io.StringIO):
+    """A stream that keeps what it is given until it is flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = ""
+
+    def flush(self) -> None:
+        """Let others see what was written."""
+        self.seen = self.getvalue()
+
+
+def device_error(config: Config) -> None:
+    """Fail unless a rank whose device fails has said so before it leaves its groups, without
+    waiting for its peers."""
+    happened: list[str] = []
+    out, said = Buffered(), io.StringIO()
+
+    def failing(trainer: Trainer, index: int) -> torch.Tensor:
+        print("the last line of the log")
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def abort(group: RehearsedGroup) -> None:
+        assert "AcceleratorError: CUDA error: device-side assert" in said.getvalue()
+        assert "the last line of the log" in out.seen
+        happened.append(f"abort {dist.get_backend(group)}")
+
+    replace(gpus_here, lambda: Gpus("13.0", ("pretended",), None, usable=1))
+    put(Trainer, "forward_backward", failing)
+    put(RehearsedGroup, "abort", abort)
+    for waits in ("destroy_process_group", "barrier"):
+        put(dist, waits, lambda *_, **__: happened.append("wait"))
+    real, sys.stdout = sys.stdout, out
+    try:
+        with redirect_stderr(said):
+            code = pretrain.train(config, "none")
+    finally:
+        sys.stdout = real
+    assert code == 1, said.getvalue()
+    assert "Traceback" in said.getvalue() and "in failing" in said.getvalue()
+    assert "abort nccl" in happened and "wait" not in happened, happened
 
 
 def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(processes, tmp_path):
     config = program(tmp_path, 1, data__mock=True, run__device="cuda")
-    call = TracedCall("tests.rehearsal.exits:device_error", (config,), H100)
-    (report,) = processes.perform([call])
+    (report,) = processes.perform([TracedCall(f"{__name__}:device_error", (config,), H100)])
     assert report.error is None, report.error

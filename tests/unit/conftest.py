@@ -17,7 +17,6 @@ from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
 from spectral.rules.base import Rule
 from tests.minimal_config import MINIMAL
-from tests.token_files import write_token_set
 from training.config import group_of
 
 ModelAndStep = tuple[ParallelModel, Callable[..., dict[str, Tensor]]]
@@ -78,10 +77,3 @@ def minimal(tmp_path: Path) -> Path:
     path = tmp_path / "minimal.yaml"
     path.write_text(MINIMAL)
     return path
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    """A folder with the token set `tokens`."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    return str(tmp_path)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import pretrain
 from tests.run_configs import tiny_config
@@ -31,18 +30,6 @@ def run(folder: Path, *arguments: str) -> int:
     finally:
         os.environ.clear()
         os.environ.update(environment)
-
-
-def truncate(path: Path) -> None:
-    """Cut a file in half."""
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def empty_set(folder: Path) -> None:
-    """Replace the token set by one with a single token."""
-    builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=np.uint16)
-    builder.add_document(torch.tensor([0]), [1])
-    builder.finalize(str(folder / "tokens.idx"))
 
 
 WRONG = {
@@ -83,27 +70,6 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
     keys = ["data.train.walk=null", "model.vocab_size=null"]
     assert run(folder, "--config", str(overlay), *keys) == 2
     assert f"data.train.mine comes from {overlay}, line 4;" in capsys.readouterr().err
-
-
-BROKEN_FILES = {
-    "truncated bin": (lambda folder: truncate(folder / "tokens.bin"), "tokens"),
-    "no idx": (lambda folder: (folder / "tokens.idx").unlink(), "tokens.idx"),
-    "empty corpus": (empty_set, "1 token"),
-    "no config": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN_FILES)
-def test_broken_files_give_a_clear_line_and_exit_code_2(case, folder, capsys):
-    damage, word = BROKEN_FILES[case]
-    damage(folder)
-    assert run(folder) == 2
-    printed = capsys.readouterr().err
-    lines = printed.splitlines()
-    # The second line says where a missing set is named.
-    assert len(lines) == (2 if case == "no idx" else 1) and word in lines[0]
-    assert all(line.startswith("error: ") for line in lines)
-    assert not (folder / "run").exists()
 
 
 def test_a_diverged_run_exits_with_code_1(folder, capsys):

@@ -42,13 +42,6 @@ def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> No
     assert beside(output) == ["data"]
 
 
-def test_without_a_commit_nothing_is_left(output) -> None:
-    with pytest.raises(KeyError), new(output) as folder:
-        (folder.path / "file").write_text("new")
-        raise KeyError
-    assert (output / "file").read_text() == "old" and beside(output) == ["data"]
-
-
 def test_what_a_killed_run_left_is_removed_and_what_it_replaced_comes_back(output) -> None:
     """It was killed after the old folder was renamed and before the new one was."""
     output.rename(output.with_name("data.replaced"))

@@ -139,14 +139,20 @@ def commands(tmp_path_factory) -> dict[str, Command]:
     }
 
 
-def killed(name: str, commands: dict[str, Command], folder: Path, kills: int) -> None:
-    """Kill a command at `kills` random moments, and give it again after each."""
+NAMES = ("prepare_data", "export", "import", "run")
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_command_works_when_given_again(name, kills, commands, tmp_path) -> None:
+    """Killed at `kills` random moments."""
     command, chance = commands[name], random.Random(name)
     began = time.monotonic()
-    assert whole(command, folder / "whole") == 0
+    assert whole(command, tmp_path / "whole") == 0
     seconds = time.monotonic() - began
     for number in range(kills):
-        place = folder / f"killed {number}"
+        place = tmp_path / f"killed {number}"
         process = start(command, place)
         process.join(chance.random() * seconds)
         process.kill()
@@ -155,25 +161,10 @@ def killed(name: str, commands: dict[str, Command], folder: Path, kills: int) ->
         there = out.exists()
         if name != "run" and there:
             assert command.accepted(out)
-            assert command.equal(out, folder / "whole" / "out"), f"kill {number}"
+            assert command.equal(out, tmp_path / "whole" / "out"), f"kill {number}"
         # An export or import that was complete before the kill does not replace itself.
         expected = 2 if there and command.main is convert_hf.main else 0
         assert whole(command, place) == expected, f"kill {number}"
-        assert command.equal(out, folder / "whole" / "out"), f"kill {number}"
+        assert command.equal(out, tmp_path / "whole" / "out"), f"kill {number}"
         assert [path.name for path in place.iterdir()] == ["out"], f"kill {number}"
         shutil.rmtree(place)
-
-
-NAMES = ("prepare_data", "export", "import", "run")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_killed_command_works_when_given_again(name, commands, tmp_path) -> None:
-    killed(name, commands, tmp_path, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", NAMES)
-def test_50_kills_of_each_command(name, commands, tmp_path) -> None:
-    killed(name, commands, tmp_path, KILLS)

@@ -6,45 +6,18 @@ import shlex
 from statistics import mean, stdev
 
 import pytest
-import torch
 
 from scripts.plot import main
 from scripts.plots.spectrum import plot_spectrum
 from scripts.plots.study import plot_curves
 from scripts.studies.tables import read_results
 from tests.run_configs import tiny_config
-from training.build import build_data, build_trainer, config_units
-from training.checkpoint.files import read_checkpoint
-from training.checkpoint.weights import CheckpointWeights
 from training.run import train
 
 
-@pytest.fixture
-def run(world, folder, tmp_path):
-    """The folder and config of a saved run with PC layers."""
-    config = tiny_config(
-        folder, "muon", pc__level=4, train__steps=3, checkpoint__interval=3, log__interval=1
-    )
-    train(config, world)
-    return tmp_path / "run", config
-
-
-def test_effective_weights_are_those_the_model_multiplies_by(run, world):
-    folder, config = run
-    trainer = build_trainer(config, world, *build_data(config))
-    for step in range(3):
-        trainer.step(step)
-    weights = CheckpointWeights(read_checkpoint(folder))
-    covered = [u for u in config_units(config) if config.pc.covers(u)]
-    assert len(covered) == 8
-    for unit in covered:
-        model = unit.view(trainer.model.parameters[unit.parameter]).reshape(unit.shape)
-        # The model's is computed in float32.
-        torch.testing.assert_close(weights.effective(unit), model, rtol=1e-5, atol=1e-6)
-
-
-def test_a_spectrum_counts_every_singular_value(run):
-    figure = plot_spectrum(run[0], ["o", "q"])
+def test_a_spectrum_counts_every_singular_value(world, folder, tmp_path):
+    train(tiny_config(folder, "muon", pc__level=4, train__steps=3, checkpoint__interval=3), world)
+    figure = plot_spectrum(tmp_path / "run", ["o", "q"])
     o, q = figure.axes
     assert [text.get_text() for text in o.get_legend().get_texts()] == ["W", "PC(W)"]
     assert [text.get_text() for text in q.get_legend().get_texts()] == ["W"]

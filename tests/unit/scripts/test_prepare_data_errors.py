@@ -1,6 +1,5 @@
 """scripts/prepare_data.py: a folder appears complete or not at all, and every error is one line."""
 
-import fcntl
 import gzip
 import json
 import lzma
@@ -144,20 +143,6 @@ def alive(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def test_two_runs_do_not_write_the_same_folder(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock = os.open(tmp_path / "out.preparing.lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
-    command = [f"set={source}", "--tokenizer", str(tokenizer),
-               "--output", str(tmp_path / "out")]  # fmt: skip
-    assert main(command) == 2
-    assert "error: another run is preparing" in capsys.readouterr().err
-    os.close(lock)
-    assert main(command) == 0
 
 
 # --- errors -------------------------------------------------------------------------------------

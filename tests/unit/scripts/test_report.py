@@ -16,6 +16,7 @@ from scripts.plots.figures import FIGURES
 from scripts.plots.run_data import read_run
 from scripts.plots.run_status import run_status
 from tests.run_configs import tiny_config
+from tests.run_results import json_lines
 from tests.token_files import write_token_set
 from training.run import train
 
@@ -55,14 +56,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def lines(path: Path) -> list[dict]:
-    """The objects of a .jsonl file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_curves_are_what_was_logged(folder):
     run = read_run(folder / "pc")
-    logged = lines(folder / "pc" / "metrics.jsonl")
+    logged = json_lines(folder / "pc" / "metrics.jsonl")
     tokens, time = curves.loss([run]).axes
     losses = [line["train/loss"] for line in logged]
     assert list(tokens.lines[0].get_ydata()) == losses
@@ -95,7 +91,7 @@ def test_the_page_holds_everything_it_shows(folder):
     assert text.count("<svg") == len(keys) - 1
     assert {"events", "config"} <= set(ids(text))
     assert "a &lt;b&gt;" in text and "a <b>" not in text
-    last = lines(folder / "pc" / "metrics.jsonl")[-1]
+    last = json_lines(folder / "pc" / "metrics.jsonl")[-1]
     assert f"<b>{last['train/loss']:.4f}</b>" in text and f"<b>{last['val/loss']:.4f}</b>" in text
 
 
@@ -160,7 +156,8 @@ def test_runs_are_compared_by_validation_loss(folder):
     page = (folder / "compare.html").read_text()
     rows = re.findall(r"<td data-label=\"run\"><div><b>(.*?)</b>(.*?)</div>", page)
     ends = {
-        name: lines(folder / name / "metrics.jsonl")[-1]["val/loss"] for name in ("pc", "plain")
+        name: json_lines(folder / name / "metrics.jsonl")[-1]["val/loss"]
+        for name in ("pc", "plain")
     }
     assert [name for name, _ in rows] == [*sorted(ends, key=ends.get), "deep/failed"]
     said = dict(rows)

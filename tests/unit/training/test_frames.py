@@ -10,15 +10,13 @@ import torch
 
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.run import train
 
 MOST = 11
 
 
-def test_few_functions_stand_between_the_loop_and_a_product(tmp_path, world, monkeypatch):
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    config = tiny_config(str(tmp_path), "muon", train__exit_step=1)
+def test_few_functions_stand_between_the_loop_and_a_product(folder, world, monkeypatch):
+    config = tiny_config(folder, "muon", train__exit_step=1)
     seen = list[list[str]]()
 
     def watched(

@@ -1,6 +1,5 @@
 """Samples of text while a run trains: what they are, when they come, and what is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.huggingface.export import Options, export
 from tests.run_configs import tiny_config
+from tests.run_results import json_lines
 from tests.token_files import prepare_text
 from training.build import build_sampler
 from training.config import Config
@@ -37,15 +37,9 @@ def config_with(tokens: Path, folder: Path, **keys: object) -> Config:
     )
 
 
-def lines(folder: Path) -> list[dict]:
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -> None:
     train(config_with(tokens, tmp_path), world)
-    found = lines(tmp_path)
+    found = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in found if "sample/walk/text" in line] == [3, 6]
     assert "train/loss" not in found[1]  # step 3 is not logged otherwise
     out = tmp_path / "out"

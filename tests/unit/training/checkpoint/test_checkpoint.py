@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from parallel.checkpoint.safe_index import read_index
 from parallel.comm import groups as process_groups
@@ -72,23 +71,36 @@ def saved(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run")) / "checkpoints"
 
 
-FAST = [("adamw", "in_graph"), ("muon_plus_plus", None), ("spectral_sphere", "materialized")]
+EXPERTS: dict[str, Any] = {
+    **MIXTURE,
+    "model__moe__global_aux_loss": 0.01,
+    "optimizer__roles__router__rule": "adamw",
+    "optimizer__roles__router__lr": 3e-3,
+}
+FAST = [
+    ("adamw", "in_graph"),
+    ("adamw", "experts"),
+    ("muon_plus_plus", None),
+    ("spectral_sphere", "materialized"),
+]
 CASES = [
     *FAST,
     *(
-        pytest.param(rule, evaluator, marks=pytest.mark.slow)
-        for rule, evaluator in product(RULES, (None, "materialized"))
-        if (rule, evaluator) not in FAST
+        pytest.param(rule, layers, marks=pytest.mark.slow)
+        for rule, layers in product(RULES, (None, "materialized"))
+        if (rule, layers) not in FAST
     ),
 ]
 
 
-@pytest.mark.parametrize(("rule", "evaluator"), CASES)
-def test_twice_resumed_is_never_stopped(rule, evaluator, run, tmp_path):
-    """Without PC layers, and with them."""
+@pytest.mark.parametrize(("rule", "layers"), CASES)
+def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
+    """With plain layers, experts and their biases, and PC layers of each evaluator."""
     keys: dict[str, Any] = {"validation__interval": 1}
-    if evaluator is not None:
-        keys["pc"] = {"evaluator": evaluator, "level": 4 if rule == "adamw" else 2}
+    if layers == "experts":
+        keys |= EXPERTS
+    elif layers is not None:
+        keys["pc"] = {"evaluator": layers, "level": 4 if rule == "adamw" else 2}
     run(rule, name="whole", **keys)
     for stop in (1, 3, 4):
         outcome = run(rule, train__exit_step=stop, **keys)
@@ -97,25 +109,8 @@ def test_twice_resumed_is_never_stopped(rule, evaluator, run, tmp_path):
     for step in (2, 4):
         whole, resumed = (state_of(tmp_path / name, step) for name in ("whole", "run"))
         assert same_state(whole, resumed) == []
+        assert any(name.startswith("buffer/") for name in whole) == (layers == "experts")
     assert same_state(state_of(tmp_path / "run", 2), state_of(tmp_path / "run", 4))
-
-
-def test_a_mixture_of_experts_resumes_with_its_biases(run, tmp_path):
-    mixture = {
-        **MIXTURE,
-        "model__moe__global_aux_loss": 0.01,
-        "optimizer__roles__router__rule": "adamw",
-        "optimizer__roles__router__lr": 3e-3,
-        "train__steps": 4,
-        "validation__interval": 1,
-    }
-    run(name="whole", **mixture)
-    for stop in (1, 3, 4):
-        run(train__exit_step=stop, **mixture)
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
-    whole, resumed = (state_of(tmp_path / name, 4) for name in ("whole", "run"))
-    assert any(name.startswith("buffer/") for name in whole)
-    assert same_state(whole, resumed) == []
 
 
 @pytest.mark.parametrize("keep_every, kept", [(None, [3, 4]), (2, [2, 3, 4])])
@@ -316,26 +311,6 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     run_dir = folder.parent.parent
     aside = folder.rename(folder.with_name(".writing-forged"))
     checkpoint.complete(aside, run_dir, meta, state)
-
-
-def without_key(folder: Path, section: str, key: str) -> None:
-    """Make the checkpoint one of a version that did not have the key `section.key` yet."""
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    del config[section][key]
-    meta = json.loads((folder / "meta.json").read_text())
-    assert not meta["identity"].keys() & {"model", "optimizer"}  # the config alone has settings
-    forge(folder, "config.yaml", yaml.safe_dump(config).encode())
-
-
-def test_a_checkpoint_without_a_key_of_today_continues(run, whole, tmp_path):
-    run(train__exit_step=2)
-    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
-    without_key(folder, "model", "rope_base")
-    without_key(folder, "optimizer", "qkv_units")
-    with pytest.raises(ResumeError, match="its model: rope_base was 10000.0, is 50000.0"):
-        run(model__rope_base=5e4)
-    run()
-    assert same_state(state_of(tmp_path / "run", 4), state_of(whole, 4)) == []
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, tmp_path):

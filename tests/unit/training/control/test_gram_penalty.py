@@ -1,6 +1,5 @@
 """The Gram penalty in training: its gradient, when it acts, and what is logged."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.routing import Assignment, Penalty
 from spectral.rules import RULES
 from tests.run_configs import tiny_config
+from tests.run_results import json_lines
 from training.build import build_data, build_trainer
-from training.config import Config, group_of
+from training.config import group_of
 from training.run import train
 
 ROLES = ("v", "o", "down")
@@ -84,12 +84,6 @@ def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-def metrics_of(config: Config) -> list[dict]:
-    """The lines that a run has logged."""
-    text = (Path(config.run.dir) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(folder, world, capsys):
     config = tiny_config(
         folder, "muon", train__steps=10, log__interval=2, gram_penalty__horizon=0.5
@@ -102,7 +96,7 @@ def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(folder, 
     )
     loss = trainer.step(0).loss.item()
     train(config, world)
-    lines = metrics_of(config)
+    lines = json_lines(Path(config.run.dir) / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 10]
     assert [line["penalty/on"] for line in lines] == [1, 1, 1, 0, 0, 0]
     assert lines[0]["penalty/value"] == pytest.approx(value, rel=1e-5)

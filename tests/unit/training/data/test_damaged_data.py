@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import pretrain
 from scripts import prepare_data
 from scripts.verify import main as verified
-from tests.run_configs import tiny_config
 from tests.token_files import write_stream
 from training.build import without_worker_traces
 from training.data import hashes
@@ -158,22 +156,6 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(
     assert str(caught.value).startswith(f"set set ({prefix}): token ids must be in [0, vocab_size")
     assert "= 50), got 77 among 1 in tokens " in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_run_on_damaged_data_ends_with_a_line(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_config(str(tmp_path))
-    keys = [f"data.{kind}.walk.path={prepared}/tokens.train" for kind in ("train", "validation")]
-    command = ["--config", f"{tmp_path}/config.yaml", *keys, "model.vocab_size=null"]
-    assert pretrain.main([*command, "train.exit_step=1"]) == 0
-    (prepared / "tokens.train.bin").write_bytes(
-        bytes((prepared / "tokens.train.bin").stat().st_size)
-    )
-    capsys.readouterr()
-    assert pretrain.main([*command, "train.exit_step=2"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "tokens.train.bin is damaged" in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Monitors in whole runs of one process: they change nothing and write a line per step."""
 
-import json
 import math
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from spectral import measures
 from tests.run_configs import MIXTURE, tiny_config
+from tests.run_results import json_lines
 from training.build import build_data, build_trainer
 from training.checkpoint.files import read_checkpoint, step_folder
 from training.config import Config
@@ -26,7 +26,7 @@ def losses(config: Config, world) -> list[float]:
 
 def lines(folder: str, name: str = "monitors.jsonl") -> list[dict]:
     """The lines of a file of the run."""
-    return [json.loads(line) for line in (Path(folder) / "run" / name).read_text().splitlines()]
+    return json_lines(Path(folder) / "run" / name)
 
 
 def test_a_run_is_bit_for_bit_the_same_with_monitors(folder, world):

@@ -1,15 +1,14 @@
 """Trackers get every reported step, continue with the run, and cannot stop it."""
 
-import json
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.run_configs import tiny_config
+from tests.run_results import json_lines
 from training.config import Config
 from training.run import train
 
@@ -50,11 +49,6 @@ def config(folder):
     return make
 
 
-def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_service_gets_each_line_once_and_the_config(config, world, service, tmp_path):
     train(config("wandb", log__wandb__project="p"), world)
     (run,) = service.runs
@@ -63,7 +57,7 @@ def test_a_service_gets_each_line_once_and_the_config(config, world, service, tm
     assert run["axes"] == {"progress/step": None, "*": "progress/step"}
     expected = [
         {k: v for k, v in line.items() if k != "step"} | {"progress/step": line["step"]}
-        for line in lines(tmp_path)
+        for line in json_lines(tmp_path / "run/metrics.jsonl")
     ]
     assert run["logged"] == expected and len(expected) == 2
     assert run["finished"]
@@ -97,7 +91,7 @@ def test_a_failing_service_is_left_out_and_the_run_goes_on(
     monkeypatch.setattr(service, "init", fail if when == "init" else broken)
     assert train(config("wandb"), world).step == 4
     assert capsys.readouterr().out.count("warning: wandb no longer gets metrics: no route\n") == 1
-    assert [line["step"] for line in lines(tmp_path)] == [2, 4]
+    assert [line["step"] for line in json_lines(tmp_path / "run/metrics.jsonl")] == [2, 4]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -114,7 +108,7 @@ def test_event_files_hold_what_was_reported(config, world, tmp_path):
     events.Reload()
     logged = events.Scalars("train/loss")
     assert [event.step for event in logged] == [1, 2, 3, 4]
-    written = lines(tmp_path)
+    written = json_lines(tmp_path / "run/metrics.jsonl")
     assert [event.value for event in logged] == pytest.approx(
         [line["train/loss"] for line in written], rel=1e-6
     )
