@@ -1,14 +1,68 @@
 """Ranks with the same matrices share the work of their initial norms."""
 
-import pytest
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from models import initialize
+from models.units import Unit
+from parallel.comm import groups as process_groups
 from tests.families import overrides, settings
 from tests.launch import run_on_ranks
-from tests.run_configs import tiny_config
-from training.checkpoint.files import step_folder
+from tests.run_configs import read_config, tiny_config
+from training.build import build_data, build_trainer
+from training.checkpoint import files as checkpoint
+from training.checkpoint import initial_weights as initial
 from training.run import train
 
-WORKERS = "tests.distributed.initial_weights_workers"
+
+def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
+    """The matrices whose norms this rank computes when a model is built, and all whose norms it
+    needs."""
+    groups = process_groups.initialize()
+    config = read_config(folder, **changes)
+    real, computed = initialize.spectral_norms, []
+
+    def spectral_norms(units: Sequence[Unit], *arguments: Any, **options: Any) -> torch.Tensor:
+        computed.extend(unit.name for unit in units)
+        return real(units, *arguments, **options)
+
+    initialize.spectral_norms = spectral_norms
+    trainer = build_trainer(config, groups, *build_data(config))
+    needed = [
+        unit.name
+        for domain in trainer.model.domains
+        for unit in domain.units
+        if unit.is_matrix and unit.role not in initialize.VOCABULARY
+    ]
+    process_groups.shutdown()
+    return {"computed": computed, "needed": needed}
+
+
+def chosen(folder: str) -> int:
+    """The step whose weights this rank takes from FOLDER/old, which saves another meanwhile."""
+    groups = process_groups.initialize()
+    config = read_config(folder, checkpoint__initialize_from=f"{folder}/old")
+    newer = checkpoint.step_folder(f"{folder}/old", 4)
+    read = initial.read_checkpoint
+
+    def read_before_the_save(path: str) -> checkpoint.CheckpointInfo:
+        found = read(path)
+        Path(f"{folder}/hidden").rename(newer)
+        return found
+
+    if groups.rank == 0:
+        initial.read_checkpoint = read_before_the_save
+    while groups.rank > 0 and not newer.exists():
+        time.sleep(0.01)
+    weights = initial.initial_weights(config)
+    process_groups.shutdown()
+    assert weights is not None
+    return weights.info.step
 
 
 @pytest.mark.parametrize("family", ["llama", "moe"])
@@ -16,7 +70,7 @@ def test_every_norm_is_computed_by_one_rank(family, folder):
     """Every norm on every rank took minutes for models of a billion parameters."""
     changes = overrides(settings(family)) | {"model__init__spectral": True}
     tiny_config(folder, **changes)
-    found = run_on_ranks(2, WORKERS, "normalised", {"folder": folder, "changes": changes})
+    found = run_on_ranks(2, __name__, "normalised", {"folder": folder, "changes": changes})
     shares = [set(each["computed"]) for each in found]
     assert not shares[0] & shares[1]
     assert sum(len(each["computed"]) for each in found) == len(shares[0] | shares[1])
@@ -28,5 +82,5 @@ def test_every_norm_is_computed_by_one_rank(family, folder):
 def test_ranks_take_the_weights_of_one_checkpoint_of_a_run_that_goes_on(folder, world):
     keys = {"train__steps": 4, "checkpoint__interval": 2, "run__dir": f"{folder}/old"}
     train(tiny_config(folder, "muon", **keys), world)
-    step_folder(f"{folder}/old", 4).rename(f"{folder}/hidden")
-    assert run_on_ranks(2, WORKERS, "chosen", {"folder": folder}) == [2, 2]
+    checkpoint.step_folder(f"{folder}/old", 4).rename(f"{folder}/hidden")
+    assert run_on_ranks(2, __name__, "chosen", {"folder": folder}) == [2, 2]

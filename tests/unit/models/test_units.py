@@ -54,20 +54,6 @@ def test_the_units_are_what_is_built_and_cover_it_once(name, world):
                 assert local.shape == unit.local_axes(size)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gains_of_heads_are_sums_over_tensor_ranks(name):
-    model = MODELS[name]
-    partial = {
-        u.name: u for u in all_units(model, tensor_rank=1, tensor_size=2) if u.partial_over_tensor
-    }
-    layers = range(model.layers) if model.qk_norm else ()
-    assert partial.keys() == {
-        f"layers.{layer}.attention.{gain}" for layer in layers for gain in ("q_norm", "k_norm")
-    }
-    for unit in partial.values():
-        assert (unit.role, unit.shape, unit.replicated) == ("gain", (12,), True)
-
-
 def test_coverage_names_what_is_missing_or_claimed_twice():
     units = all_units(MODEL)
     parameters = parameters_of(units)

@@ -31,17 +31,6 @@ def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups)
     assert len(biases) == 2 and all(bias.abs().sum() > 0 for bias in biases)
 
 
-def test_experts_train_alike_one_by_one_and_grouped(folder: str, world: Groups) -> None:
-    """With the same parameters by name, so that either continues the other's checkpoints."""
-    losses, names = {}, {}
-    for backend in ("sequential", "grouped"):
-        trainer = trainer_of(folder, world, model__moe__backend=backend)
-        losses[backend] = [trainer.step(step).loss.item() for step in range(5)]
-        names[backend] = list(trainer.model.parameters)
-    assert names["grouped"] == names["sequential"]
-    assert losses["grouped"] == pytest.approx(losses["sequential"], rel=1e-6)
-
-
 def test_balancing_losses_are_logged_as_their_papers_define_them(
     folder: str, world: Groups
 ) -> None:
