@@ -28,6 +28,11 @@ LARGER = {
         "qwen3",
         {"parallel__context": 2, "train__precision": "fp32", **ONE_BATCH},
     ),
+    "pipeline 3, virtual 2": (
+        3,
+        "llama",
+        {"model__layers": 6, "parallel__pipeline": 3, "parallel__virtual_pipeline": 2},
+    ),
     "tensor 2, pipeline 2": (8, "llama", {**DEEP, "parallel__tensor": 2, "parallel__pipeline": 2}),
     "tensor 2, context 2": (8, "qwen3", {"parallel__tensor": 2, "parallel__context": 2}),
     "tensor 2, expert 2": (8, "moe", {"parallel__tensor": 2, "parallel__expert": 2}),

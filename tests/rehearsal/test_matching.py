@@ -56,3 +56,24 @@ def test_what_one_rank_sends_to_all_the_others_must_expect():
     assert mismatches({0: [one], 1: [other]}) == []
     (sentence,) = mismatches({0: [one], 1: [replace(other, into=(5, 4))]})
     assert "rank 0 sends 2 elements to rank 1, which expects 5" in sentence
+
+
+def passed(rank: int) -> list[Call]:
+    """What a rank of three sends to the next, and receives from the one before."""
+    send = replace(SEND, group=(0, 1, 2), peer=(rank + 1) % 3)
+    return [send, replace(send, kind="receive", peer=(rank - 1) % 3)]
+
+
+def test_ranks_that_wait_in_a_circle_never_go_on():
+    """Each send blocks the receive behind it, which would meet another send."""
+    circle = {rank: passed(rank) for rank in range(3)}
+    sentences = mismatches(circle)
+    assert len(sentences) == 3 and "receive at b.py:2 on rank 0 never begins" in sentences[0]
+    assert mismatches(circle | {1: passed(1)[::-1]}) == []
+
+
+def test_a_call_of_all_that_one_rank_reaches_late_may_be_a_circle():
+    everybody = replace(REDUCE, channel="world", waits=True)
+    calls = {0: [SEND, replace(everybody, after=(0,))], 1: [everybody, RECEIVE]}
+    assert len(mismatches(calls)) == 2
+    assert mismatches(calls | {1: [RECEIVE, everybody]}) == []

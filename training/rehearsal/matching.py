@@ -3,8 +3,10 @@ real run hangs.
 
 Of a group, every rank's sequence must be the same in operation, type and size; of an all-to-all,
 what one rank sends to another is what that one expects; of two ranks that send to each other, each
-send meets its receive, batch by batch."""
+send meets its receive, batch by batch. And all calls must come to an end where a group does one at
+a time, as NCCL's do, and each waits for its peers to begin theirs."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 
@@ -21,7 +23,69 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
     for channel, members in channels(calls).items():
         sentences += _of_group(channel, members, calls)
         sentences += _of_pairs(channel, members, calls)
-    return sentences
+    return sentences or list(hangs(calls))
+
+
+Event = tuple[int, int, str]
+"""Rank, number of a call (of a batch, that of its first), and what happens then: the current stream
+reaches it, or the call is under way."""
+
+
+def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
+    """Yield a sentence about the first call of each rank that never begins, of calls that fit.
+
+    Calls of a group come one after the other, each after what the current stream had waited for,
+    and a call ends when all its peers have begun theirs.
+    """
+    needs: dict[Event, set[Event]] = {}
+    peers: dict[Event, set[Event]] = defaultdict(set)
+    meetings: dict[object, list[Event]] = defaultdict(list)
+    for rank, own in calls.items():
+        for event, before, meeting in _events(rank, own):
+            needs.setdefault(event, before)
+            if meeting is not None:
+                meetings[meeting].append(event)
+    for events in meetings.values():
+        for event in events:
+            peers[event] |= set(events)
+    begun: set[Event] = set()
+    done: set[Event] = set()
+    waiting = dict(needs)
+    while True:
+        new = {event for event, before in waiting.items() if before <= done}
+        begun |= new
+        ended = {event for event in begun - done if peers[event] <= begun}
+        done |= ended
+        waiting = {event: before for event, before in waiting.items() if event not in new}
+        if not new and not ended:
+            break
+    for rank in calls:
+        stuck = min((i for r, i, what in waiting if r == rank and what == "call"), default=None)
+        if stuck is not None:
+            call = calls[rank][stuck]
+            yield f"{call.kind} at {call.place} on rank {rank} never begins: ranks wait in a circle"
+
+
+def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:
+    """Each event of a rank with those that come before it and, of calls, what peers share of it."""
+    first: dict[object, int] = {}  # call of each batch
+    last: dict[str, Event] = {}  # of each group
+    counts: dict[object, int] = defaultdict(int)
+    events: list[Event] = []
+    stream: set[Event] = set()
+    for i, call in enumerate(calls):
+        number = first.setdefault(call.batch or -i - 1, i)
+        event, reached = (rank, number, "call"), (rank, i, "stream")
+        yield reached, stream | {events[k] for k in call.after}, None
+        key: object = call.channel
+        if call.peer is not None:
+            key = call.channel, *((rank, call.peer) if call.kind == "send" else (call.peer, rank))
+        before = {last[call.channel]} if last.get(call.channel, event) != event else set()
+        yield event, before | {reached}, (key, counts[key])
+        counts[key] += 1
+        last[call.channel] = event
+        events.append(event)
+        stream = {reached, event} if call.waits else {reached}
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:

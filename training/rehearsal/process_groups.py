@@ -199,7 +199,13 @@ class RehearsedGroup(ProcessGroup):
         order.forget(began)
         self.trace.call(call, reads, writes, self.stream)
         order.record(ended, self.stream)
-        return Work(lambda: order.wait(ended, self.trace.stream), [*reads, *writes])
+        number = len(self.trace.calls) - 1
+
+        def done() -> None:
+            order.wait(ended, self.trace.stream)
+            self.trace.waited.append(number)
+
+        return Work(done, [*reads, *writes])
 
 
 def operation(reduction: Any) -> str:

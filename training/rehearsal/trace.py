@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Call:
     place     where it is called
     step      in which, from 1 on; 0 before the first
     phase     part of the run in which
+    waits     whether the current stream goes on only when it is done
+    after     calls, by number, that the current stream has waited for since the one before
     """
 
     group: tuple[int, ...]
@@ -70,6 +72,8 @@ class Call:
     place: str = "?"
     step: int = 0
     phase: str = ""
+    waits: bool = False
+    after: Splits = ()
 
 
 ROUNDING = 512
@@ -177,6 +181,7 @@ class Trace:
         self._open: list[str] = []
         self.counts: dict[tuple[int, str], Counts] = {(0, SETUP): self._now}
         self.calls: list[Call] = []
+        self.waited: list[int] = []  # numbers of calls waited for since the last one
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
         self.specialisations: set[tuple[Any, ...]] = set()  # of Triton kernels
         self.muted = False  # where launches are not real ones
@@ -283,7 +288,9 @@ class Trace:
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
     ) -> None:
         """A collective on `stream`; one of the host's is noted and costs the device nothing."""
-        self.calls.append(call)
+        waits = stream == self.stream or not call.on_device
+        self.calls.append(replace(call, waits=waits, after=tuple(self.waited)))
+        self.waited.clear()
         if not call.on_device:
             return
         self.order.access(stream, self._parts(reads), self._parts(writes), call.kind, call.place)
