@@ -31,7 +31,12 @@ LARGER = {
     "pipeline 3, virtual 2": (
         3,
         "llama",
-        {"model__layers": 6, "parallel__pipeline": 3, "parallel__virtual_pipeline": 2},
+        {
+            "model__layers": 6,
+            "parallel__pipeline": 3,
+            "parallel__virtual_pipeline": 2,
+            "train__global_batch": 6,
+        },
     ),
     "tensor 2, pipeline 2": (8, "llama", {**DEEP, "parallel__tensor": 2, "parallel__pipeline": 2}),
     "tensor 2, context 2": (8, "qwen3", {"parallel__tensor": 2, "parallel__context": 2}),
@@ -61,7 +66,7 @@ def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
         check_rank(report)
     assert mismatches({report.rank: report.calls for report in reports}) == []
     kinds = {call.kind for report in reports for call in report.calls if call.on_device}
-    assert {"reduce_scatter", "all_gather"} <= kinds or world == 2
+    assert {"reduce_scatter", "all_gather"} <= kinds or world < 4
 
 
 def test_a_rank_that_leaves_a_collective_out_is_found(processes, tmp_path):
