@@ -1,25 +1,33 @@
-"""Reading documents from text, JSON lines and Parquet files, compressed or not."""
+"""Reading documents from text, JSON lines and Parquet files, compressed or not.
 
-import contextlib
+`datasets` reads Parquet, as it reads the hub. Text and JSON lines are read here, because it would
+change them or lose some without an error: it makes line ends `\\n`, makes a date of a string that
+looks like one, refuses fields that come late or change their type, counts lines anew in each block,
+and takes a .zst file that was cut for a whole one.
+"""
+
 import glob
 import gzip
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import IO, Final
 
-from scripts.data.hub import HubInput, parse_hub_input
+import pyarrow
+
+from scripts.data.hub import HubInput, parse_hub_input, row_documents
 from scripts.data.text import checked_text, first_line
 from training.errors import DataError
 from training.json_file import parse_json
 
-COMPRESSIONS = (".gz", ".xz", ".zst")
-PLAIN = (".txt", ".md")
-KINDS = (*PLAIN, ".jsonl", ".parquet")
+NAMES: Final = re.compile(
+    r".*(?P<kind>\.txt|\.md|\.jsonl)(\.gz|\.xz|\.zst)?|.*\.parquet", re.DOTALL
+)
 KNOWN = ".txt, .md and .jsonl (each also .gz, .xz or .zst), .parquet"
 CHECKED: Final = 1000
 """Documents of each input that are checked before anything is made of them."""
@@ -28,17 +36,22 @@ _READ = 1 << 20
 
 @dataclass(frozen=True)
 class FileInput:
-    """One file of documents."""
+    """One file of documents, whose name matches `NAMES`."""
 
     path: Path
-    kind: str  # one of KINDS
-    compression: str  # one of COMPRESSIONS or ""
     text_key: str | None = None  # field that holds the text; None: that of the options
+
+    @property
+    def kind(self) -> str:
+        """Its suffix before that of a compression."""
+        found = NAMES.fullmatch(self.path.name)
+        assert found is not None
+        return found["kind"] or ".parquet"
 
     @property
     def has_keys(self) -> bool:
         """Whether its documents are fields of rows."""
-        return self.kind not in PLAIN
+        return self.kind in (".jsonl", ".parquet")
 
     def __str__(self) -> str:
         return str(self.path)
@@ -64,42 +77,33 @@ def find_inputs(source: str, text_key: str | None = None) -> list[Input]:
     Raises:
         DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
     """
-    found = _found(source)
-    if text_key is not None and not any(each.has_keys for each in found):
+    inputs: list[Input] = (
+        [parse_hub_input(source)] if source.startswith("hf:") else [*map(FileInput, _paths(source))]
+    )
+    if text_key is not None and not any(each.has_keys for each in inputs):
         raise DataError(f"key {text_key}: no file of {source} has keys")
-    return [replace(each, text_key=text_key) if each.has_keys else each for each in found]
+    return [replace(each, text_key=text_key) if each.has_keys else each for each in inputs]
 
 
-def _found(source: str) -> list[Input]:
-    if source.startswith("hf:"):
-        return [parse_hub_input(source)]
+def _paths(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_dir():
-        found = [each for each in map(_file_input, sorted(path.rglob("*"))) if each is not None]
-        if not found:
+        paths = [each for each in sorted(path.rglob("*")) if each.is_file() and _is_known(each)]
+        if not paths:
             raise DataError(f"no file under {source} has a known suffix: {KNOWN}")
-        return list(found)
-    if path.is_file():
-        return [_required_file_input(path)]
-    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-    if not matches:
+        return paths
+    matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+    paths = sorted(match for match in matches if match.is_file())
+    if not paths:
         raise DataError(f"no file, folder or pattern {source}")
-    return [_required_file_input(match) for match in matches if match.is_file()]
+    for each in paths:
+        if not _is_known(each):
+            raise DataError(f"unknown suffix of {each}: known are {KNOWN}")
+    return paths
 
 
-def _file_input(path: Path) -> FileInput | None:
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    kind = Path(path.stem).suffix if compression else path.suffix
-    if not path.is_file() or kind not in KINDS or (kind == ".parquet" and compression):
-        return None
-    return FileInput(path, kind, compression)
-
-
-def _required_file_input(path: Path) -> FileInput:
-    found = _file_input(path)
-    if found is None:
-        raise DataError(f"unknown suffix of {path}: known are {KNOWN}")
-    return found
+def _is_known(path: Path) -> bool:
+    return NAMES.fullmatch(path.name) is not None
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
@@ -127,10 +131,9 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> None
                 if not blank and number >= CHECKED:
                     break
         if blank and number and each.has_keys:
-            unit = "line" if isinstance(each, FileInput) and each.kind == ".jsonl" else "row"
             raise DataError(
-                f"{each}: {_key(each, options)!r} is blank in all {number:,} documents, "
-                f"from {unit} 1 on; name the key that holds the text, or leave this out"
+                f"{each}: {_key(each, options)!r} is blank in all {number:,} documents; "
+                "name the key that holds the text, or leave this out"
             )
 
 
@@ -147,17 +150,36 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
     if isinstance(each, HubInput):
         yield from each.documents(key)
     elif each.kind == ".parquet":
-        yield from _parquet_documents(each.path, key)
+        source = {"data_files": glob.escape(str(each.path)), "batch_size": 1024}
+        yield from row_documents(each, key, path="parquet", split="train", **source)
+    elif each.kind == ".jsonl":
+        yield from _json_documents(_lines(each.path), each.path, key)
     else:
-        yield from _line_documents(each, key, options)
+        yield from _text_documents(_lines(each.path), each.path, options.document_bytes)
 
 
-def _line_documents(file: FileInput, key: str, options: ReadOptions) -> Iterator[str]:
-    with open_lines(file) as lines:
-        if file.kind == ".jsonl":
-            yield from _json_documents(lines, file.path, key)
-        else:
-            yield from _text_documents(lines, file.path, options.document_bytes)
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a text file, decompressed, each with its line end.
+
+    Raises:
+        DataError: the file is missing, or its compressed content is corrupt or cut short.
+    """
+    try:
+        with _opened(path) as lines:
+            yield from lines
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"cannot read {path}: {first_line(error)}") from None
+
+
+def _opened(path: Path) -> IO[bytes]:
+    match path.suffix:
+        case ".gz":
+            return gzip.open(path)
+        case ".xz":
+            return lzma.open(path)
+        case ".zst":
+            return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), _READ)
+    return path.open("rb")
 
 
 def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> Iterator[str]:
@@ -208,53 +230,3 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
             keys = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
             raise DataError(f"{where}: no key {key!r}, found {keys or 'no keys'}")
         yield checked_text(row[key], where, key)
-
-
-def _pyarrow(path: Path) -> Any:
-    """The package that opens a file. Raises DataError if it is not installed."""
-    try:
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
-    return pyarrow
-
-
-def _parquet_documents(path: Path, key: str) -> Iterator[str]:
-    pyarrow = _pyarrow(path)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if key not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)
-                raise DataError(f"{path}: no column {key!r}, found {names}")
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[key]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield checked_text(value, f"{path}, row {row}", key)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {first_line(error)}") from None
-
-
-@contextlib.contextmanager
-def open_lines(file: FileInput) -> Iterator[Iterable[bytes]]:
-    """Open the lines of a text file, decompressed, each with its line end.
-
-    Raises:
-        DataError: the file is missing, or its compressed content is corrupt or cut short.
-    """
-    errors = (OSError, EOFError, zlib.error, lzma.LZMAError)
-    try:
-        with open(file.path, "rb") as raw:
-            yield _decompressed(raw, file)
-    except errors as error:
-        raise DataError(f"cannot read {file.path}: {first_line(error)}") from None
-
-
-def _decompressed(raw: BinaryIO, file: FileInput) -> Iterable[bytes]:
-    if file.compression == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if file.compression == ".xz":
-        return lzma.LZMAFile(raw)
-    if file.compression == ".zst":
-        return io.BufferedReader(_pyarrow(file.path).CompressedInputStream(raw, "zstd"), _READ)
-    return raw

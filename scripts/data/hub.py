@@ -1,8 +1,10 @@
-"""Documents and tokenizers of the Hugging Face hub. The only file that imports `datasets`."""
+"""Rows that `datasets` reads, and tokenizers of the Hugging Face hub. Only here is it imported."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts.data.text import checked_text, first_line
 from training.errors import DataError
@@ -23,35 +25,38 @@ class HubInput:
         return True
 
     def documents(self, text_key: str) -> Iterator[str]:
-        """Yield the text of every row, streamed: nothing is downloaded as a whole.
-
-        Raises:
-            DataError: `datasets` is not installed, the dataset cannot be opened, or a row has no
-                text under `text_key`.
-        """
-        for number, row in enumerate(self._rows(), start=1):
-            where = f"{self}, row {number}"
-            if text_key not in row:
-                raise DataError(f"{where}: no key {text_key!r}, found {', '.join(row)}")
-            yield checked_text(row[text_key], where, text_key)
-
-    def _rows(self) -> Iterator[dict[str, object]]:
-        try:
-            import datasets
-        except ModuleNotFoundError:
-            raise DataError(f"{self} needs datasets: pip install datasets") from None
-        try:
-            yield from datasets.load_dataset(
-                self.name, self.config, split=self.split, streaming=True
-            )
-        # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
-        except Exception as error:
-            raise DataError(
-                f"cannot read {self}: {first_line(error)} (is the name right, is there a network?)"
-            ) from None
+        """Yield the text of every row, as `row_documents`."""
+        source = {"path": self.name, "name": self.config, "split": self.split}
+        return row_documents(self, text_key, **source)
 
     def __str__(self) -> str:
         return f"hf:{self.name}:{self.config or ''}:{self.split}"
+
+
+def row_documents(where: object, text_key: str, **source: Any) -> Iterator[str]:
+    """Yield the text of every row of what `datasets.load_dataset` finds for `source`, streamed.
+
+    Nothing is downloaded as a whole. `where` is what errors call it.
+
+    Raises:
+        DataError: it cannot be opened or read, or a row has no text under `text_key`.
+    """
+    for number, row in enumerate(_rows(where, source), start=1):
+        place = f"{where}, row {number}"
+        if text_key not in row:
+            raise DataError(f"{place}: no key {text_key!r}, found {', '.join(row)}")
+        yield checked_text(row[text_key], place, text_key)
+
+
+def _rows(where: object, source: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+    import datasets  # here: it takes seconds
+
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it would print is in its errors
+    try:
+        yield from datasets.load_dataset(**source, streaming=True)
+    # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
+    except Exception as error:
+        raise DataError(f"cannot read {where}: {first_line(error)}") from None
 
 
 def parse_hub_input(source: str) -> HubInput:

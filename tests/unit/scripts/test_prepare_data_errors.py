@@ -159,7 +159,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         r"cannot read .*Truncated compressed stream",
     ),
     "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
-    "not.parquet": (b"plain text", r"not.parquet is not a readable Parquet file"),
+    "not.parquet": (b"plain text", r"cannot read .*not.parquet: "),
     "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', r"key.jsonl, line 3: no key 'text', found "),
     "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType"),
     "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: not JSON"),
@@ -214,7 +214,10 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set=hf:no-one/nothing --train-tokenizer 300", "cannot read hf:no-one/nothing::train: "),
     ("set=hf:{}/dataset --text-key body --train-tokenizer 300",
      "dataset::train, row 1: no key 'body', found text"),
-    ("set={}/table.parquet --text-key body --train-tokenizer 300", "no column 'body', found text"),
+    ("set={}/table.parquet --text-key body --train-tokenizer 300",
+     "table.parquet, row 1: no key 'body', found text"),
+    ("set={}/bytes.parquet --train-tokenizer 300", "cannot read .*bytes.parquet: 'utf-8' codec"),
+    ("set={}/none.parquet --train-tokenizer 257", "none.parquet gives it no documents"),
 ]  # fmt: skip
 
 
@@ -227,6 +230,9 @@ def test_bad_command_is_one_line(
         (tmp_path / folder).mkdir()
     write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet")
+    not_utf8 = pyarrow.array([b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": not_utf8}), tmp_path / "bytes.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [""]})[:0], tmp_path / "none.parquet")
     hugging_face_folder(tokenizer, tmp_path / "hf", 1, {})
     content = json.loads(tokenizer.read_text())
     content["model"]["dropout"] = 0.1
