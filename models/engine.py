@@ -6,10 +6,9 @@ newer one used with a warning.
 
 import contextlib
 import importlib
-import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from packaging.version import Version
@@ -19,7 +18,6 @@ TESTED: Final = ("0.16.1", "0.19.2")
 """Oldest and newest release that the tests run with."""
 
 ADVISERS: Final = (
-    "dist_checkpointing.strategies",
     "models.gpt.gpt_model",
     "transformer.transformer_layer",
 )
@@ -55,20 +53,6 @@ def check_engine() -> str | None:
     if Version(version) <= Version(newest):
         return None
     return f"megatron-core {version} is newer than {newest}, the newest tested"
-
-
-def accepts(function: Callable[..., Any], keyword: str) -> bool:
-    """Return whether `function` takes the argument `keyword`."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(keyword == one.name or one.kind is one.VAR_KEYWORD for one in parameters)
-
-
-def own_writer(save: Callable[..., Any]) -> dict[str, str]:
-    """Return the argument with which `async_save` of a strategy uses the engine's own writer.
-
-    Newer releases write by nvidia-resiliency-ext unless they are told otherwise.
-    """
-    return {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
 
 
 def import_quietly() -> None:

@@ -2,8 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
@@ -29,7 +27,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         raise ResumeError(f"{info.path / checkpoint.RNG} is not trusted: {reason}") from error
     try:
         extra = load_state(info.state, trainer.model, trainer.optimizer)
-    except (StateError, CheckpointException, CheckpointingException) as error:
+    except StateError as error:
         reason = str(error).strip().splitlines()[-1]
         raise ResumeError(f"{info.path} cannot be loaded: {reason}") from error
     if extra.get("step") != info.step:

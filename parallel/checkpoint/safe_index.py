@@ -1,21 +1,27 @@
-"""Reads the pickles of a checkpoint without executing code that they name.
+"""Reads a checkpoint's state without executing code that its pickles name.
 
 torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle and would load it as one.
-`read_index` allows it to name only what an index consists of. `untrusted` checks a folder before
-torch or megatron-core read it. The tensors themselves are read by torch with weights_only.
+`read_index` allows it to name only what an index consists of, and `read_plain` reads plain values
+alone. The tensors themselves are read by torch with weights_only.
 """
 
 import os
 import pickle
-from collections.abc import Iterator
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 
 INDEX_FILE: Final = ".metadata"
+PLAIN_FILE: Final = "common.pt"
+"""What a state has beside tensors: `schema` and `extra`."""
 
 ALLOWED: Final = {
     "torch": {"Size"},
@@ -82,17 +88,40 @@ def index_files(index: Metadata) -> list[str]:
     return sorted({str(getattr(entry, "relative_path", "")) for entry in stored.values()})
 
 
-def untrusted(folder: str | Path) -> Iterator[str]:
-    """Yield a sentence for each pickle in a state folder that refers to more than values."""
+def read_plain(folder: str | Path) -> dict[str, Any]:
+    """Read the plain values of the state in `folder`.
+
+    Raises UnsafeIndexError, having executed nothing.
+    """
+    path = Path(folder) / PLAIN_FILE
     try:
-        read_index(folder)
-    except UnsafeIndexError as error:
-        yield str(error)
-    path = Path(folder) / COMMON_STATE_FNAME
-    try:
-        common = torch.load(path, weights_only=True)
+        plain = torch.load(path, weights_only=True)
     except Exception as error:
-        yield f"{path} is not trusted: {(str(error) or 'it is empty').splitlines()[0]}"
-    else:
-        if not isinstance(common, dict) or not isinstance(common.get("extra"), dict):
-            yield f"{path} must be a mapping with a mapping 'extra'"
+        reason = (str(error) or "it is empty").splitlines()[0]
+        raise UnsafeIndexError(f"{path} is not trusted: {reason}") from None
+    if not isinstance(plain, dict) or not isinstance(plain.get("extra"), dict):
+        raise UnsafeIndexError(f"{path} must be a mapping with a mapping 'extra'")
+    return plain
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a state folder, whose index `read_index` has read already."""
+
+    def __init__(self, folder: str | Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the index."""
+        assert self._index.storage_meta is not None
+        self._index.storage_meta.load_id = self.load_id
+        return self._index
+
+    def read_into(self, places: Mapping[str, Tensor], planner: LoadPlanner | None = None) -> None:
+        """Fill each tensor with what is stored under its key, or what a planner wants.
+
+        This process reads for itself alone. Raises CheckpointException.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(places), storage_reader=self, planner=planner, no_dist=True)

@@ -1,19 +1,26 @@
 """The save plan: which rank writes which tensors, agreed on once and used for every save."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from models.engine import own_writer, without_advice
-from parallel.checkpoint.state import entry_name
+from parallel.checkpoint.part import Part, part_name
+from parallel.comm.collectives import on_first
 
 
-class SavePlan:
+class StatePlanner(DefaultSavePlanner):
     """The plan of a run's saves, which differ only in folder and values, and host memory for them.
 
     All saves copy to the same host memory, so one must be over before the next is staged. Planning
@@ -22,58 +29,49 @@ class SavePlan:
     """
 
     def __init__(self) -> None:
-        self.metadata: Any = None
-        """megatron-core's index of all tensors, on rank 0, still without their places in files."""
-        self._files: list[tuple[str, list[tuple[Any, str]]]] | None = None
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.index: Metadata | None = None
+        """Index of all tensors, on rank 0, still without their places in files."""
+        self._items: list[WriteItem] | None = None
         self._copies: dict[str, Tensor] = {}
 
-    def stage(self, folder: Path, state: ShardedStateDict) -> list[Any]:
-        """Copy this rank's tensors to host memory.
+    def stage(self, state: Mapping[str, Part]) -> SavePlan:
+        """Copy the tensors that this rank writes to host memory, and return the plan to write them.
 
-        All ranks call it together, with the same tensors in `state` every time. Returns the files
-        to write in the form that megatron-core's writers take.
+        All ranks call it together, with the same tensors in `state` every time.
         """
-        if self._files is None:
-            self._make(folder, state)
-        assert self._files is not None
-        if not self._copies:
-            entries = [entry for _, members in self._files for _, entry in members]
-            self._copies = {entry: host_buffer(state[entry].data) for entry in entries}
-        staged: list[Any] = [
-            (
-                str(folder / name),
-                name,
-                ([], [(item, self._copy(entry, state[entry].data)) for item, entry in members]),
-            )
-            for name, members in self._files
-        ]
+        if self._items is None:
+            self._make(state)
+        assert self._items is not None
+        for name, copy in self._copies.items():
+            value = state[name].value  # the copy may be under way if it is on a GPU
+            copy.copy_(value.detach(), non_blocking=value.is_cuda)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return staged
+        return SavePlan(self._items)
 
-    def _copy(self, entry: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to host memory; the copy may be under way if the tensor is on a GPU."""
-        return self._copies[entry].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+    def _make(self, state: Mapping[str, Part]) -> None:
+        written = {name: part for name, part in state.items() if part.written}
+        self._items = [_item(part) for part in written.values()]
+        self._copies = {name: host_buffer(part.value) for name, part in written.items()}
+        plans = on_first(SavePlan(self._items))
+        if plans:
+            _, self.index = self.create_global_plan(plans)
 
-    def writer(self, folder: Path) -> filesystem_async.FileSystemWriterAsync:
-        """Make the writer of the index of `folder`, which is used once all files are there."""
-        return filesystem_async.FileSystemWriterAsync(folder, thread_count=1)
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the copy of what an item of the plan writes."""
+        assert write_item.index.offset is not None
+        return self._copies[part_name(write_item.index.fqn, write_item.index.offset)]
 
-    def _make(self, folder: Path, state: ShardedStateDict) -> None:
-        # Otherwise megatron-core starts a manager process, which imports the main script, for a
-        # queue that is not needed here.
-        filesystem_async._results_queue = object()
-        strategy = planning_strategy()
-        with without_advice():
-            strategy.async_save(state, folder, **own_writer(strategy.async_save))
-        self.metadata = strategy.metadata
-        self._files = []
-        for _, name, (values, tensors) in strategy.storage.write_buckets:
-            members = [(item, entry_name(item.index.fqn, item.index.offset)) for item, _ in tensors]
-            assert not values, f"{name} has plain values, which differ between saves"
-            for (_, entry), (_, tensor) in zip(members, tensors, strict=True):
-                assert state[entry].data.shape == tensor.shape, f"{entry} has another shape"
-            self._files.append((name, members))
+
+def _item(part: Part) -> WriteItem:
+    return WriteItem(
+        MetadataIndex(part.key, part.chunk.offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            part.chunk, TensorProperties(dtype=part.value.dtype), torch.Size(part.shape)
+        ),
+    )
 
 
 def host_buffer(tensor: Tensor) -> Tensor:
@@ -81,22 +79,18 @@ def host_buffer(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-def planning_strategy() -> Any:
-    """Make megatron-core's strategy, stopped once it has planned which rank writes what.
+class StateWriter(FileSystemWriter):
+    """torch's writer with an index of plain values alone, without the path that torch stores."""
 
-    Every rank then has `storage`, and rank 0 has `metadata`.
-    """
-    # This module asks for CUDA when it is imported: not before the environment is set.
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory
+        self.folder = folder
 
-    class Planned(TorchDistSaveShardedStrategy):
-        storage: filesystem_async.FileSystemWriterAsync
-        metadata: Any
+    def storage_meta(self) -> StorageMeta:
+        """Return what the index says of the writer."""
+        return StorageMeta(save_id=self.save_id)
 
-        def _get_save_and_finalize_callbacks(
-            self, writer: Any, planned: Any, *_: Any
-        ) -> AsyncRequest:
-            self.storage, self.metadata = writer, planned[1]
-            return AsyncRequest(None, (), [])
-
-    return Planned("torch_dist", 1, thread_count=1)
+    def own_plan(self, plan: SavePlan) -> SavePlan:
+        """Return a plan with the names of this rank's files, which have its place among plans."""
+        before = [SavePlan([])] * dist.get_rank()
+        return self.prepare_global_plan([*before, plan])[-1]

@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from models.engine import without_advice
 from models.units import Unit
-from parallel.checkpoint.safe_index import untrusted
+from parallel.checkpoint.part import Part, part_name
+from parallel.checkpoint.safe_index import Reader, UnsafeIndexError, read_index, read_plain
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
@@ -59,28 +61,69 @@ def load_state(
 
     Raises:
         StateError: on every rank, naming the tensors that are missing, superfluous, or of another
-            shape or dtype, before anything changes; or counters that should be equal and are not,
-            once they are loaded.
-        CheckpointingException: of megatron-core, if the folder is not a complete checkpoint.
+            shape or dtype, before anything changes; or why they cannot be read, or counters that
+            should be equal and are not, once they are loaded.
     """
     model.wait_for_weights()
-    _raise_together(untrusted(folder))
+    index, plain = _read_together(folder)
     state = sharded_state(model, optimizer)
-    with without_advice():
-        check_fits(folder, state)
-        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    prefix = f"checkpoint {folder}: "
+    if plain.get("schema") != SCHEMA:
+        raise StateError(f"{prefix}schema must be {SCHEMA}, got {plain.get('schema')}")
+    check_fits(prefix, index, state)
+    _raise_together(_load(folder, index, state))
     # Everything that depends on the loaded tensors must agree with them.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.publish()
         domain.reload_kept()
         domain.model.all_gather_weights()
-    extra: dict[str, Any] = loaded["extra"]
+    extra: dict[str, Any] = plain["extra"]
     return extra
 
 
-def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> ShardedStateDict:
-    """This rank's part of the state, as megatron-core's sharded tensors that alias it.
+def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
+    """Index and plain values of a state. Raises StateError on every rank if any cannot read it."""
+    problems: list[str] = []
+    try:
+        index, plain = read_index(folder), read_plain(folder)
+    except UnsafeIndexError as error:
+        problems.append(str(error))
+    _raise_together(problems)
+    return index, plain
+
+
+def _load(folder: str | Path, index: Metadata, state: Mapping[str, Part]) -> Iterator[str]:
+    """Load this rank's part of the state; yield why it cannot be read."""
+    try:
+        Reader(folder, index).read_into({}, _PartPlanner(state))
+    except (Exception, CheckpointException) as error:
+        yield f"checkpoint {folder} cannot be read: {str(error).strip().splitlines()[-1]}"
+
+
+class _PartPlanner(DefaultLoadPlanner):
+    """Loads the parts of a state in place."""
+
+    def __init__(self, state: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._state = state
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for part in self._state.values():
+            stored = self.metadata.state_dict_metadata[part.key]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(part.key, stored, [part.chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._state[part_name(index.fqn, index.offset)].value
+
+
+def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, Part]:
+    """This rank's parts of the state by name; they alias it.
 
     Only counters are copies, because many units share one counter in memory.
     """
@@ -92,37 +135,26 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> Shar
         *(t for domain in optimizer.domains for t in _matrices(domain)),
         *(t for domain in optimizer.domains for t in _counters(domain)),
     ]
-    return {entry_name(part.key, part.global_offset): part for part in parts}
+    return {part.name: part for part in parts}
 
 
-def entry_name(key: str, offset: Sequence[int]) -> str:
-    """Name, in a sharded state, of the part of tensor `key` at `offset`."""
-    return f"{key}{list(offset)}"
-
-
-def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
+def check_fits(prefix: str, index: Metadata, state: Mapping[str, Part]) -> None:
     """Raise StateError on every rank unless the checkpoint has exactly the tensors wanted.
 
-    Wanted are those of all ranks' `state` together.
+    Wanted are those of all ranks' `state` together; `prefix` begins what is said.
     """
-    schema = dist_checkpointing.load_common_state_dict(str(folder)).get("schema")
-    if schema != SCHEMA:
-        raise StateError(f"schema of checkpoint {folder} must be {SCHEMA}, got {schema}")
     stored = {
         key: tensor
-        for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
-        if key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
+        for key, tensor in index.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+        and key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
     }
-    wanted = {tensor.key: tensor for tensor in state.values()}
-    prefix = f"checkpoint {folder}: "
+    wanted = {part.key: part for part in state.values()}
     _raise_together(
         _other_layers(prefix, stored, from_all([k for k in wanted if k.startswith("pc/")]))
     )
     _raise_together([prefix + text for text in _misfits(stored, wanted)])
-    firsts = sum(
-        not any(tensor.global_offset) and is_main_replica(tensor.replica_id)
-        for tensor in state.values()
-    )
+    firsts = sum(not any(part.offset) and part.written for part in state.values())
     # Names are gathered only if their number shows that the checkpoint has too many.
     if sum(from_all(firsts)) != len(stored):
         known = {key for keys in from_all(list(wanted)) for key in keys}
@@ -144,20 +176,17 @@ def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[Sequence[
 
 
 def _misfits(
-    stored: Mapping[str, ShardedTensor], wanted: Mapping[str, ShardedTensor]
+    stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Part]
 ) -> Iterator[str]:
     """Yield a sentence for each wanted tensor that is missing or stored in another form."""
-    for key, tensor in wanted.items():
+    for key, part in wanted.items():
         found = stored.get(key)
         if found is None:
             yield f"{key} is missing"
-        elif tuple(found.global_shape) != tensor.global_shape:
-            yield (
-                f"{key} has shape {tuple(found.global_shape)}, the model's has "
-                f"{tensor.global_shape}"
-            )
-        elif found.dtype != tensor.dtype:
-            yield f"{key} has dtype {found.dtype}, the model's has {tensor.dtype}"
+        elif tuple(found.size) != part.shape:
+            yield f"{key} has shape {tuple(found.size)}, the model's has {part.shape}"
+        elif found.properties.dtype != part.value.dtype:
+            yield f"{key} has dtype {found.properties.dtype}, the model's has {part.value.dtype}"
 
 
 @dataclass(frozen=True)
@@ -190,44 +219,29 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     return found
 
 
-def _pieces(
-    key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis
-) -> Iterator[ShardedTensor]:
+def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[Part]:
     """The boxes of a span of a unit's local piece, whose elements are `flat` `[span.length]`."""
     axes = unit.local_axes(tensor.size)
     shift = [tensor.rank * size if axis == unit.shard_axis else 0 for axis, size in enumerate(axes)]
     position = 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
         numel = prod(box.sizes)
-        yield ShardedTensor(
+        yield Part(
             key,
             flat.narrow(0, position, numel).view(box.sizes),
-            flat.dtype,
-            box.sizes,
             unit.axes,
             tuple(a + b for a, b in zip(box.offset, shift, strict=True)),
-            axis_fragmentations=None,  # boxes of any size at any offset
-            replica_id=int(unit.replicated and tensor.rank > 0),
+            written=not unit.replicated or tensor.rank == 0,
         )
         position += numel
 
 
-def _whole(key: str, value: Tensor, replica_id: int = 0) -> ShardedTensor:
+def _whole(key: str, value: Tensor, written: bool = True) -> Part:
     """A tensor that one rank holds whole."""
-    shape = tuple(value.shape)
-    return ShardedTensor(
-        key,
-        value,
-        value.dtype,
-        shape,
-        shape,
-        (0,) * len(shape),
-        axis_fragmentations=None,
-        replica_id=replica_id,
-    )
+    return Part(key, value, tuple(value.shape), (0,) * value.dim(), written)
 
 
-def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+def _weights(domain: DomainOptimizer) -> Iterator[Part]:
     """This rank's part of the weights of a domain, PC layers left out."""
     part = domain.model
     for unit, span, start in _shard_spans(part):
@@ -236,7 +250,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
             yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
 
 
-def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+def _elementwise(domain: DomainOptimizer) -> Iterator[Part]:
     """This rank's part of the state that has the shape of the units."""
     for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
@@ -246,32 +260,32 @@ def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
                 yield from _pieces(key, unit, span, flat, domain.domain.tensor)
 
 
-def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
-    replica_id = int(model.domains[0].domain.stage.rank > 0)
+def _buffers(model: ParallelModel) -> Iterator[Part]:
+    written = model.domains[0].domain.stage.rank == 0
     for name, value in named_buffers(model.chunks, model.parameters):
-        yield _whole(f"buffer/{name}", value, replica_id)
+        yield _whole(f"buffer/{name}", value, written)
 
 
-def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
+def _in_graph(model: ParallelModel) -> Iterator[Part]:
     """State of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
     domains = {part.domain.name: part.domain for part in model.domains}
     for effective in model.in_graph:
         for i, unit in enumerate(effective.units):
             domain = domains[unit.domain]
-            replica = domain.replicas.rank * domain.tensor.size
-            replica += domain.tensor.rank if unit.shard_axis is not None else 0
+            other_piece = unit.shard_axis is not None and domain.tensor.rank > 0
+            written = domain.replicas.rank == 0 and not other_piece
             u, v = effective.pair(i)
-            yield _whole(f"pc/{unit.name}/u", u[0], replica)
-            yield _whole(f"pc/{unit.name}/v", v[0], replica)
+            yield _whole(f"pc/{unit.name}/u", u[0], written)
+            yield _whole(f"pc/{unit.name}/v", v[0], written)
             if not isinstance(effective.gamma, torch.nn.Parameter):
-                yield _whole(f"weight/{unit.name}.gamma", effective.gamma[i : i + 1], replica)
+                yield _whole(f"weight/{unit.name}.gamma", effective.gamma[i : i + 1], written)
 
 
-def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+def _matrices(domain: DomainOptimizer) -> Iterator[Part]:
     """State of the matrices that this rank owns."""
     for stack in domain.stacks:
         for key, _, value in stack.saved():
-            yield _whole(key, value, 0)
+            yield _whole(key, value)
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
@@ -282,7 +296,7 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
                 yield f"optimizer/{unit.name}/{name}", unit, span, value
 
 
-def _counters(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+def _counters(domain: DomainOptimizer) -> Iterator[Part]:
     """Counters of the units that this rank holds a part of.
 
     The rank with a unit's first element saves its counters.
@@ -292,10 +306,10 @@ def _counters(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
         if key not in seen:  # spans of a unit ascend, so this is the first
             seen.add(key)
             other_piece = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
-            yield _whole(key, value.clone(), int(other_piece or span.piece_start > 0))
+            yield _whole(key, value.clone(), not other_piece and span.piece_start == 0)
 
 
-def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[str]:
+def _set_counters(domain: DomainOptimizer, state: Mapping[str, Part]) -> Iterator[str]:
     """Set the counters of every region to those loaded for its units.
 
     Yields a sentence for each unit whose counter differs from that of the other units of its
@@ -303,7 +317,7 @@ def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):
-        new = state[entry_name(key, [0])].data
+        new = state[part_name(key, [0])].value
         other, known = loaded.setdefault(id(value), (key, new))
         if not torch.equal(known, new):
             yield f"{key} is {new.item()}, but {other} is {known.item()}"

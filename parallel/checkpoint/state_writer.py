@@ -8,7 +8,6 @@ done. With one save at a time, the memory is one copy of the part, which the nex
 import contextlib
 import gc
 import hashlib
-import queue
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.planner import SavePlan
 
-from parallel.checkpoint.save_plan import SavePlan
+from parallel.checkpoint.safe_index import PLAIN_FILE
+from parallel.checkpoint.save_plan import StatePlanner, StateWriter
 from parallel.checkpoint.state import SCHEMA, sharded_state
 from parallel.comm.collectives import named, on_first
 from parallel.disk import sync
@@ -53,7 +51,7 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """Result of a writer: megatron-core's index of its tensors, and its files by name."""
+    """Result of a writer: where its tensors are, and its files by name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -62,14 +60,16 @@ class Written:
 class Writer:
     """The process that writes one rank's files of one save; there is none without files."""
 
-    def __init__(self, buckets: Sequence[Any]) -> None:
-        self.written: Written | None = Written() if not buckets else None
+    def __init__(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
+        self.written: Written | None = Written() if not plan.items else None
         self._process = None
-        if buckets:
+        if plan.items:
             context = get_context("fork")
             self._receiver, sender = context.Pipe(duplex=False)
             self._process = context.Process(
-                target=_write_all, args=(sender, self._receiver, buckets), daemon=True
+                target=_write_all,
+                args=(sender, self._receiver, folder, planner, plan),
+                daemon=True,
             )
             with _no_garbage_collection():
                 self._process.start()
@@ -123,7 +123,9 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any]) -> None:
+def _write_all(
+    sender: Connection, receiver: Connection, folder: Path, planner: StatePlanner, plan: SavePlan
+) -> None:
     """Run the writing process, which answers with a Written or with an error's text."""
     receiver.close()
     # The training process decides what happens to the run; only SIGKILL ends a save.
@@ -131,17 +133,17 @@ def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any])
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     try:
-        answer: Written | WriterError | str = _written(buckets)
+        answer: Written | WriterError | str = _written(folder, planner, plan)
     except NotFiniteStateError as error:
         answer = error
     except Exception as error:
-        answer = _reason(error, buckets[0][0])
+        answer = _reason(error, folder)
     with contextlib.suppress(BrokenPipeError):  # without the training process the save is void
         sender.send(answer)
         sender.close()
 
 
-def _reason(error: BaseException, path: str) -> str:
+def _reason(error: BaseException, path: Path) -> str:
     """Message of the operating system if it was the cause, else the error's last line.
 
     torch itself only reports that its file is shorter than what it wrote.
@@ -154,41 +156,21 @@ def _reason(error: BaseException, path: str) -> str:
     return traceback.format_exception(error)[-1].strip().splitlines()[-1]
 
 
-def _written(buckets: Sequence[Any]) -> Written:
-    """Write every bucket to its file and sync it to the disk.
+def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
+    """Write a plan's tensors to files and sync them to the disk.
 
     Raises NotFiniteStateError if a tensor is not finite, since no run could continue from it.
     """
-    done = Written()
-    for number, bucket in enumerate(buckets):
-        for item, tensor in bucket[2][1]:
-            if not bool(torch.isfinite(tensor).all()):
-                first = torch.isfinite(tensor).logical_not().nonzero()[0].tolist()
-                place = [a + b for a, b in zip(first, item.index.offset, strict=True)]
-                raise NotFiniteStateError(f"{item.index.fqn}{place} is not finite")
-        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            [filesystem_async._StorageWriterTransforms()],
-            number,
-            bucket,
-            results,
-            _NoCount(),
-            use_fsync=True,
-        )
-        _, result = results.get()
-        if isinstance(result, Exception):
-            raise result
-        done.index += result
-        path = Path(bucket[0])
-        done.files[path.name] = file_facts(path)
-    return done
-
-
-class _NoCount:
-    """Stands in for the queue by which megatron-core counts its writers."""
-
-    def get(self) -> None: ...
-    def task_done(self) -> None: ...
+    for item in plan.items:
+        tensor = planner.resolve_data(item)
+        if not bool(torch.isfinite(tensor).all()):
+            first = torch.isfinite(tensor).logical_not().nonzero()[0].tolist()
+            place = [a + b for a, b in zip(first, item.index.offset or (), strict=True)]
+            raise NotFiniteStateError(f"{item.index.fqn}{place} is not finite")
+    storage = StateWriter(folder)
+    index = storage.write_data(storage.own_plan(plan), planner).wait()
+    names = sorted({result.storage_data.relative_path for result in index})
+    return Written(index, {name: file_facts(folder / name) for name in names})
 
 
 def file_facts(path: Path) -> FileFacts:
@@ -202,12 +184,12 @@ class PendingSave:
     """A save under way on this rank."""
 
     def __init__(
-        self, folder: Path, plan: SavePlan, staged: Sequence[Any], common: dict[str, Any]
+        self, folder: Path, planner: StatePlanner, plan: SavePlan, plain: dict[str, Any]
     ) -> None:
         self.folder = folder
-        self._plan = plan
-        self._common = common
-        self.writer = Writer(staged)
+        self._planner = planner
+        self._plain = plain
+        self.writer = Writer(folder, planner, plan)
 
     def finish(self) -> dict[str, FileFacts]:
         """Complete the save; all ranks call it together when every rank's writer is done.
@@ -219,11 +201,10 @@ class PendingSave:
         return first_rank(lambda: self._finish(gathered))
 
     def _finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files, the plain values and the format; on rank 0."""
-        torch.save(self._common, self.folder / COMMON_STATE_FNAME)
-        index = self._plan.writer(self.folder)
-        index.finish(self._plan.metadata, [part.index for part in written])
-        save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
+        """Write the index of all files and the plain values; on rank 0."""
+        torch.save(self._plain, self.folder / PLAIN_FILE)
+        assert self._planner.index is not None
+        StateWriter(self.folder).finish(self._planner.index, [part.index for part in written])
         files = {name: facts for part in written for name, facts in part.files.items()}
         for path in sorted(self.folder.iterdir()):
             if path.name not in files:
@@ -238,18 +219,19 @@ def start_save(
     model: ParallelModel,
     optimizer: DistributedOptimizer,
     extra: Mapping[str, Any] | None = None,
-    plan: SavePlan | None = None,
+    planner: StatePlanner | None = None,
 ) -> PendingSave:
     """Start to save the state of model and optimizer to the empty `folder`; on all ranks together.
 
     When it returns, this rank's part has been copied. `extra` holds plain values to save with it,
-    the same on every rank. `plan` is shared by all saves of this model; None makes a new one.
+    the same on every rank. `planner` is shared by all saves of this model; None makes a new one.
     Raises OSError on rank 0 if the folder cannot be written to.
     """
     model.wait_for_weights()
-    plan = plan or SavePlan()
-    staged = plan.stage(Path(folder), sharded_state(model, optimizer))
-    return PendingSave(Path(folder), plan, staged, {"schema": SCHEMA, "extra": dict(extra or {})})
+    planner = planner or StatePlanner()
+    plan = planner.stage(sharded_state(model, optimizer))
+    plain = {"schema": SCHEMA, "extra": dict(extra or {})}
+    return PendingSave(Path(folder), planner, plan, plain)
 
 
 def first_rank(call: Callable[[], Result]) -> Result:

@@ -13,10 +13,10 @@ import lzma
 import re
 import zlib
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import pyarrow
 
@@ -171,7 +171,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise DataError(f"cannot read {path}: {first_line(error)}") from None
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> AbstractContextManager[Iterable[bytes]]:
     match path.suffix:
         case ".gz":
             return gzip.open(path)

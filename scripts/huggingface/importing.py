@@ -12,15 +12,11 @@ from typing import Any
 
 import torch
 import yaml
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from tqdm import tqdm
@@ -34,6 +30,8 @@ from models.huggingface.config import (
 from models.huggingface.tensors import TheirTensor, new_parameter, their_tensors
 from models.size import all_units
 from models.units import Unit
+from parallel.checkpoint.safe_index import PLAIN_FILE
+from parallel.checkpoint.save_plan import StateWriter
 from parallel.checkpoint.state import SCHEMA
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import sync
@@ -277,7 +275,7 @@ def write_state(
     state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     total = sum(tensor.numel() for tensor in state.values())
     with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
-        writer = PlainWriter(folder, thread_count=1)
+        writer = StateWriter(folder)
         planner = LazyPlanner(sources, bar)
         with warnings.catch_warnings():  # that one process saves is what is asked for
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -286,8 +284,7 @@ def write_state(
             except CheckpointException as error:
                 causes = [cause for cause, _ in error.failures.values()]
                 raise next((c for c in causes if isinstance(c, InputError)), error) from None
-    torch.save({"schema": SCHEMA, "extra": {"step": 0}}, folder / COMMON_STATE_FNAME)
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    torch.save({"schema": SCHEMA, "extra": {"step": 0}}, folder / PLAIN_FILE)
     for path in folder.iterdir():
         sync(path)
     sync(folder)
@@ -315,14 +312,6 @@ class UnitReader:
     def unit(self, unit: Unit) -> Tensor:
         """Return a whole unit `[*axes]`, float32."""
         return unit.view(self.parameter(unit.parameter))
-
-
-class PlainWriter(FileSystemWriter):
-    """torch's writer with an index of plain values alone, without the path that torch stores."""
-
-    def storage_meta(self) -> StorageMeta:
-        """Return what the index says of the writer."""
-        return StorageMeta(save_id=self.save_id)
 
 
 class LazyPlanner(DefaultSavePlanner):

@@ -7,7 +7,6 @@ to step 4.
 """
 
 import errno
-import functools
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint import filesystem
 
 import pretrain
 from tests.run_configs import tiny_config
@@ -63,13 +62,10 @@ class Disk:
         self.owner = os.getpid()
         self.counts = {"trainer": 0, "writer": 0}
         self.entries = 0
-        self._write = filesystem_async._write_item
+        self._write = filesystem._write_item
         self._fsync = os.fsync
         os.fsync = self.fsync
-        # megatron-core inspects the signature of this function.
-        filesystem_async._write_item = functools.wraps(self._write)(
-            lambda *a, **o: self.write_item(*a, **o)
-        )
+        filesystem._write_item = self.write_item
         sys.addaudithook(self.audit)
 
     def touch(self) -> None:

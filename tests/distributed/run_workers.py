@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint import FileSystemWriter
 
 from parallel.checkpoint.state import load_state
 from parallel.comm import groups as process_groups
@@ -195,14 +195,14 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
     """
     groups = process_groups.initialize()
     config = read_config(folder, **keys, run__dir=f"{folder}/{what}")
-    parent, write = os.getpid(), filesystem_async.FileSystemWriterAsync.write_preloaded_data
+    parent, write = os.getpid(), FileSystemWriter.write_data
 
-    def die(*arguments: Any, **options: Any) -> None:
-        if (groups.rank == 1 or what == "all ranks") and "-3-" in arguments[2][0]:
+    def die(writer: FileSystemWriter, *arguments: Any) -> Any:
+        if (groups.rank == 1 or what == "all ranks") and "-3-" in str(writer.path):
             if what != "writer":
                 os.kill(parent, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        write(*arguments, **options)
+        return write(writer, *arguments)
 
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(die)
+    FileSystemWriter.write_data = die
     train(config, groups)

@@ -26,7 +26,13 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from parallel.checkpoint.safe_index import INDEX_FILE, UnsafeIndexError, index_files, read_index
+from parallel.checkpoint.safe_index import (
+    INDEX_FILE,
+    PLAIN_FILE,
+    UnsafeIndexError,
+    index_files,
+    read_index,
+)
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import delete, sync
 from parallel.errors import described
@@ -43,7 +49,7 @@ LATEST: Final = "latest"
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
 WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
 """Files that every checkpoint has and lists, also one of imported weights."""
-REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/common.pt", f"{STATE}/metadata.json")
+REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
 """Files that a run's checkpoint has and lists."""
 MOST: Final = 1 << 53
 """Steps, samples or tokens of a run."""

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
-from parallel.checkpoint.save_plan import SavePlan
+from parallel.checkpoint.save_plan import StatePlanner
 from parallel.checkpoint.state_writer import (
     NotFiniteStateError,
     PendingSave,
@@ -59,7 +59,7 @@ class Saver:
         self._yaml = to_yaml(config)  # once, as it takes longer than copying a small state
         self._meta: dict[str, Any] = {}
         self._folder = Path()
-        self._plan = SavePlan()
+        self._planner = StatePlanner()
         self._pending: PendingSave | None = None
         self._retiring: Future[list[int]] | None = None
         self._problem: WriterError | None = None
@@ -83,7 +83,7 @@ class Saver:
             self._folder = first_rank(lambda: self._prepare(generators))
             step = {"step": self._meta["step"]}
             state = self._folder / checkpoint.STATE
-            self._pending = start_save(state, self.model, self.optimizer, step, self._plan)
+            self._pending = start_save(state, self.model, self.optimizer, step, self._planner)
 
     def _prepare(self, generators: list[Any]) -> Path:
         """Make the folder to write to, with the files that rank 0 writes before the tensors."""

@@ -1,18 +1,14 @@
 """Tensors of a checkpoint's state folder, read one by one without process groups."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel.checkpoint.safe_index import read_index
+from parallel.checkpoint.safe_index import Reader, read_index
 from training.errors import BrokenCheckpointError
 
 
@@ -29,7 +25,7 @@ class StoredTensors:
             index = read_index(folder)
         except Exception as error:
             raise broken(folder, error) from error
-        self._reader = _ReaderWithIndex(folder, index)
+        self._reader = Reader(folder, index)
         self._tensors = {
             key: entry
             for key, entry in index.state_dict_metadata.items()
@@ -60,9 +56,7 @@ class StoredTensors:
                     f"got {tuple(self._tensors[key].size)}"
                 )
         try:
-            with warnings.catch_warnings():  # loading in one process is intended
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                state_dict_loader.load(dict(places), storage_reader=self._reader, no_dist=True)
+            self._reader.read_into(places)
         except (Exception, CheckpointException) as error:
             raise broken(self.folder, error) from error
 
@@ -74,19 +68,6 @@ class StoredTensors:
             raise broken(self.folder, error) from error
         self.read_into(found)
         return found
-
-
-class _ReaderWithIndex(FileSystemReader):
-    """torch's reader of a state folder, whose index `read_index` has read already."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(str(folder))
-        self._index = index
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        assert self._index.storage_meta is not None
-        self._index.storage_meta.load_id = self.load_id
-        return self._index
 
 
 def named(keys: Collection[str]) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.checkpoint import utils as checkpoint_utils
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from parallel.checkpoint import state_writer
-from parallel.checkpoint.save_plan import SavePlan
+from parallel.checkpoint.save_plan import StatePlanner
 from parallel.checkpoint.state import check_fits
 from training.monitor import figures
 from training.rehearsal.places import place
@@ -33,10 +34,9 @@ class Hosts:
             put(module, "gather_object", self.gather_object)
             put(module, "broadcast_object_list", self.broadcast_object_list)
         replace(state_writer.first_rank, self.first_rank)
-        # Planned by this rank alone, for itself.
-        wrapper = checkpoint_utils._DistWrapper
-        put(wrapper, "__init__", _alone(wrapper.__init__))
-        put(SavePlan, "stage", _without_files(SavePlan.stage))
+        # What all ranks together write, and that it is whole.
+        put(StatePlanner, "create_global_plan", lambda self, plans: (plans, Metadata({})))
+        put(StatePlanner, "stage", _without_files(StatePlanner.stage))
         # Whether all ranks together ask for what a checkpoint has.
         replace(check_fits, lambda *_, **__: None)
         # They pair figures of matrices that other ranks look at.
@@ -75,18 +75,11 @@ class Hosts:
         )
 
 
-def _alone(real: Callable[..., None]) -> Callable[..., None]:
-    def initialise(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
-        real(self, group, False, coordinator_rank)
-
-    return initialise
-
-
-def _without_files(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
     """Copies to the host as real; no process writes them to files."""
 
-    def stage(self: SavePlan, *arguments: Any) -> list[Any]:
+    def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)
-        return []
+        return SavePlan([])
 
     return stage

@@ -221,7 +221,6 @@ DAMAGE = {
             "state/__0_0.distcp",
             "state/.metadata",
             "state/common.pt",
-            "state/metadata.json",
         )
     },
     "a file is missing": lambda folder: (folder / "state" / "common.pt").unlink(),
