@@ -12,7 +12,7 @@ from .polar import prefers_gram
 from .positive_definite import blocks_of
 from .power_iteration import basis_size
 from .schedules import coefficients, restart_steps
-from .tangent import model_shifts
+from .tangent_model import SPACES
 
 ELEMENTWISE_FLOPS = 16
 """Per element: momentum, decay, update and their norms; AdamW is within a factor of 1.5."""
@@ -74,9 +74,11 @@ def tangent_cost(
     The model takes a Gram matrix, a factorisation per shift, and a projection on its basis. `dtype`
     is that of msign's products.
     """
-    shifts = model_shifts(dtype)
-    model = product_flops(short, long, short) + shifts * factorization_cost(short)
-    return model + product_flops(2 + 2 * shifts, short, long) + evaluations * msign
+    shifts, resolvents, products = SPACES[dtype]
+    model = product_flops(short, long, short) + len(shifts) * factorization_cost(short)
+    vectors = 2 * (len(shifts) * resolvents + products)
+    model += product_flops(vectors, short, short) + product_flops(2 + vectors, short, long)
+    return model + evaluations * msign
 
 
 def factorization_cost(rows: int) -> float:

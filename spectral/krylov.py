@@ -34,7 +34,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
     last = vectors[0]
     for step in range(1, steps + 1):
         if len(vectors) == cycle(start.shape[1]) or step == steps:
-            basis = _extended(basis, torch.cat(vectors, dim=1))
+            basis = extended(basis, torch.cat(vectors, dim=1))
             vectors, last = [], basis[:, -start.shape[1] :]
             if scale is not None and step < steps:
                 last = (last * scale).to(last.dtype)
@@ -42,7 +42,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
             found = images(last, stacks)
             if scale is None or square is None:
                 # About 1 / ||W||, which keeps the powers of a cycle representable. That of a zero
-                # matrix makes NaN here, and `_extended` zeros of it again.
+                # matrix makes NaN here, and `extended` zeros of it again.
                 scale = together([_size(image) for image in found]).reciprocal_()
                 square = scale.square()
                 for image, each in zip(found, apart(scale, stacks), strict=True):
@@ -64,7 +64,7 @@ def _size(image: Tensor) -> Tensor:
     return size
 
 
-def _extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
+def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
     """Append what is new in `vectors` `[batch, count, rows]` to `basis`."""
     length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float64)
     new = vectors.div_(length).nan_to_num_(0, 0, 0)

@@ -13,18 +13,17 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, the memory itself; all of a plain tensor."""
-    tensor = tensor.detach()
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    # In this order: detaching a DTensor takes ten times as long.
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, placed as its parameter is."""
     grad = parameter.grad
     assert grad is not None  # only parameters with gradients are stepped
-    grad = grad.detach()
-    if not is_dtensor(parameter):
-        return grad
-    return local_of(grad.redistribute(placements=parameter.placements))  # type: ignore[attr-defined]
+    if is_dtensor(parameter) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+        grad = grad.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return local_of(grad)
 
 
 def whole_of(tensor: Tensor) -> Tensor:

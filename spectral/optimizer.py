@@ -408,11 +408,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 self.last_reports.append(([unit.parameter for unit in members], report))
 
     def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        finite, device = known_finite(grads), grads[0].device
+        finite = known_finite(grads)
         if self._ranks is not None:
             present = hash(tuple(p.grad is not None for p in parameters))
-            finite = bool(self._ranks.all_true(torch.tensor(finite, device=device)))
-            if not self._ranks.all_equal(present, device):
+            finite, same = self._ranks.agree(finite, present, grads[0].device)
+            if not same:
                 raise ValueError("all ranks must have gradients of the same parameters")
         if not finite:
             raise FloatingPointError("a gradient is not finite; nothing was updated")
@@ -692,6 +692,16 @@ class Muon(SpectralOptimizer, rule="muon"):
     on the same polynomials. The first spectral optimizer to try.
 
         optimizer = Muon(split_parameters(model), lr=2e-2)
+    """
+
+
+class NorMuon(SpectralOptimizer, rule="normuon"):
+    """NorMuon: Muon whose update has rows of equal size, by a second moment of each neuron's.
+
+    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Where neurons of
+    one layer learn at very different rates under Muon.
+
+        optimizer = NorMuon(split_parameters(model), lr=2e-2)
     """
 
 

@@ -22,6 +22,7 @@ from .rules import RULES
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "adamw": {"lr": 1e-3},
     "muon": {"lr": 2e-2, "steps": 5, "msign_dtype": "bfloat16"},
+    "normuon": {"lr": 2e-2, "steps": 5, "msign_dtype": "bfloat16"},
     "muon_sphere": {"lr": 5e-3, "msign_dtype": "float16"},
     "spectral_sphere": {"lr": 5e-3, "msign_dtype": "float16"},
     "muon_plus_plus": {"lr": 5e-3, "msign_dtype": "float16"},

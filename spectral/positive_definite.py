@@ -4,6 +4,9 @@ Written in blocks of products, so that a device makes a number of launches that 
 alone, whatever the number of systems, and spends its time in products rather than in columns.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,43 +14,59 @@ BLOCKS = ((1024, 128), (1 << 31, 256))
 """Up to how many rows systems are factorised in blocks of how many. Larger blocks take fewer
 launches, smaller ones fewer of the library's slow columns: twice as large ones take 1.4 to 2 times
 as long in the model of an H100, and half as large ones are no faster."""
+CPU_BLOCK = 64
 
 
-def blocks_of(rows: int) -> list[slice]:
+class Block(NamedTuple):
+    """Some rows of the factor of a stack of systems."""
+
+    rows: slice
+    inverse: Tensor  # [batch, size, size], of the diagonal block
+    panel: Tensor | None  # [batch, size, rows after it]
+
+
+def blocks_of(rows: int, size: int | None = None) -> list[slice]:
     """Return the ranges of rows in which systems with `rows` of them are factorised."""
-    size = next(block for most, block in BLOCKS if rows <= most)
+    size = size or next(block for most, block in BLOCKS if rows <= most)
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-def solve_(k: Tensor, b: Tensor) -> Tensor:
-    """Solve `K X = B` for `k` `[batch, n, n]` and `b` `[batch, n, columns]`; overwrites both.
+def factorized_(k: Tensor) -> list[Block]:
+    """Factorise `k` `[batch, n, n]`, symmetric and positive definite, for `solve`; overwrites it.
 
-    `k` is symmetric and positive definite; only its upper triangle is read. Where rounding leaves
-    it indefinite, that system's solution is meaningless, possibly not finite, and the others' are
-    not touched.
+    Only the upper triangle is read. Where rounding leaves a system indefinite, its solutions are
+    meaningless, possibly not finite, and the others' are not touched.
     """
     rows = k.shape[-1]
-    blocks = blocks_of(rows)
+    blocks = blocks_of(rows, CPU_BLOCK if k.device.type == "cpu" else None)
     identity = torch.eye(blocks[0].stop, dtype=k.dtype, device=k.device)
-    factored = []
+    found = []
     for part in blocks:
         inverse = _inverse_factor(k[:, part, part], identity)
-        top = torch.bmm(inverse, b[:, part])
         panel = None
         if part.stop < rows:
-            rest = slice(part.stop, rows)
-            panel = torch.bmm(inverse, k[:, part, rest])
+            panel = torch.bmm(inverse, k[:, part, part.stop :])
             for row in blocks:
                 if row.start >= part.stop:  # the lower triangle is not read
                     mine = panel[:, :, row.start - part.stop :]
                     left = mine[:, :, : row.stop - row.start]
                     k[:, row, row.start :].baddbmm_(left.mT, mine, alpha=-1)
-            b[:, rest].baddbmm_(panel.mT, top, alpha=-1)
-        factored.append((part, inverse, panel, top))
-    for part, inverse, panel, top in reversed(factored):
+        found.append(Block(part, inverse, panel))
+    return found
+
+
+def solve(factor: Sequence[Block], x: Tensor) -> Tensor:
+    """Solve `Y K = X` for `x` `[batch, vectors, n]`."""
+    b = x.clone()
+    for rows, inverse, panel in factor:
+        b[:, :, rows] = torch.bmm(b[:, :, rows], inverse.mT)
         if panel is not None:
-            top.baddbmm_(panel, b[:, part.stop :], alpha=-1)
-        b[:, part].baddbmm_(inverse.mT, top, beta=0)
+            b[:, :, rows.stop :].baddbmm_(b[:, :, rows], panel, alpha=-1)
+    for rows, inverse, panel in reversed(factor):
+        top = b[:, :, rows]
+        if panel is not None:
+            top.baddbmm_(b[:, :, rows.stop :], panel.mT, alpha=-1)
+        b[:, :, rows] = torch.bmm(top, inverse)
     return b
 
 

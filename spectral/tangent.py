@@ -22,7 +22,7 @@ from . import tangent_model
 from .joined_stacks import apart, together
 from .polar import is_tall, polars_of
 from .schedules import Coefficients, coefficients
-from .tangent_model import Model
+from .tangent_model import SPACES, Model, spread
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
 DEGENERATE_EPS = 32
@@ -90,11 +90,6 @@ class TangentSolution(NamedTuple):
         return found if self.removed is None else found | {"removed": self.removed}
 
 
-def model_shifts(dtype: torch.dtype) -> int:
-    """Number of resolvents in the model of an msign whose products are in `dtype`."""
-    return tangent_model.SHIFTS[dtype]
-
-
 class TangentProblem(NamedTuple):
     """Matrices of one shape and the vectors of their `Theta`, as for `solve_multiplier`."""
 
@@ -117,7 +112,7 @@ class Solver:
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise
             exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
-        shifts: number of resolvents in the model; None takes that of `dtype`.
+        shifts: number of resolvents in the model; None takes the space of `dtype`.
         overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
     """
 
@@ -142,9 +137,9 @@ class Solver:
         """
         m = problems[0].m
         dtype = m.dtype if self.dtype is None else self.dtype
-        shifts = model_shifts(dtype) if self.shifts is None else self.shifts
+        space = SPACES[dtype] if self.shifts is None else spread(self.shifts)
         for problem in problems:
-            _check(*problem, self.tolerance, self.max_evaluations, shifts)
+            _check(*problem, self.tolerance, self.max_evaluations, len(space.shifts))
         short = [min(problem.m.shape[1:]) for problem in problems]
         if len(set(short)) > 1:
             raise ValueError(f"problems must have equal shorter sides, got {short}")
@@ -156,7 +151,7 @@ class Solver:
             together([problem.u for problem in wide]),
             [problem.v for problem in wide],
             polynomials,
-            shifts,
+            space,
             dtype,
         )
         refinement = _Refinement(wide, model, self, polynomials, dtype)

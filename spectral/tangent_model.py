@@ -15,7 +15,8 @@ their values at all other shifts to 1e-4 or better, whatever the number of rows.
 has the derivation and the evidence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,15 +25,17 @@ from torch import Tensor
 from . import kernels
 from .constant_result import constant_result
 from .joined_stacks import apart, images, preimages, together
-from .krylov import DEPENDENT, orthonormal, unit
+from .krylov import DEPENDENT, extended, orthonormal, unit
 from .polar import CACHE_ELEMENTS, workspace_units
-from .positive_definite import blocks_of, solve_
+from .positive_definite import blocks_of, factorized_, solve
 from .schedules import Coefficients
 
 NODES = 48
 RIDGE = 1e-13
-ROUNDS = 2
-POINTS = 512
+GRID = (2, 512)
+"""Rounds of the search for the root, and intervals of the grid of each."""
+CPU_GRID = (6, 8)
+"""The same last interval by 54 values of the model instead of 1,026."""
 
 DIRECT_ROWS = 32
 """Up to so many rows the model works on `N N^T` itself, without a basis."""
@@ -40,11 +43,30 @@ WIDE_ROWS = {"cpu": 256}
 """Up to how many rows, by device, the model of an msign in 32 bits or more computes `N N^T` and its
 resolvents in float64, which keeps singular values below 3e-4 of the largest. Where float64 products
 are as fast as those in float32, as on data-centre GPUs, always. In 16 bits f is not that exact."""
-SHIFTS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 10, torch.float64: 10}
-"""Number of resolvents in the basis, by the dtype of msign's products."""
-SHIFT_RANGE = (-3.6, -0.4)
-"""Decimal logarithms of the least and the largest of their shifts t, with singular values in units
-of the Frobenius norm. msign's polynomial is nearly linear below."""
+
+
+class Space(NamedTuple):
+    """A rational Krylov space of `N N^T`, from `[u, w]`."""
+
+    shifts: tuple[float, ...]  # t of each resolvent, singular values in units of the Frobenius norm
+    resolvents: int = 1  # powers of each
+    products: int = 0  # powers of N N^T itself
+
+
+def spread(count: int) -> Space:
+    """Return one power of so many resolvents; msign's polynomial is nearly linear below them."""
+    exponents = [-3.6 + 3.2 * i / max(1, count - 1) for i in range(count)]
+    return Space(tuple(10.0**exponent for exponent in exponents))
+
+
+SPACES = {
+    torch.bfloat16: Space((10**-2.8,), 5, 3),
+    torch.float16: Space((1e-2, 1e-3), 4, 4),
+    torch.float32: spread(10),
+    torch.float64: spread(10),
+}
+"""By the dtype of msign's products. A resolvent costs a factorisation, its powers little more; in
+32 bits and more they would lose digits that several resolvents, solved together, keep."""
 SYSTEM_ELEMENTS = 1 << 28
 """Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
 time: all ten of six matrices with 2,048 rows, in 2 GiB of float64."""
@@ -99,10 +121,9 @@ def fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tenso
 
 
 @constant_result
-def poles_on(device: torch.device, shifts: int) -> Tensor:
-    """Return the shifts of so many resolvents, `[shifts]`, float64, on `device`."""
-    poles = torch.logspace(*SHIFT_RANGE, shifts, base=10.0, dtype=torch.float64)
-    return torch.tensor(poles.tolist(), dtype=torch.float64, device=device)
+def shifts_on(device: torch.device, shifts: tuple[float, ...]) -> Tensor:
+    """Return shifts as a float64 tensor on `device`."""
+    return torch.tensor(shifts, dtype=torch.float64, device=device)
 
 
 def build(
@@ -110,17 +131,17 @@ def build(
     u: Tensor,
     v: Sequence[Tensor],
     steps: tuple[Coefficients, ...],
-    shifts: int,
+    space: Space,
     dtype: torch.dtype,
 ) -> Model:
-    """Build the model of the matrices `M` of all stacks from `shifts` resolvents each.
+    """Build the model of the matrices `M` of all stacks, projected on a `space` of each.
 
     Args:
         stacks: `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
         u: `[matrices, rows]`, of all stacks, unit or zero vectors, as are those of `v`.
         v: `[batch, cols]`, of each stack.
         steps, dtype: of msign.
-        shifts: number of resolvents, at least 1.
+        space: from whose basis.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
     u, v = unit(u.double()), [unit(each.double()) for each in v]
@@ -138,7 +159,7 @@ def build(
         reduced = Reduced(gram, pair.mT)
     else:
         most = max(rows * m.shape[2] for m in stacks)
-        basis = _basis(gram, unit(pair), scale, shifts, most)
+        basis = _basis(gram, unit(pair), scale, space, most)
         if wide:
             small = basis @ gram @ basis.mT
         else:
@@ -185,15 +206,15 @@ def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
 
 def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute the upper triangle of `N N^T` in the dtype of M, and `M v`."""
+    """Compute `N N^T` in the dtype of M, and `M v`."""
     along = [each.to(m.dtype)[:, None] for m, each in zip(stacks, v, strict=True)]
     image = preimages(along, stacks)  # [matrices, 1, rows]
-    gram = _upper_grams(stacks).baddbmm_(image.mT, image, alpha=-1)
+    gram = _grams(stacks).baddbmm_(image.mT, image, alpha=-1)
     return gram, image[:, 0].double()
 
 
-def _upper_grams(stacks: Sequence[Tensor]) -> Tensor:
-    """Compute `M M^T`; where no symmetric kernel does, only its blocks from the diagonal on."""
+def _grams(stacks: Sequence[Tensor]) -> Tensor:
+    """Compute `M M^T`, its blocks below the diagonal by copying those above."""
     parts = blocks_of(stacks[0].shape[1])
     if len(parts) == 1 or kernels.mirrors(stacks):
         return kernels.grams(stacks)
@@ -202,39 +223,57 @@ def _upper_grams(stacks: Sequence[Tensor]) -> Tensor:
     for m, gram in zip(stacks, apart(result, stacks), strict=True):
         for part in parts:
             gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT)
+            gram[:, part.stop :, part] = gram[:, part, part.stop :].mT
     return result
 
 
-def _basis(gram: Tensor, pair: Tensor, scale: Tensor, shifts: int, elements: int) -> Tensor:
+def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: int) -> Tensor:
     """Compute an orthonormal basis `[batch, size, rows]` of the rational Krylov space, float64.
 
-    It is spanned by the `pair` `[batch, 2, rows]` and by `shifts` resolvents of `gram` applied to
-    it. Rows that depend on others are zero. Systems that are solved at a time have no more than
-    `elements`, those of a matrix, or what the device's limit allows.
+    It is spanned by the `pair` `[batch, 2, rows]` and by powers of resolvents of `gram`, and of
+    `gram`, applied to it. Rows that depend on others are zero. Systems that are solved at a time
+    have no more than `elements`, those of a matrix, or what the device's limit allows.
     """
-    rows = gram.shape[1]
-    squares = (scale[:, None] * poles_on(gram.device, shifts)).square_().to(gram.dtype)
-    start = pair.mT.to(gram.dtype)
+    rows, shifts = gram.shape[1], space.shifts
+    squares = (scale[:, None] * shifts_on(gram.device, shifts)).square_().to(gram.dtype)
+    start = pair.to(gram.dtype)
     least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
     limit = max(elements, least) // rows**2
-    units, each = max(1, limit // shifts), min(shifts, limit)
+    units, each = max(1, limit // len(shifts)), min(len(shifts), limit)
     found = []
     for part, vectors, square in zip(
         *(torch.split(x, units) for x in (gram, start, squares)), strict=True
     ):
         for some in torch.split(square, each, dim=1):
-            count = some.shape[1]
-            k = part[:, None].repeat(1, count, 1, 1)
+            k = part[:, None].repeat(1, some.shape[1], 1, 1)
             k.diagonal(dim1=-2, dim2=-1).add_(some[:, :, None])
-            b = vectors[:, None].repeat(1, count, 1, 1)
-            found.append(solve_(k.flatten(0, 1), b.flatten(0, 1)).mT.reshape(len(part), -1, rows))
-    split = -(-shifts // each)
-    solved = [_along(found[i : i + split]) for i in range(0, len(found), split)]
-    vectors = torch.cat((pair, unit(together(solved).double()).nan_to_num(0, 0, 0)), dim=1)
+            factor = factorized_(k.flatten(0, 1))
+            first = vectors.repeat_interleave(some.shape[1], dim=0)
+            powers = _powers(partial(solve, factor), first, space.resolvents)
+            found.append(powers.reshape(len(part), -1, rows))
+    split = -(-len(shifts) // each)
+    solved = together([_along(found[i : i + split]) for i in range(0, len(found), split)])
+    products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
+    vectors = torch.cat((pair, solved, products.to(pair.dtype)), dim=1)
     # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
     return vectors
+
+
+def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> Tensor:
+    """Apply `operator` to `start` `[batch, 2, rows]` so many times.
+
+    Returns `[batch, 2 count, rows]`, float64. One power is of unit vectors; of several, each is
+    without what lies along those before it, which keeps them apart.
+    """
+    if count == 1:
+        return unit(operator(start).double()).nan_to_num(0, 0, 0)
+    found, last = None, start
+    for _ in range(count):
+        found = extended(found, operator(last).double())
+        last = found[:, -2:].to(start.dtype)
+    return start.new_empty(len(start), 0, start.shape[2]) if found is None else found
 
 
 def _along(parts: list[Tensor]) -> Tensor:
@@ -284,15 +323,16 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
     `f` does not decrease, so a few rounds on ever finer grids enclose the root; the last interval
     is interpolated linearly.
     """
-    found = kernels.root(model.block, model.weight, model.half, ROUNDS, POINTS)
+    found = kernels.root(model.block, model.weight, model.half, *GRID)
     if found is not None:
         return found
-    fractions = torch.linspace(0, 1, POINTS + 1, dtype=torch.float64, device=model.half.device)
+    rounds, points = CPU_GRID if model.half.device.type == "cpu" else GRID
+    fractions = torch.linspace(0, 1, points + 1, dtype=torch.float64, device=model.half.device)
     low, width = -model.half[:, None], 2 * model.half[:, None]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         f = value(model, torch.addcmul(low, width, fractions))
-        last = (f <= 0).sum(-1, keepdim=True).clamp(1, POINTS)
-        width = width / POINTS
+        last = (f <= 0).sum(-1, keepdim=True).clamp(1, points)
+        width = width / points
         low = torch.addcmul(low, width, last - 1)
     f_low, f_high = f.gather(1, last - 1), f.gather(1, last)
     rise = f_high - f_low

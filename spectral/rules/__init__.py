@@ -12,12 +12,14 @@ from .momentum import MomentumRule
 from .muon import MuonRule
 from .muon_plus_plus import MuonPlusPlusRule
 from .muon_sphere import MuonSphereRule
+from .normuon import NorMuonRule
 from .spectral_descent import SpectralDescentRule
 from .spectral_sphere import SpectralSphereRule
 
 RULES: dict[str, type[Rule]] = {
     "adamw": AdamWRule,
     "muon": MuonRule,
+    "normuon": NorMuonRule,
     "muon_sphere": MuonSphereRule,
     "spectral_sphere": SpectralSphereRule,
     "muon_plus_plus": MuonPlusPlusRule,
@@ -47,6 +49,7 @@ __all__ = [
     "MuonPlusPlusRule",
     "MuonRule",
     "MuonSphereRule",
+    "NorMuonRule",
     "Report",
     "Rule",
     "SpectralDescentRule",

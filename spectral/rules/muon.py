@@ -97,7 +97,7 @@ class MuonRule(MomentumRule, MsignRule):
         lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
         decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
         unit = numbers([1.0] * len(stacks), weights)
-        scales = numbers([self.scale_of(matrix_shape(w)) for w in weights], weights)
+        scales = numbers([self.update_scale(matrix_shape(w)) for w in weights], weights)
         decays = decays and (isinstance(decay, Tensor) or decay != 0)
         return kernels.update_(
             weights,
@@ -111,7 +111,7 @@ class MuonRule(MomentumRule, MsignRule):
     def _update(self, stack: Stack, polar: Polar, gate: Tensor, *, decays: bool) -> Tensor:
         """Update one stack by the library and return the directions' norms `[batch]`."""
         lr, weight_decay, _ = stack.step
-        scale = self.scale_of(matrix_shape(stack.weight))
+        scale = self.update_scale(matrix_shape(stack.weight))
         norms, first = [], 0
         for w, d in cache_slices(stack.weight, polar.direction):
             d = d.to(w.dtype)
@@ -127,10 +127,14 @@ class MuonRule(MomentumRule, MsignRule):
     def rms_of_norm(self, weight: Tensor) -> float:
         """Return the ratio of the update's root mean square to its direction's Frobenius norm."""
         shape = matrix_shape(weight)
-        return self.scale_of(shape) / math.sqrt(shape[0] * shape[1])
+        return self.update_scale(shape) / math.sqrt(shape[0] * shape[1])
 
-    def scale_of(self, shape: tuple[int, int]) -> float:
+    def scale_of(self, shape: tuple[int, int]) -> float | None:
         """Return the factor between `lr` and the update; see `Rule.scale_of`."""
+        return self.update_scale(shape)
+
+    def update_scale(self, shape: tuple[int, int]) -> float:
+        """Return what `lr` times the direction is multiplied by."""
         return self.scale_factor * scaling.update_scale(shape, self.scale)
 
 

@@ -152,7 +152,7 @@ class MuonPlusPlusRule(RadiusRule):
             "sigma": sigma,
             "radius": torch.full_like(sigma, self.radius_of(matrix_shape(weight))),
             "gap": gap / torch.where(sigma == 0, 1, sigma),
-            "gap_exceeded": (lr * self.scale_of(matrix_shape(weight)) > gap).to(weight.dtype),
+            "gap_exceeded": (lr * self.update_scale(matrix_shape(weight)) > gap).to(weight.dtype),
         }
         return report, sound
 

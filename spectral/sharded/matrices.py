@@ -21,7 +21,7 @@ from ..division import Box, Division, intersection, numel_of, relative
 from ..grouped import grouped
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
-from ..rules.base import decay_, step_of_stack
+from ..rules.base import decay_, step_of_stack, unless_all
 from ..stepped_unit import SteppedUnit
 from ..stepping import Units, step_units
 from .copies import copy_all_
@@ -194,22 +194,21 @@ class SharedMatrices:
         steps: Mapping[Tensor, Step],
     ) -> list[tuple[list[Tensor], Report]]:
         local: dict[tuple[int, str], Tensor] = {}
-        for i in indices:
-            parameter = self.parameters[i].parameter
-            state = states[parameter]
-            own = {name: state[name][None] for name in rule.elementwise_state}
-            (momentum,) = rule.accumulate(
-                [gradients[parameter][None]], [own], steps[parameter].active
-            )
-            local |= {(i, name): v for name, v in state.items() if name not in own}
-            local[i, MOMENTUM] = momentum[0]
-            local[i, WEIGHT] = weights[parameter]
+        parameters = [self.parameters[i].parameter for i in indices]
+        momenta = rule.accumulate(
+            [gradients[p][None] for p in parameters],
+            [{k: states[p][k][None] for k in rule.elementwise_state} for p in parameters],
+            steps[parameters[0]].active,
+        )
+        for i, p, momentum in zip(indices, parameters, momenta, strict=True):
+            entries = self.parameters[i].entries
+            local |= {(i, name): states[p][name] for name in entries}
+            local |= {(i, MOMENTUM): momentum[0], (i, WEIGHT): weights[p]}
         like = local[indices[0], WEIGHT]
         wire = self.exchange_dtype
         if rule.reads_weight and wire is not None:  # the weight and the state are sent as they are
-            momenta = self._exchange(indices, (MOMENTUM,), ())
             exchange = self._exchange(indices, (WEIGHT, ENTRIES), (WEIGHT, ENTRIES))
-            owned = self._gathered(momenta, local, like, wire)
+            owned = self._gathered(self._exchange(indices, (MOMENTUM,), ()), local, like, wire)
             owned |= self._gathered(exchange, local, like, None)
         else:
             sent = (MOMENTUM, WEIGHT, ENTRIES) if rule.reads_weight else (MOMENTUM, ENTRIES)
@@ -222,11 +221,14 @@ class SharedMatrices:
         # What came is the change of the weights, NaN where it was refused.
         changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in indices}
         self._scatter(exchange, owned, local | changes, like, wire)
-        for i in indices:
+        for i, p in zip(indices, parameters, strict=True):
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
-            new = weight.clone()[None]
-            decay_(new, *steps[self.parameters[i].parameter])
-            weight.copy_(torch.where(change.isfinite(), new[0] + change, weight))
+            taken = unless_all(change.isfinite())
+            new = weight[None] if taken is None else weight.clone()[None]
+            decay_(new, *steps[p])
+            new += change
+            if taken is not None:
+                weight.copy_(torch.where(taken, new[0], weight))
         return reports
 
     def _run(

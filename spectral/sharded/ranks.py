@@ -37,12 +37,13 @@ class RankGroup:
         dist.all_reduce(value, dist.ReduceOp.MIN, group=self.group)
         return value > 0
 
-    def all_equal(self, value: int, device: torch.device) -> bool:
-        """Return whether every rank passes the same `value`; waits for the device."""
-        pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
-        dist.all_reduce(pair, dist.ReduceOp.MIN, group=self.group)
-        smallest, largest = pair.tolist()
-        return bool(smallest == -largest)
+    def agree(self, flag: bool, value: int, device: torch.device) -> tuple[bool, bool]:
+        """Return whether `flag` is true on every rank, and whether every rank passes the same
+        `value`; waits for the device."""
+        each = torch.tensor([flag, value, -value], dtype=torch.int64, device=device)
+        dist.all_reduce(each, dist.ReduceOp.MIN, group=self.group)
+        least, smallest, largest = each.tolist()
+        return least > 0, smallest == -largest
 
 
 @functools.cache

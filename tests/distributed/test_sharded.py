@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.launch import run_on_ranks
 
-RULES = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
+RULES = ["adamw", "muon", "normuon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
 WORKERS = "tests.distributed.sharded_workers"
 TOLERANCE = 1e-10
 """Of weights of size 1 in float64 after four steps, whose sums run in another order."""

@@ -9,7 +9,7 @@ import torch
 from spectral import krylov, power_iteration, tangent_model
 from spectral.kernels import small
 from spectral.power_iteration import SQUARINGS, TINY
-from spectral.tangent_model import POINTS, ROUNDS, Model
+from spectral.tangent_model import GRID, Model
 
 
 def top_eigenvector(t: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def models(batch: int, nodes: int) -> Model:
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (3, 7), (5, 48), (0, 4)])
 def test_root(batch: int, nodes: int) -> None:
     model = models(batch, nodes)
-    found = small.root(model.block, model.weight, model.half, ROUNDS, POINTS)
+    found = small.root(model.block, model.weight, model.half, *GRID)
     for mine, library in zip(found, tangent_model.root(model), strict=True):
         torch.testing.assert_close(mine, library, rtol=1e-9, atol=1e-12)
 
@@ -75,7 +75,7 @@ def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan() -> None:
     model.half[0] = 0
     model.block[1, 1], model.block[1, 2] = 100.0, -100.0
     model.weight[3, 1] = torch.nan
-    found = small.root(model.block, model.weight, model.half, ROUNDS, POINTS)
+    found = small.root(model.block, model.weight, model.half, *GRID)
     for mine, library in zip(found, tangent_model.root(model), strict=True):
         torch.testing.assert_close(mine, library, rtol=1e-9, atol=1e-12, equal_nan=True)
     assert found[0][3].isnan()

@@ -12,7 +12,7 @@ from torch import Tensor
 from spectral import msign, solve_multiplier
 from spectral.schedules import coefficients
 from spectral.tangent import Solver, TangentProblem, TangentSolution, _Refinement
-from spectral.tangent_model import build, root, value
+from spectral.tangent_model import build, root, spread, value
 
 MOMENTA = Path(__file__).parents[2] / "data" / "momenta.safetensors"
 TOLERANCE = 2e-4
@@ -183,7 +183,7 @@ def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced() -> None:
     m, u, v = (x.double() for x in problems(gaussian, 8, 12, (0.5,)))
     problem, steps = TangentProblem(m, u, v), coefficients("polar_express", 8)
     solver = Solver(max_evaluations=12)
-    model = build([m], u, [v], steps, 8, torch.float64)
+    model = build([m], u, [v], steps, spread(8), torch.float64)
     offset, slope = root(model)
     refinement = _Refinement([problem], model, solver, steps, torch.float64)
     (solution,) = refinement.run(torch.where(offset == offset[1], torch.nan, offset), slope)
@@ -212,7 +212,7 @@ def test_overwriting_changes_nothing_but_the_buffer(shape: tuple[int, int, int])
 def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows: int) -> None:
     m, u, v = (x.double() for x in problems(low_rank, rows, rows + 16, RHOS))
     steps = coefficients("polar_express", 8)
-    model = build([m], u, [v], steps, 8, torch.float64)
+    model = build([m], u, [v], steps, spread(8), torch.float64)
     offset, slope = root(model)
     found, low, high = (model.centre + x for x in (offset, -model.half, model.half))
 

@@ -1,0 +1,56 @@
+"""NorMuon: Muon with a second moment of each neuron's part of the update.
+
+Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
+msign(M) have very different norms; dividing them by the roots of their mean squares evens out the
+neurons. The Frobenius norm stays that of msign(M).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..polar import Polar, polars_of
+from .base import Report, Stack, State, require_fraction, taken
+from .muon import MuonRule
+
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NorMuonRule(MuonRule):
+    """Muon whose update's rows are divided by the roots of means of their squares."""
+
+    beta2: float = 0.95
+    """Decay of the mean square of a row of the update, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("beta2", self.beta2)
+
+    def init_state(self, weight: Tensor) -> State:
+        """Create the momentum, and the mean squares `[batch, rows]`."""
+        return super().init_state(weight) | {"square": weight.new_zeros(weight.shape[:2])}
+
+    @torch.no_grad()
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Decay, then step along the rows of msign(momentum), evened out; see `Rule.update`."""
+        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
+        even = [self._even(stack, polar) for stack, polar in zip(stacks, polars, strict=True)]
+        return self.apply(stacks, even, decays=True)
+
+    def _even(self, stack: Stack, polar: Polar) -> Polar:
+        """Keep the mean squares of a stack that takes its step; return its direction."""
+        square = stack.state["square"]
+        direction = polar.direction.to(square.dtype)
+        mean = torch.lerp(square, direction.square().mean(-1), 1 - self.beta2)
+        divided = direction / (mean.sqrt() + EPSILON)[:, :, None]
+        size, norm = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (direction, divided))
+        bounded = polar.bounded & norm.isfinite() & mean.isfinite().all(-1)
+        gate = taken(stack.step.active, bounded)[:, None]
+        torch.where(gate, mean, square, out=square)
+        return Polar(divided.mul_((size / norm.clamp_min(EPSILON))[:, None, None]), bounded)
+
+    def scale_of(self, shape: tuple[int, int]) -> None:
+        """Return None: the spectral norm of the update depends on the rows."""
