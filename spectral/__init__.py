@@ -16,6 +16,7 @@ from .parameter_split import ParameterSplit, split_parameters
 from .pc_layers import PCLinear, merge_, preconditioned
 from .polar import msign
 from .power_iteration import top_singular
+from .qk_clip import clip_qk_
 from .tangent import solve_multiplier
 
 __version__ = "0.2.0"
@@ -31,6 +32,7 @@ __all__ = [
     "SpectralDescent",
     "SpectralOptimizer",
     "SpectralSphere",
+    "clip_qk_",
     "gram_penalty",
     "merge_",
     "msign",

@@ -6,15 +6,17 @@
 
 Needs megatron-core 0.19, whose registry it extends, and emerging-optimizers, without which Megatron
 does not read it. Heads of q, k and v and both halves of a gated layer are stepped by themselves,
-embeddings, heads and gains by Megatron's Adam. Matrices must be whole on a rank: tensor parallelism
-is refused, pipeline and data parallelism are fine.
+embeddings, heads and gains by Megatron's Adam. Pipeline and data parallelism need nothing; under
+tensor parallelism each matrix is stepped whole by one rank, and the optimizer's state is not in
+checkpoints: `--no-save-optim`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from spectrain import MuonPlusPlus, MuonSphere, SpectralOptimizer, SpectralSphere
 
 KINDS: dict[str, type[SpectralOptimizer]] = {
@@ -40,12 +42,10 @@ def settings(
     config: Any, model_chunks: Sequence[torch.nn.Module], pg_collection: Any
 ) -> dict[str, Any]:
     """Return the arguments of `build` that Megatron's config has."""
+    found = {"model_chunks": model_chunks, "lr": config.lr, "weight_decay": config.weight_decay}
     if pg_collection is not None and pg_collection.tp.size() > 1:
-        raise ValueError(
-            "these optimizers need whole matrices: tensor parallelism must be 1, got "
-            f"{pg_collection.tp.size()}"
-        )
-    return {"model_chunks": model_chunks, "lr": config.lr, "weight_decay": config.weight_decay}
+        found["groups_of_ranks"] = (pg_collection.dp_cp, pg_collection.tp)
+    return found
 
 
 def build(
@@ -55,10 +55,12 @@ def build(
     model_chunks: Sequence[torch.nn.Module],
     lr: float,
     weight_decay: float,
-) -> SpectralOptimizer:
+    groups_of_ranks: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+) -> torch.optim.Optimizer:
     """Make an optimizer of Megatron's groups, divided by how their weights consist of matrices.
 
-    A gradient that is not finite skips the step: Megatron looks for it before.
+    A gradient that is not finite skips the step: Megatron looks for it before. `groups_of_ranks`
+    are those of data and of tensor parallelism, where weights are cut.
     """
     divisions = {
         parameter: rows_of(name, parameter, chunk)
@@ -72,7 +74,68 @@ def build(
             by_rows.setdefault(divisions[parameter], []).append(parameter)
         for rows, params in by_rows.items():
             divided.append({**group, "params": params, "units": {"rows": [rows]} if rows else {}})
+    if groups_of_ranks is not None:
+        return TensorParallel(kind, divided, groups_of_ranks, lr=lr, weight_decay=weight_decay)
     return kind(divided, lr=lr, weight_decay=weight_decay, nonfinite="skip")
+
+
+class TensorParallel(torch.optim.Optimizer):
+    """Steps the parts of weights that Megatron's tensor parallelism leaves on a rank.
+
+    Groups and parameters are Megatron's, which writes rates and gradients there and may put masters
+    in their place. The optimizer within sees them as DTensors, views of the same memory, from the
+    first step on.
+    """
+
+    def __init__(
+        self,
+        kind: type[SpectralOptimizer],
+        groups: list[dict[str, Any]],
+        groups_of_ranks: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        **defaults: Any,
+    ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        super().__init__(groups, defaults)
+        self.kind = kind
+        data, tensor = groups_of_ranks
+        columns = torch.arange(tensor.size()) - tensor.rank()
+        ranks = torch.tensor(dist.get_process_group_ranks(data))[:, None] + columns
+        device = self.param_groups[0]["params"][0].device.type
+        self.mesh = DeviceMesh.from_group(
+            [data, tensor], device, mesh=ranks, mesh_dim_names=("data", "tensor")
+        )
+        self.within: SpectralOptimizer | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Step every weight that has a gradient; a collective of all ranks of a stage."""
+        if self.within is None:
+            own = [
+                {**group, **self._divided(group, lambda p: p.detach())}
+                for group in self.param_groups
+            ]
+            self.within = self.kind(own, **self.defaults, nonfinite="skip")
+        for group, own in zip(self.param_groups, self.within.param_groups, strict=True):
+            own |= {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+            gradients = self._divided(group, lambda p: p.grad)["params"]
+            for part, gradient in zip(own["params"], gradients, strict=True):
+                part.grad = gradient
+        self.within.step()
+
+    def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        """Return what `of` has of a group's parameters as DTensors, the halves of gated layers by
+        themselves, and how they are divided further."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        found, units = [], group["units"]
+        for parameter in group["params"]:
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            place = Shard(parameter.partition_dim) if cut else Replicate()
+            halves = units.get("rows") == [len(parameter) // 2]
+            for part in of(parameter).chunk(1 + halves):
+                found.append(DTensor.from_local(part, self.mesh, [Replicate(), place]))
+        return {"params": found, "units": {} if halves else units}
 
 
 def rows_of(name: str, parameter: torch.Tensor, chunk: torch.nn.Module) -> int:

@@ -1,0 +1,57 @@
+"""QK-clip: a bound on attention logits by the weights of queries and keys.
+
+Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). For Muon, under which the
+spectral norms of these weights may grow; rules that hold a radius undo it at their next step.
+"""
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def clip_qk_(
+    query: Tensor,
+    key: Tensor,
+    logits: Tensor,
+    *,
+    threshold: float = 100.0,
+    balance: float = 0.5,
+) -> Tensor:
+    """Scale queries and keys in place so that no logit exceeds `threshold`; return the factors.
+
+    Call it after `optimizer.step()`. Heads of one key share a factor, `threshold` over their
+    largest logit where that is more, else 1.
+
+    Args:
+        query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.
+        logits: largest logit of each head in the last step `[heads]`, before softmax, over all
+            ranks; or a bound of it, as the product of the largest norms of a head's queries and
+            keys divided by the root of their size.
+        threshold: positive.
+        balance: exponent of the queries' part, in [0, 1]; the keys take the rest.
+
+    Returns:
+        The factor of the logits of each key `[groups]`.
+
+    Raises:
+        ValueError: heads that do not divide the rows of both weights, a threshold that is not
+            positive, or a balance outside [0, 1].
+    """
+    heads, rows = len(logits), query.shape[0]
+    size = rows // heads
+    groups = key.shape[0] // size
+    if size * heads != rows or size * groups != key.shape[0] or heads % groups:
+        raise ValueError(
+            f"rows of query and key must be heads of one size, {heads} of query, got {rows} and "
+            f"{key.shape[0]}"
+        )
+    if not (threshold > 0 and 0 <= balance <= 1):
+        raise ValueError(
+            f"threshold must be positive and balance in [0, 1], got {threshold} and {balance}"
+        )
+    largest = logits.view(groups, -1).amax(1)
+    factor = torch.where(largest > threshold, threshold / largest, 1)
+    for weight, part in ((query, balance), (key, 1 - balance)):
+        scale = (factor**part).repeat_interleave(weight.shape[0] // groups)
+        weight.mul_(scale.to(weight.dtype).view(-1, *(1,) * (weight.ndim - 1)))
+    return factor

@@ -1,0 +1,15 @@
+"""The adapter of Megatron-LM under tensor and data parallelism."""
+
+import torch
+
+from tests.launch import run_on_ranks
+
+
+def test_a_gpt_on_four_ranks_equals_one() -> None:
+    """Ten steps of SSO on tensor parallelism 2 x data parallelism 2, in float64."""
+    workers = "tests.distributed.megatron_workers"
+    (alone,) = run_on_ranks(1, workers, "ten_steps", {"tensor": 1})
+    for weights in run_on_ranks(4, workers, "ten_steps", {"tensor": 2}):
+        assert weights.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)

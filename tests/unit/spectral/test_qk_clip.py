@@ -1,0 +1,59 @@
+"""QK-clip beside the published code."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.attention import SelfAttention
+
+from spectral import clip_qk_
+
+HEADS, GROUPS, SIZE, INPUTS = 4, 2, 3, 5
+
+
+def weights() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    query = torch.randn(HEADS * SIZE, INPUTS, dtype=torch.float64)
+    return query, torch.randn(GROUPS * SIZE, INPUTS, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("balance", [0.5, 0.3])
+def test_it_scales_what_megatron_scales(balance: float) -> None:
+    query, key = weights()
+    logits = torch.tensor([30.0, 250.0, 20.0, 90.0], dtype=torch.float64)
+    attention = SimpleNamespace(
+        num_query_groups_per_partition=GROUPS,
+        query_projection_size=HEADS * SIZE,
+        kv_projection_size=GROUPS * SIZE,
+        qk_clip_balancing_eta=torch.tensor([100 / 250, 1.0], dtype=torch.float64).view(2, 1, 1),
+        config=SimpleNamespace(qk_clip_alpha=balance),
+    )
+    value = torch.zeros_like(key)
+    fused = torch.cat([x.view(GROUPS, -1, INPUTS) for x in (query, key, value)], dim=1)
+    expected = SelfAttention._clip_linear_qkv(attention, fused.reshape(-1, INPUTS).clone())
+    factor = clip_qk_(query, key, logits, balance=balance)
+    clipped = torch.cat([x.view(GROUPS, -1, INPUTS) for x in (query, key, value)], dim=1)
+    torch.testing.assert_close(clipped.reshape(-1, INPUTS), expected)
+    assert factor.tolist() == [0.4, 1.0]
+
+
+def test_the_largest_logit_becomes_the_threshold() -> None:
+    query, key = weights()
+    x = torch.randn(7, INPUTS, dtype=torch.float64)
+
+    def largest() -> torch.Tensor:
+        q, k = (x @ w.T for w in (query, key))
+        q, k = q.view(7, HEADS, SIZE), k.view(7, GROUPS, SIZE).repeat_interleave(2, dim=1)
+        return torch.einsum("ahd,bhd->hab", q, k).flatten(1).amax(1)
+
+    clip_qk_(query, key, largest(), threshold=1.0)
+    group = largest().view(GROUPS, -1).amax(1)
+    torch.testing.assert_close(group, torch.ones_like(group))
+
+
+def test_weights_of_other_heads_are_refused() -> None:
+    query, key = weights()
+    with pytest.raises(ValueError, match="heads of one size, 5 of query"):
+        clip_qk_(query, key, torch.ones(5))
+    with pytest.raises(ValueError, match="threshold must be positive"):
+        clip_qk_(query, key, torch.ones(4), threshold=0)
