@@ -155,13 +155,13 @@ def sharded(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]
     """Median milliseconds of a step and the bytes of one, by set and optimizer."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    wire = {"exchange_dtype": torch.bfloat16}
+    wire: dict[str, Any] = {"exchange_dtype": torch.bfloat16}
     makers: dict[str, Make] = {
         "Muon, equal": lambda p: Muon(p, **EQUAL, **wire),
         "SpectralSphere, equal": lambda p: SpectralSphere(p, **EQUAL, **wire),
     }
     makers |= {
-        name: partial(make, distributed_mesh=mesh)
+        name: partial(make, distributed_mesh=mesh)  # type: ignore[call-arg]
         for name, make in peers(options.peers).items()
         if name == "dion Muon"
     }
@@ -171,7 +171,7 @@ def sharded(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]
         times = medians({name: side.turn for name, side in sides.items()}, options.steps)
         found[text] = {}
         for name, side in sides.items():
-            with torch.compiler.set_stance("force_eager"), Traffic() as traffic:
+            with torch.compiler.set_stance("force_eager"), Traffic() as traffic:  # type: ignore[no-untyped-call]
                 side.turn()
             sent = torch.tensor(float(traffic.sent))
             dist.all_reduce(sent)

@@ -65,13 +65,6 @@ def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
         torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=3e-3, atol=0)
 
 
-def test_megatron_with_tensor_parallelism_is_refused(adapter) -> None:
-    megatron = adapter("megatron_registry")
-    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
-    with pytest.raises(ValueError, match="tensor parallelism must be 1, got 2"):
-        megatron.settings(SimpleNamespace(lr=1e-3, weight_decay=0.1), [], groups)
-
-
 @pytest.mark.slow
 def test_torchtitans_trainer_takes_ten_steps_on_two_ranks(tmp_path) -> None:
     """It needs torchtitan 0.3 and triton: `pip install torchtitan triton`."""
