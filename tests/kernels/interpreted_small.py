@@ -69,8 +69,14 @@ def test_root(batch: int, nodes: int) -> None:
         torch.testing.assert_close(mine, library, rtol=1e-9, atol=1e-12)
 
 
-def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan() -> None:
-    """No width, all of `f` above and below 0, and a value that is not a number."""
+def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No width, all of `f` above and below 0, and a value that is not a number.
+
+    Where `f` does not rise the answer depends on the grid, which is the kernel's here.
+    """
+    monkeypatch.setattr(tangent_model, "CPU_GRID", GRID)
     model = models(4, 3)
     model.half[0] = 0
     model.block[1, 1], model.block[1, 2] = 100.0, -100.0
