@@ -96,7 +96,7 @@ data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
 	@touch $@
 
-study: data/corpus/manifest.json  ## tune and compare the optimizers: a day of one core; JOBS=2
+study: data/corpus/manifest.json  ## tune and compare the optimizers: about two hours of one core each; JOBS=2
 	for name in $(STUDIES); do \
 	    $(PY) scripts/study.py studies/optimizers/$$name.yaml runs/optimizers/$$name \
 	        --results studies/optimizers/results/$$name --jobs $(JOBS); \
@@ -105,7 +105,7 @@ study: data/corpus/manifest.json  ## tune and compare the optimizers: a day of o
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
 	$(PY) pretrain.py --ranks $(NPROC) --config $(CONFIG) $(ARGS)
 
-test: $(addprefix test-,$(PARTS))  ## run the tests of every change: eleven minutes of two cores
+test: $(addprefix test-,$(PARTS))  ## run the tests of every change: seven minutes of two cores
 
 test-unit test-ranks test-rehearsal test-smoke: test-%: $(SETUP)
 	$(call timed,$(PYTEST) -m "not slow" --processor-limit $(PROCESSOR_LIMIT) $($*))

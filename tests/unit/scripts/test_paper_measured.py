@@ -1,10 +1,149 @@
-"""What is read of the papers' tiny runs is what they logged."""
+"""Results of the papers' tiny runs: what is read, what sentences quote, what verdicts rest on."""
 
+import json
+import shlex
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from scripts.papers.measured import Measure, measure, statistics_of
+import pytest
+
+from scripts import reproduce
+from scripts.papers.catalogue import Item, read_catalogue
+from scripts.papers.measured import (
+    Measure,
+    measure,
+    statistics_of,
+)
+from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.run import train
+
+PAPERS = read_catalogue()
+ITEMS = {(n, key): item for n, paper in PAPERS.items() for key, item in paper.items.items()}
+
+
+def ends_higher(*names: str) -> Callable[..., list[bool]]:
+    """Whether figures end higher in the second run than in the first."""
+    return lambda one, two: [getattr(one, n).last < getattr(two, n).last for n in names]
+
+
+def conditioned_better(none: Any, pc: Any) -> list[bool]:
+    """Whether each condition number ends lower under PC layers."""
+    return ends_higher("covered", "qkv", "all")(pc, none)
+
+
+quantiles_higher = ends_higher(
+    "o_10", "o_50", "gate_10", "gate_50", "up_10", "up_50", "down_10", "down_50"
+)
+"""Whether each quantile of a role's singular values ends higher under PC layers."""
+
+
+def tokens_level(run: Any) -> list[bool]:
+    """Whether the stable rank of tokens stays level, above that of their embeddings."""
+    return [
+        run.tokens.greatest < 1.5 * run.tokens.least,
+        run.embeddings.settled < run.tokens.settled,
+    ]
+
+
+def above_one(*ratios: str) -> Callable[..., list[bool]]:
+    """Whether the ratios of the criterion never fall to 1."""
+    return lambda run: [getattr(run, ratio).least > 1 for ratio in ratios]
+
+
+# What the papers state, of the statistics of the runs or variants of a row.
+STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
+    ("pc_layer", "figure_6"): quantiles_higher,
+    ("pc_layer", "figure_11"): lambda pc: [
+        getattr(pc, f"largest_{role}").greatest < 0.08 for role in ("o", "gate", "up", "down")
+    ],
+    ("pc_layer", "figure_13"): lambda adamw_level, adamw_flat, muon_level, muon_flat: [
+        adamw_flat.difference.low > 0,
+        muon_flat.difference.low > 0,
+        adamw_level.difference.high < 0,
+        muon_level.difference.high < 0,
+    ],
+    ("pc_layer", "figure_14"): conditioned_better,
+    ("pc_layer", "figure_15"): quantiles_higher,
+    ("sso", "figure_11"): lambda adamw, muon, muon_sphere, sso: [
+        higher for other in (adamw, muon) for higher in ends_higher("rms", "absmax")(sso, other)
+    ],
+    ("spectral_updates", "figure_2"): lambda muon: [
+        muon.largest.greatest < 0.05 * 512,
+    ],
+    ("spectral_updates", "figure_5"): above_one("up_ratio", "down_ratio"),
+    ("spectral_updates", "figure_6"): lambda muon: [
+        muon.attention_mean.settled < 10,
+        muon.ffn_mean.settled < 10,
+        muon.final.settled < 10,
+    ],
+    ("spectral_updates", "figure_8"): above_one("q_ratio", "k_ratio"),
+    ("spectral_updates", "figure_10"): tokens_level,
+    ("spectral_updates", "figure_21"): tokens_level,
+    ("spectral_updates", "figure_24"): lambda swiglu: [
+        swiglu.head.settled < swiglu.embedding.settled,
+        swiglu.embedding.first < swiglu.embedding.last,
+    ],
+    ("spectral_updates", "figure_25"): lambda swiglu: [
+        swiglu.up.settled < swiglu.down.settled,
+        swiglu.gate.settled < swiglu.down.settled,
+        swiglu.up_ratio.least > 1,
+        swiglu.down_ratio.least > 1,
+        swiglu.gate_ratio.least > 1,
+    ],
+    ("spectral_updates", "figure_26"): above_one("q_ratio", "k_ratio"),
+    ("spectral_updates", "table_1"): lambda init: [
+        init.embeddings.first < 1.67 * init.tokens.first,
+        init.before.first < 1.67 * init.ffn.first,
+        init.post.first < 1.67 * init.ffn.first,
+        init.final.first < init.tokens.first,
+    ],
+}
+
+
+class Figures:
+    """The statistics of the series of a run, or what its study says of a variant, by name."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        if "series" in run:
+            for series, values in run["series"].items():
+                setattr(self, series, SimpleNamespace(**statistics_of(values)))
+        else:
+            self.loss = SimpleNamespace(mean=run["loss"], error=run["error"])
+            ends = {"low": run["low"], "high": run["high"]}
+            self.difference = SimpleNamespace(mean=run["difference"], **ends)
+
+
+def content_of(item: Item) -> dict[str, Any]:
+    """The committed results of a measured row."""
+    content: dict[str, Any] = json.loads((ROOT / str(item.file)).read_text())
+    return content
+
+
+@pytest.mark.parametrize(("paper", "key"), STATEMENTS)
+def test_a_verdict_rests_on_what_the_paper_states(paper: str, key: str) -> None:
+    item = ITEMS[paper, key]
+    runs = [Figures(run) for run in content_of(item).values()]
+    assert all(STATEMENTS[paper, key](*runs)) is (item.status == "reproduced")
+
+
+def test_what_is_reproduced_rests_on_a_committed_result() -> None:
+    """On statements about a measured row, on passed checks of an experiment, or on a test."""
+    passed = {
+        entry["name"]: entry["passed"]
+        for entry in json.loads((ROOT / "benchmarks/results/reproduce.json").read_text())
+    }
+    for name, item in ITEMS.items():
+        if item.status != "reproduced" or name in STATEMENTS:
+            continue
+        commands = [shlex.split(each) for each in item.tiny]
+        experiments = [
+            each for words in commands if "scripts/reproduce.py" in words
+            for each in reproduce.parse(words[2:]).names
+        ]  # fmt: skip
+        assert str(item.file).startswith("tests/") or experiments, name
+        assert all(passed[each] for each in experiments), name
 
 
 def test_statistics_are_those_of_the_series() -> None:
