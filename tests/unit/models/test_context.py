@@ -21,12 +21,6 @@ def test_the_parts_together_are_the_sequence(size: int, step: int) -> None:
         assert torch.equal(in_sequence_order(torch.cat(parts), size), whole.T)
 
 
-def test_four_chunks_over_two_ranks() -> None:
-    whole = torch.arange(8)
-    assert context_part(whole, 0, rank=0, size=2).tolist() == [0, 1, 6, 7]
-    assert context_part(whole, 0, rank=1, size=2).tolist() == [2, 3, 4, 5]
-
-
 def test_a_length_that_does_not_divide_is_refused() -> None:
     message = r"length must be divisible by 2 \* context parallel size = 8, got 12"
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from models.blocks.in_graph_pc import GAMMA, with_gammas
 from models.config import ModelConfig
-from models.pc_config import PCConfig
+from models.pc_config import PCConfig, PCOverride
 from models.size import all_units
 from parallel.comm import groups as process_groups
 from parallel.model import ModelOptions, ParallelModel, build_model
@@ -131,6 +131,18 @@ def test_a_gammas_gradient_is_summed_over_tensor_ranks_where_its_layers_is(seque
     assert {summed[gamma.name] for gamma in gammas} == {False, sequence_parallel}
     for gamma in gammas:
         assert summed[gamma.name] == summed[gamma.name.removesuffix(GAMMA)], gamma.name
+
+
+def test_the_last_override_that_names_a_unit_decides():
+    overrides = {
+        "late": PCOverride(layers=(1, 1), level=2),
+        "down": PCOverride(roles=["down"], level=0),
+    }
+    pc = PCConfig(level=4, overrides=overrides, gamma_weight_decay=0.5)
+    units = [unit for unit in all_units(TINY) if unit.role in ("o", "down")]
+    levels = {unit.name.removeprefix("layers."): pc.preconditioner(unit).level for unit in units}
+    assert levels == {"0.o": 4, "0.down": 0, "1.o": 2, "1.down": 0}
+    assert (pc.gamma_decay(0.1), PCConfig(level=4).gamma_decay(0.1)) == (0.5, 0.1)
 
 
 def test_a_step_that_is_not_taken_changes_nothing(world):

@@ -9,7 +9,7 @@ import torch
 from models.config import InitConfig, ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
-from models.size import all_units, model_size
+from models.size import all_units
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step
@@ -149,12 +149,3 @@ def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, one
         if unit.name in separate:
             ours = unit.view(model.parameters[unit.parameter].detach()).reshape(1, *unit.shape)
             torch.testing.assert_close(ours, separate[unit.name], rtol=1e-10, atol=1e-12)
-
-
-def test_model_size_counts_known_models():
-    tiny = ModelConfig(layers=1, hidden=8, heads=2, ffn=16, vocab_size=32, vocab_multiple=32)
-    size = model_size(tiny, sequence_length=10)
-    matrices = 4 * 8 * 8 + 3 * 8 * 16
-    assert size.parameters == matrices + 2 * 32 * 8 + 3 * 8
-    # 6 per matrix element and head element, and causal attention 6 * layers * width * length.
-    assert size.flops_per_token == 6 * (matrices + 32 * 8) + 6 * 1 * 8 * 10
