@@ -22,7 +22,6 @@ STEPS = [
     ("muon_sphere", {"krylov_steps": 3}),
     ("spectral_sphere", {"early_exit": False}),
     ("spectral_sphere", {"early_exit": False, "max_evaluations": 5}),
-    ("spectral_sphere", {"early_exit": False, "msign_dtype": "float16"}),
     ("muon_plus_plus", {"algorithm": "project"}),
     ("muon_plus_plus", {"algorithm": "project_rescale"}),
     ("muon_plus_plus", {"algorithm": "dual"}),
