@@ -6,6 +6,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2Text
 
 from models.blocks.norm import zero_centered_rms_norm
 from models.blocks.scaled_embedding import ScaledEmbedding
+from models.size import mean_keys
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import built
@@ -36,3 +37,9 @@ def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
     tokens = torch.arange(1, 13).view(2, 6)
     found = ours(tokens, torch.zeros_like(tokens))
     assert torch.equal(found, theirs(tokens).transpose(0, 1))
+
+
+def test_a_token_sees_on_average_what_its_window_lets_through():
+    model = tiny_model("gemma2")
+    keys = {model.window(layer): mean_keys(model, layer, 10) for layer in range(model.layers)}
+    assert keys == {5: 5 - 5**2 / 20, None: 5}
