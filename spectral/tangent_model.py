@@ -248,9 +248,11 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
             k = part[:, None].repeat(1, some.shape[1], 1, 1)
             k.diagonal(dim1=-2, dim2=-1).add_(some[:, :, None])
             factor = factorized_(k.flatten(0, 1))
+            del k  # the factor has its own memory
             first = vectors.repeat_interleave(some.shape[1], dim=0)
             powers = _powers(partial(solve, factor), first, space.resolvents)
             found.append(powers.reshape(len(part), -1, rows))
+            del factor  # before the next system
     split = -(-len(shifts) // each)
     solved = together([_along(found[i : i + split]) for i in range(0, len(found), split)])
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
