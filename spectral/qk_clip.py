@@ -7,6 +7,8 @@ spectral norms of these weights may grow; rules that hold a radius undo it at th
 import torch
 from torch import Tensor
 
+from .local_part import placed_as
+
 
 @torch.no_grad()
 def clip_qk_(
@@ -20,13 +22,13 @@ def clip_qk_(
     """Scale queries and keys in place so that no logit exceeds `threshold`; return the factors.
 
     Call it after `optimizer.step()`. Heads of one key share a factor, `threshold` over their
-    largest logit where that is more, else 1.
+    largest logit where that is more and finite, else 1. Weights may be DTensors.
 
     Args:
         query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.
         logits: largest logit of each head in the last step `[heads]`, before softmax, over all
-            ranks; or a bound of it, as the product of the largest norms of a head's queries and
-            keys divided by the root of their size.
+            ranks, a plain tensor; or a bound of it, as the product of the largest norms of a head's
+            queries and keys divided by the root of their size.
         threshold: positive.
         balance: exponent of the queries' part, in [0, 1]; the keys take the rest.
 
@@ -38,9 +40,9 @@ def clip_qk_(
             positive, or a balance outside [0, 1].
     """
     heads, rows = len(logits), query.shape[0]
-    size = rows // heads
-    groups = key.shape[0] // size
-    if size * heads != rows or size * groups != key.shape[0] or heads % groups:
+    size = rows // max(heads, 1)
+    groups = key.shape[0] // max(size, 1)
+    if not groups or (size * heads, size * groups, heads % groups) != (rows, key.shape[0], 0):
         raise ValueError(
             f"rows of query and key must be heads of one size, {heads} of query, got {rows} and "
             f"{key.shape[0]}"
@@ -50,8 +52,9 @@ def clip_qk_(
             f"threshold must be positive and balance in [0, 1], got {threshold} and {balance}"
         )
     largest = logits.view(groups, -1).amax(1)
-    factor = torch.where(largest > threshold, threshold / largest, 1)
+    factor = torch.where((largest > threshold) & largest.isfinite(), threshold / largest, 1)
     for weight, part in ((query, balance), (key, 1 - balance)):
         scale = (factor**part).repeat_interleave(weight.shape[0] // groups)
-        weight.mul_(scale.to(weight.dtype).view(-1, *(1,) * (weight.ndim - 1)))
+        scale = scale.view(-1, *(1,) * (weight.ndim - 1)).expand(weight.shape)
+        weight.copy_(weight * placed_as(scale, weight))
     return factor

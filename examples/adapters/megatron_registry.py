@@ -7,8 +7,8 @@
 Needs megatron-core 0.19, whose registry it extends, and emerging-optimizers, without which Megatron
 does not read it. Heads of q, k and v and both halves of a gated layer are stepped by themselves,
 embeddings, heads and gains by Megatron's Adam. Pipeline and data parallelism need nothing; under
-tensor parallelism each matrix is stepped whole by one rank, and the optimizer's state is not in
-checkpoints: `--no-save-optim`.
+tensor parallelism each matrix is stepped whole by one rank, routed experts are refused, and the
+optimizer's state is not in checkpoints: `--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -75,6 +75,8 @@ def build(
         for rows, params in by_rows.items():
             divided.append({**group, "params": params, "units": {"rows": [rows]} if rows else {}})
     if groups_of_ranks is not None:
+        if not all(getattr(p, "allreduce", True) for group in divided for p in group["params"]):
+            raise ValueError("tensor parallelism must be 1 with routed experts, got more")
         return TensorParallel(kind, divided, groups_of_ranks, lr=lr, weight_decay=weight_decay)
     return kind(divided, lr=lr, weight_decay=weight_decay, nonfinite="skip")
 
@@ -122,6 +124,7 @@ class TensorParallel(torch.optim.Optimizer):
             for part, gradient in zip(own["params"], gradients, strict=True):
                 part.grad = gradient
         self.within.step()
+        self.within.zero_grad()  # else a second set of gradients would stay
 
     def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
         """Return what `of` has of a group's parameters as DTensors, the halves of gated layers by
@@ -133,7 +136,11 @@ class TensorParallel(torch.optim.Optimizer):
             cut = getattr(parameter, "tensor_model_parallel", False)
             place = Shard(parameter.partition_dim) if cut else Replicate()
             halves = units.get("rows") == [len(parameter) // 2]
-            for part in of(parameter).chunk(1 + halves):
+            value = of(parameter)
+            if value is None:  # no gradient
+                found += [None] * (1 + halves)
+                continue
+            for part in value.chunk(1 + halves):
                 found.append(DTensor.from_local(part, self.mesh, [Replicate(), place]))
         return {"params": found, "units": {} if halves else units}
 

@@ -98,7 +98,8 @@ def _load(folder: str | Path, index: Metadata, state: Mapping[str, Part]) -> Ite
     try:
         Reader(folder, index).read_into({}, _PartPlanner(state))
     except (Exception, CheckpointException) as error:
-        yield f"checkpoint {folder} cannot be read: {str(error).strip().splitlines()[-1]}"
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        yield f"checkpoint {folder} cannot be read: {reason}"
 
 
 class _PartPlanner(DefaultLoadPlanner):

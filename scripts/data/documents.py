@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import pyarrow
@@ -151,7 +152,9 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
         yield from each.documents(key)
     elif each.kind == ".parquet":
         source = {"data_files": glob.escape(str(each.path)), "batch_size": 1024}
-        yield from row_documents(each, key, path="parquet", split="train", **source)
+        with TemporaryDirectory() as cache:  # the user's need not exist
+            source |= {"path": "parquet", "split": "train", "cache_dir": cache}
+            yield from row_documents(each, key, **source)
     elif each.kind == ".jsonl":
         yield from _json_documents(_lines(each.path), each.path, key)
     else:

@@ -45,6 +45,7 @@ def write_shards(
     stream = iter(tensors)
     for file, run in zip(names, runs, strict=True):
         content = {name: cast(name, value, run[name]) for name, value in islice(stream, len(run))}
+        assert content.keys() == run.keys(), file
         try:
             save_file(content, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:

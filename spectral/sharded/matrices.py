@@ -206,21 +206,25 @@ class SharedMatrices:
             local |= {(i, MOMENTUM): momentum[0], (i, WEIGHT): weights[p]}
         like = local[indices[0], WEIGHT]
         wire = self.exchange_dtype
-        if rule.reads_weight and wire is not None:  # the weight and the state are sent as they are
-            exchange = self._exchange(indices, (WEIGHT, ENTRIES), (WEIGHT, ENTRIES))
-            owned = self._gathered(self._exchange(indices, (MOMENTUM,), ()), local, like, wire)
-            owned |= self._gathered(exchange, local, like, None)
+        kept = (WEIGHT, ENTRIES) if rule.reads_weight else (ENTRIES,)
+        exact = None  # the weight and the state are sent as they are
+        if wire is not None and (rule.reads_weight or self.parameters[indices[0]].entries):
+            exact = self._exchange(indices, kept, kept)
+            rounded = self._exchange(indices, (MOMENTUM,), () if rule.reads_weight else (WEIGHT,))
+            owned = self._gathered(rounded, local, like, wire)
+            owned |= self._gathered(exact, local, like, None)
         else:
-            sent = (MOMENTUM, WEIGHT, ENTRIES) if rule.reads_weight else (MOMENTUM, ENTRIES)
-            exchange = self._exchange(indices, sent, (WEIGHT, ENTRIES))
-            owned = self._gathered(exchange, local, like, wire)
+            rounded = self._exchange(indices, (MOMENTUM, *kept), (WEIGHT, ENTRIES))
+            owned = self._gathered(rounded, local, like, wire)
         reports = self._run(rule, owned, steps)
         if rule.reads_weight:
-            self._scatter(exchange, owned, local, like, None)
+            self._scatter(exact or rounded, owned, local, like, None)
             return reports
         # What came is the change of the weights, NaN where it was refused.
         changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in indices}
-        self._scatter(exchange, owned, local | changes, like, wire)
+        self._scatter(rounded, owned, local | changes, like, wire)
+        if exact is not None:
+            self._scatter(exact, owned, local, like, None)
         for i, p in zip(indices, parameters, strict=True):
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
             taken = unless_all(change.isfinite())

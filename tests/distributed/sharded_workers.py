@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from spectral import SpectralOptimizer, merge_, preconditioned, split_parameters
+from spectral.local_part import local_of
 from spectral.rules import RULES, Report, Stack
 from spectral.rules.base import Rule
 
@@ -251,8 +252,8 @@ def merged(how: str) -> list[Any]:
 
 
 def rounded(rules: list[str]) -> list[list[float]]:
-    """Relative distance of the weights' changes in ten steps, and bytes, of bfloat16 exchanges by
-    each rule."""
+    """Relative distance of the weights' changes in ten steps, bytes, and whether mean squares are
+    kept as they are, of bfloat16 exchanges by each rule."""
     return [rounded_by(rule) for rule in rules]
 
 
@@ -271,7 +272,10 @@ def rounded_by(rule: str) -> list[float]:
     (exact, many), (near, few) = runs
     name = "blocks.0.down.weight"
     moved = (exact[name] - start[name]).norm()
-    return [float((near[name] - exact[name]).norm() / moved), few / many]
+    squares = [state["square"] for state in optimizer.state.values() if "square" in state]
+    rounds = [torch.equal(x.bfloat16().to(x.dtype), x) for x in map(local_of, squares)]
+    kept = not any(rounds) or rule != "normuon"
+    return [float((near[name] - exact[name]).norm() / moved), few / many, kept]
 
 
 def skipped() -> list[Any]:

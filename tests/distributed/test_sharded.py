@@ -107,10 +107,12 @@ def test_wrong_use_is_one_clear_error() -> None:
 
 
 def test_momenta_are_sent_in_16_bits() -> None:
-    """Instead of 64: a quarter of Muon's bytes. SSO sends weights and vectors besides, exactly."""
-    shares = {"muon": 0.25, "spectral_sphere": 0.81}
+    """Instead of 64: a quarter of Muon's bytes. SSO sends weights and vectors besides, exactly, and
+    NorMuon mean squares."""
+    shares = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.81}
     for found in run_on_ranks(2, WORKERS, "rounded", {"rules": list(shares)}):
-        for (distance, part), share in zip(found, shares.values(), strict=True):
+        for (distance, part, exact), share in zip(found, shares.values(), strict=True):
+            assert exact
             # bfloat16 rounds by 2^-9; msign may enlarge that of small singular values.
             assert 0 < distance < 0.1
             assert abs(part - share) < 0.02

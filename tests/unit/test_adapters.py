@@ -65,6 +65,21 @@ def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
         torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=3e-3, atol=0)
 
 
+def test_under_tensor_parallelism_idle_weights_stay_and_experts_are_refused(adapter, world) -> None:
+    megatron = adapter("megatron_registry")
+    chunk, ranks = Chunk(), (world.data.group, world.tensor.group)
+    own = {"model_chunks": [chunk], "lr": 1e-3, "weight_decay": 0.0, "groups_of_ranks": ranks}
+    group = {"params": [chunk.linear_qkv.weight, chunk.linear_fc1.weight]}
+    optimizer = megatron.build(megatron.KINDS["sso"], [group], **own)
+    before = chunk.linear_fc1.weight.clone()
+    chunk.linear_qkv.weight.square().sum().backward()
+    optimizer.step()
+    assert torch.equal(chunk.linear_fc1.weight, before)
+    chunk.linear_fc1.weight.allreduce = False  # how Megatron marks routed experts
+    with pytest.raises(ValueError, match="routed experts"):
+        megatron.build(megatron.KINDS["sso"], [group], **own)
+
+
 @pytest.mark.slow
 def test_torchtitans_trainer_takes_ten_steps_on_two_ranks(tmp_path) -> None:
     """It needs torchtitan 0.3 and triton: `pip install torchtitan triton`."""

@@ -81,4 +81,5 @@ def named(keys: Collection[str]) -> str:
 
 def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
     """Return the error that says why a folder cannot be read."""
-    return BrokenCheckpointError(f"{folder} cannot be read: {str(error).strip().splitlines()[-1]}")
+    reason = (str(error).strip() or repr(error)).splitlines()[-1]
+    return BrokenCheckpointError(f"{folder} cannot be read: {reason}")

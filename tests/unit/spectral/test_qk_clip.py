@@ -55,5 +55,15 @@ def test_weights_of_other_heads_are_refused() -> None:
     query, key = weights()
     with pytest.raises(ValueError, match="heads of one size, 5 of query"):
         clip_qk_(query, key, torch.ones(5))
+    with pytest.raises(ValueError, match="heads of one size, 0 of query"):
+        clip_qk_(query, key, torch.ones(0))
     with pytest.raises(ValueError, match="threshold must be positive"):
         clip_qk_(query, key, torch.ones(4), threshold=0)
+
+
+@pytest.mark.parametrize("largest", [float("inf"), float("nan")])
+def test_heads_whose_logits_are_not_finite_stay(largest: float) -> None:
+    query, key = weights()
+    before = query.clone()
+    assert clip_qk_(query, key, torch.tensor([largest, 1, 1, 1])).tolist() == [1, 1]
+    assert torch.equal(query, before)
