@@ -34,8 +34,8 @@ class Hosts:
             put(module, "gather_object", self.gather_object)
             put(module, "broadcast_object_list", self.broadcast_object_list)
         replace(state_writer.first_rank, self.first_rank)
-        # What all ranks together write, and that it is whole.
-        put(StatePlanner, "create_global_plan", lambda self, plans: (plans, Metadata({})))
+        # That what all ranks together write is whole.
+        put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
         put(StatePlanner, "stage", _without_files(StatePlanner.stage))
         # Whether all ranks together ask for what a checkpoint has.
         replace(check_fits, lambda *_, **__: None)
@@ -80,6 +80,7 @@ def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
 
     def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)
+        self.index = Metadata({})  # every rank that is rehearsed writes it
         return SavePlan([])
 
     return stage
