@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import pyarrow
+from pyarrow import parquet
 
 from scripts.data.hub import HubInput, parse_hub_input, row_documents
 from scripts.data.text import checked_text, first_line
@@ -152,6 +153,7 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
         yield from each.documents(key)
     elif each.kind == ".parquet":
         source = {"data_files": glob.escape(str(each.path)), "batch_size": 1024}
+        source["columns"] = _columns(each.path, key)
         with TemporaryDirectory() as cache:  # the user's need not exist
             source |= {"path": "parquet", "split": "train", "cache_dir": cache}
             yield from row_documents(each, key, **source)
@@ -159,6 +161,15 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
         yield from _json_documents(_lines(each.path), each.path, key)
     else:
         yield from _text_documents(_lines(each.path), each.path, options.document_bytes)
+
+
+def _columns(path: Path, key: str) -> list[str] | None:
+    """Return the column that is read of a Parquet file; None, all, where it is missing."""
+    try:
+        names = parquet.read_schema(path).names
+    except (OSError, pyarrow.ArrowException):  # the reader says why
+        return None
+    return [key] if key in names else None
 
 
 def _lines(path: Path) -> Iterator[bytes]:
