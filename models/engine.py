@@ -69,18 +69,14 @@ def import_quietly() -> None:
 def without_advice() -> Iterator[None]:
     """Context in which the engine gives no advice on how it should be used.
 
-    Newer releases tell users to take another writer or model class, and call PyTorch's loader in
-    ways of which PyTorch warns.
+    Newer releases tell users to take another model class.
     """
     loggers = [logging.getLogger(f"megatron.core.{name}") for name in ADVISERS]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            for text in ("The argument order of", "torch.distributed is disabled"):
-                warnings.filterwarnings("ignore", text, UserWarning)
-            yield
+        yield
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)

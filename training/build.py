@@ -16,6 +16,7 @@ from models.blocks.in_graph_pc import with_gammas
 from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups, initialize
+from parallel.errors import last_line
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -457,5 +458,5 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
     try:
         yield from batches
     except DataError as error:
-        last = str(error).strip().splitlines()[-1]
-        raise DataError(last.removeprefix(f"{DataError.__module__}.DataError: ")) from error
+        prefix = f"{DataError.__module__}.DataError: "
+        raise DataError(last_line(error).removeprefix(prefix)) from error

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
+from parallel.errors import last_line
 from parallel.observe.weight_watch import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
@@ -28,8 +29,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
     try:
         extra = load_state(info.state, trainer.model, trainer.optimizer)
     except StateError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise ResumeError(f"{info.path} cannot be loaded: {reason}") from error
+        raise ResumeError(f"{info.path} cannot be loaded: {last_line(error)}") from error
     if extra.get("step") != info.step:
         raise ResumeError(
             f"{info.path}: the step of the state must be {info.step}, got {extra.get('step')}"

@@ -33,6 +33,7 @@ from parallel.checkpoint.part import Part, part_name
 from parallel.checkpoint.safe_index import Reader, UnsafeIndexError, read_index, read_plain
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis
+from parallel.errors import last_line
 from parallel.model import ParallelModel
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -98,8 +99,7 @@ def _load(folder: str | Path, index: Metadata, state: Mapping[str, Part]) -> Ite
     try:
         Reader(folder, index).read_into({}, _PartPlanner(state))
     except (Exception, CheckpointException) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[-1]
-        yield f"checkpoint {folder} cannot be read: {reason}"
+        yield f"checkpoint {folder} cannot be read: {last_line(error)}"
 
 
 class _PartPlanner(DefaultLoadPlanner):

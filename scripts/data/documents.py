@@ -152,11 +152,12 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
     if isinstance(each, HubInput):
         yield from each.documents(key)
     elif each.kind == ".parquet":
-        source = {"data_files": glob.escape(str(each.path)), "batch_size": 1024}
-        source["columns"] = _columns(each.path, key)
+        file, columns = glob.escape(str(each.path)), _columns(each.path, key)
         with TemporaryDirectory() as cache:  # the user's need not exist
-            source |= {"path": "parquet", "split": "train", "cache_dir": cache}
-            yield from row_documents(each, key, **source)
+            yield from row_documents(
+                each, key, path="parquet", split="train", data_files=file, columns=columns,
+                batch_size=1024, cache_dir=cache,
+            )  # fmt: skip
     elif each.kind == ".jsonl":
         yield from _json_documents(_lines(each.path), each.path, key)
     else:

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.checkpoint.safe_index import Reader, read_index
+from parallel.errors import last_line
 from training.errors import BrokenCheckpointError
 
 
@@ -81,5 +82,4 @@ def named(keys: Collection[str]) -> str:
 
 def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
     """Return the error that says why a folder cannot be read."""
-    reason = (str(error).strip() or repr(error)).splitlines()[-1]
-    return BrokenCheckpointError(f"{folder} cannot be read: {reason}")
+    return BrokenCheckpointError(f"{folder} cannot be read: {last_line(error)}")
