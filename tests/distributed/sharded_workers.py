@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from spectral import SpectralOptimizer, merge_, preconditioned, split_parameters
+from spectral import SpectralOptimizer, clip_qk_, merge_, preconditioned, split_parameters
 from spectral.local_part import local_of
 from spectral.rules import RULES, Report, Stack
 from spectral.rules.base import Rule
@@ -276,6 +276,21 @@ def rounded_by(rule: str) -> list[float]:
     rounds = [torch.equal(x.bfloat16().to(x.dtype), x) for x in map(local_of, squares)]
     kept = not any(rounds) or rule != "normuon"
     return [float((near[name] - exact[name]).norm() / moved), few / many, kept]
+
+
+def clipped() -> list[bool]:
+    """Whether `clip_qk_` scales sharded weights, by rows and by columns, as whole ones."""
+    mesh = init_device_mesh("cpu", (2,))
+    logits = torch.tensor([300.0, 1.0, 150.0, 1.0], dtype=torch.float64)
+    found = []
+    for dim in (0, 1):
+        query, key = torch.ones(8, 6, dtype=torch.float64), torch.ones(4, 6, dtype=torch.float64)
+        cut = [distribute_tensor(weight, mesh, [Shard(dim)]) for weight in (query, key)]
+        clip_qk_(*cut, logits)
+        clip_qk_(query, key, logits)
+        for one, other in zip(cut, (query, key), strict=True):
+            found.append(torch.equal(one.full_tensor(), other) and float(other.min()) < 1)
+    return found
 
 
 def skipped() -> list[Any]:

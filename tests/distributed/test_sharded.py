@@ -118,6 +118,10 @@ def test_momenta_are_sent_in_16_bits() -> None:
             assert abs(part - share) < 0.02
 
 
+def test_sharded_queries_and_keys_are_clipped_as_whole_ones() -> None:
+    assert run_on_ranks(2, WORKERS, "clipped", {}) == [[True] * 4, [True] * 4]
+
+
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
     assert run_on_ranks(2, WORKERS, "skipped", {}) == [[True, 1], [True, 1]]
 
