@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Literal
 
 from models.config import ModelConfig, MoEConfig
@@ -11,7 +11,6 @@ from models.units import (
     ALL,
     Index,
     Unit,
-    attention_units,
     gain_unit,
     gated_mlp_units,
     mlp_units,
@@ -83,6 +82,30 @@ def replicated_matrix(name: str, role: str, shape: tuple[int, int]) -> Unit:
     )
 
 
+def attention_units(
+    model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
+) -> list[Unit]:
+    """Return the q, k, v and o units of layer `layer` on one rank.
+
+    Megatron's fused weight has a part for each key head: its query heads, the key head, the value
+    head. With `model.qk_norm` there are also the gains `[head_size]`, one of all query heads and
+    one of all key heads. Raises ValueError for other `qkv_units` than those of QKVUnits.
+    """
+    prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
+    heads = {"q": model.heads // groups, "k": 1, "v": 1}
+    roles = tuple((role, count, size) for role, count in heads.items())
+    infix = "group." if split.qkv_units == "group" else ""
+    units = HeadParameter(prefix, "qkv", groups, roles, model.hidden, infix).units(split)
+    units += [
+        gain_unit(f"{prefix}attention.{name}", size, start=gain_start, partial_over_tensor=True)
+        for name in ("q_norm", "k_norm")
+        if model.qk_norm
+    ]
+    shape = (model.hidden, model.heads * size)
+    o = row_parallel_unit(f"{prefix}o", f"{prefix}attention.o", "o", shape, split.tensor_size)
+    return [*units, o]
+
+
 def latent_attention_units(
     model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
 ) -> list[Unit]:
@@ -98,20 +121,23 @@ def latent_attention_units(
     assert latent is not None
     query_rank, kv_rank = latent.query_rank, latent.kv_rank
     query_size = latent.nope_head_dim + latent.rope_head_dim
-    by_heads = HeadParameters(prefix, model.heads, split)
+
+    def by_heads(name: str, width: int, *roles: tuple[str, int]) -> list[Unit]:
+        parts = tuple((role, 1, rows) for role, rows in roles)
+        return HeadParameter(prefix, name, model.heads, parts, width).units(split)
 
     def gain(name: str, size: int) -> Unit:
         return gain_unit(f"{prefix}attention.{name}", size, start=gain_start)
 
     if query_rank is None:
-        units = by_heads.units("q", hidden, {"q": query_size})
+        units = by_heads("q", hidden, ("q", query_size))
     else:
         units = [into_latent(prefix, "q_a", (query_rank, hidden)), gain("q_a_norm", query_rank)]
-        units += by_heads.units("q_b", query_rank, {"q_b": query_size})
+        units += by_heads("q_b", query_rank, ("q_b", query_size))
     units.append(into_latent(prefix, "kv_a", (kv_rank + latent.rope_head_dim, hidden)))
     units.append(gain("kv_a_norm", kv_rank))
-    parts = {"k_b": latent.nope_head_dim, "v_b": latent.value_head_dim}
-    units += by_heads.units("kv_b", kv_rank, parts)
+    parts = (("k_b", latent.nope_head_dim), ("v_b", latent.value_head_dim))
+    units += by_heads("kv_b", kv_rank, *parts)
     shape = (hidden, model.heads * latent.value_head_dim)
     name, parameter = f"{prefix}o", f"{prefix}attention.o"
     units.append(row_parallel_unit(name, parameter, "o", shape, split.tensor_size))
@@ -125,61 +151,80 @@ def into_latent(prefix: str, role: str, shape: tuple[int, int]) -> Unit:
 
 
 @dataclass(frozen=True)
-class HeadParameters:
-    """Parameters `[heads, sum of parts, width]` of one layer, cut over ranks by heads."""
+class HeadParameter:
+    """A parameter `[groups, rows of a group, width]` of one layer, cut over ranks by groups.
+
+    prefix, name    of the layer, and of the parameter in its attention
+    groups          heads with keys of their own
+    roles           (role, heads in a group, rows of a head), in the order of a group's rows
+    width           columns
+    infix           what a unit's name has between its role and its number
+    """
 
     prefix: str
-    heads: int
-    split: Split
+    name: str
+    groups: int
+    roles: tuple[tuple[str, int, int], ...]
+    width: int
+    infix: str = ""
 
-    def units(self, name: str, width: int, parts: dict[str, int]) -> list[Unit]:
-        """Return the units of the parameter `name`.
+    def units(self, split: Split) -> list[Unit]:
+        """Return the units on one rank: every head; with `group` the heads of a role that share a
+        group are one; with `component` all heads of a role; with `fused` the parameter.
 
-        `parts` are the roles of a head's rows and how many rows each has. Every part of every head
-        is a unit; with `component` the part of all heads is one, with `fused` the whole parameter.
+        Raises ValueError for other `qkv_units`.
         """
-        prefix, heads, tensor = self.prefix, self.heads, self.split.tensor_size
-        local, rows = heads // tensor, sum(parts.values())
+        prefix, local = self.prefix, self.groups // split.tensor_size
+        ends = accumulate(heads * rows for _, heads, rows in self.roles)
+        parts = [(*part, end) for part, end in zip(self.roles, ends, strict=True)]
+        rows_of_group = parts[-1][-1]
+
+        def draws(role: str, rows: int, heads: range) -> list[tuple[str, int]]:
+            return [(f"{prefix}{role}.{head}", rows) for head in heads]
 
         def unit(
-            role: str, own: str, index: Index, axes: tuple[int, ...], draws: list[tuple[str, int]]
+            role: str, name: str, index: Index, axes: tuple[int, ...], drawn: list[tuple[str, int]]
         ) -> Unit:
             return Unit(
-                name=prefix + own,
-                parameter=f"{prefix}attention.{name}",
+                name=prefix + name,
+                parameter=f"{prefix}attention.{self.name}",
                 role=role,
-                view_shape=(local, rows, width),
+                view_shape=(local, rows_of_group, self.width),
                 index=index,
                 axes=axes,
-                shard_axis=0 if len(axes) > 2 and tensor > 1 else None,
-                draws=tuple((prefix + drawn, count) for drawn, count in draws),
+                shard_axis=0 if len(axes) > 2 and split.tensor_size > 1 else None,
+                draws=tuple(drawn),
             )
 
-        counts = zip(parts.items(), accumulate(parts.values()), strict=True)
-        ranges = [(role, n, slice(end - n, end)) for (role, n), end in counts]
-        kind = self.split.qkv_units
+        kind, units = split.qkv_units, []
+        index: Index
         if kind in ("head", "group"):
-            first = self.split.tensor_rank * local
-            return [
-                unit(role, f"{role}.{head}", (i, part), (n, width), [(f"{role}.{head}", n)])
-                for i, head in enumerate(range(first, first + local))
-                for role, n, part in ranges
-            ]
-        if kind == "component":
-            return [
-                unit(
-                    role,
-                    role,
-                    (ALL, part),
-                    (heads, n, width),
-                    [(f"{role}.{head}", n) for head in range(heads)],
-                )
-                for role, n, part in ranges
-            ]
-        if kind == "fused":
-            draws = [(f"{role}.{head}", n) for head in range(heads) for role, n, _ in ranges]
-            return [unit(name, name, (ALL,), (heads, rows, width), draws)]
-        raise ValueError(f"qkv_units must be one of head, group, component, fused, got {kind!r}")
+            for i, (role, heads, rows, end) in product(range(local), parts):
+                count = 1 if kind == "group" else heads
+                joined, size = heads // count, heads // count * rows
+                for j in range(count):
+                    number = (split.tensor_rank * local + i) * count + j
+                    start = end - (count - j) * size
+                    drawn = draws(role, rows, range(number * joined, (number + 1) * joined))
+                    index = (i, slice(start, start + size))
+                    name = f"{role}.{self.infix}{number}"
+                    units.append(unit(role, name, index, (size, self.width), drawn))
+        elif kind == "component":
+            for role, heads, rows, end in parts:
+                size, drawn = heads * rows, draws(role, rows, range(self.groups * heads))
+                index, axes = (ALL, slice(end - size, end)), (self.groups, size, self.width)
+                units.append(unit(role, role, index, axes, drawn))
+        elif kind == "fused":
+            drawn = []
+            for group, (role, heads, rows, _) in product(range(self.groups), parts):
+                drawn += draws(role, rows, range(group * heads, (group + 1) * heads))
+            axes = (self.groups, rows_of_group, self.width)
+            units.append(unit(self.name, self.name, (ALL,), axes, drawn))
+        else:
+            raise ValueError(
+                f"qkv_units must be one of head, group, component, fused, got {kind!r}"
+            )
+        return units
 
 
 def decoder_units(

@@ -10,17 +10,14 @@ are fused.
 Declarations are pure functions of the config: they need no model, no process group, no memory.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from models.config import ModelConfig
-from models.layout import Split
 
 Index = tuple[int | slice, ...]
 ALL = slice(None)
@@ -118,127 +115,6 @@ class Unit:
 def flat_shape(axes: Sequence[int]) -> tuple[int, ...]:
     """Flatten all but the last axis: `(rows, cols)`, or `(n,)` of a vector."""
     return (prod(axes[:-1]), axes[-1]) if len(axes) > 1 else tuple(axes)
-
-
-def attention_units(
-    model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
-) -> list[Unit]:
-    """Return the q, k, v and o units of layer `layer` on one rank.
-
-    With `model.qk_norm` also the gains `[head_size]`, one of all query heads and one of all key
-    heads. Raises ValueError for other `qkv_units` than those of QKVUnits.
-    """
-    prefix, size = f"layers.{layer}.", model.head_size
-    qkv = FusedQKV(prefix, model, split)
-    kinds: dict[str, Callable[[], list[Unit]]] = {
-        "head": qkv.per_head,
-        "group": partial(qkv.per_head, joined=True),
-        "component": qkv.per_component,
-        "fused": qkv.fused,
-    }
-    if split.qkv_units not in kinds:
-        raise ValueError(f"qkv_units must be one of {', '.join(kinds)}, got {split.qkv_units!r}")
-    shape = (model.hidden, model.heads * size)
-    o = row_parallel_unit(prefix + "o", prefix + "attention.o", "o", shape, split.tensor_size)
-    gains = [
-        gain_unit(f"{prefix}attention.{name}", size, start=gain_start, partial_over_tensor=True)
-        for name in ("q_norm", "k_norm")
-        if model.qk_norm
-    ]
-    return [*kinds[split.qkv_units](), *gains, o]
-
-
-@dataclass(frozen=True)
-class FusedQKV:
-    """Megatron's fused attention weight, `[groups, query heads + 2, head size, hidden]`.
-
-    Each group has its query heads, then its key head, then its value head; a tensor-parallel rank
-    has whole groups. The methods are the ways to split it into units.
-    """
-
-    prefix: str
-    model: ModelConfig
-    split: Split
-
-    @property
-    def groups(self) -> int:
-        """Key heads of the layer, each with its queries."""
-        return self.model.query_groups
-
-    @property
-    def query_heads(self) -> int:
-        """Query heads of one group."""
-        return self.model.heads // self.groups
-
-    @property
-    def head(self) -> tuple[int, int]:
-        """Shape of one head."""
-        return self.model.head_size, self.model.hidden
-
-    def per_head(self, joined: bool = False) -> list[Unit]:
-        """Return every query, key and value head as a unit; with `joined` the query heads that
-        share a key are one."""
-        one, infix, units = self.head, "group." if joined else "", []
-        for i, g in self._local_groups():
-            heads = [("q", h) for h in self._heads(g)]
-            if joined:
-                index, axes = (i, slice(0, self.query_heads)), (self.query_heads, *one)
-                units.append(self._unit("q", f"q.group.{g}", index, axes, heads))
-            else:
-                for j, draw in enumerate(heads):
-                    units.append(self._unit("q", f"q.{draw[1]}", (i, j), one, [draw]))
-            for role, j in (("k", self.query_heads), ("v", self.query_heads + 1)):
-                units.append(self._unit(role, f"{role}.{infix}{g}", (i, j), one, [(role, g)]))
-        return units
-
-    def per_component(self) -> list[Unit]:
-        """Return all queries as one unit, all keys as another, all values as a third."""
-        one = self.head
-        heads = [("q", h) for g in range(self.groups) for h in self._heads(g)]
-        axes = (self.groups, self.query_heads, *one)
-        units = [self._unit("q", "q", (ALL, slice(0, self.query_heads)), axes, heads, cut=True)]
-        for role, j in (("k", self.query_heads), ("v", self.query_heads + 1)):
-            draws = [(role, g) for g in range(self.groups)]
-            units.append(self._unit(role, role, (ALL, j), (self.groups, *one), draws, cut=True))
-        return units
-
-    def fused(self) -> list[Unit]:
-        """Return the whole weight as one unit."""
-        draws = []
-        for g in range(self.groups):
-            draws += [("q", h) for h in self._heads(g)] + [("k", g), ("v", g)]
-        axes = (self.groups, self.query_heads + 2, *self.head)
-        return [self._unit("qkv", "qkv", (ALL,), axes, draws, cut=True)]
-
-    def _local_groups(self) -> list[tuple[int, int]]:
-        """(local, global) index of each group of this rank."""
-        count = self.groups // self.split.tensor_size
-        return [(i, self.split.tensor_rank * count + i) for i in range(count)]
-
-    def _heads(self, group: int) -> range:
-        """Global indices of a group's query heads."""
-        return range(group * self.query_heads, (group + 1) * self.query_heads)
-
-    def _unit(
-        self,
-        role: str,
-        name: str,
-        index: Index,
-        axes: tuple[int, ...],
-        draws: Iterable[tuple[str, int]],
-        cut: bool = False,
-    ) -> Unit:
-        local_groups = self.groups // self.split.tensor_size
-        return Unit(
-            name=self.prefix + name,
-            parameter=self.prefix + "attention.qkv",
-            role=role,
-            view_shape=(local_groups, self.query_heads + 2, *self.head),
-            index=index,
-            axes=axes,
-            shard_axis=0 if cut and self.split.tensor_size > 1 else None,
-            draws=tuple((f"{self.prefix}{role}.{i}", self.model.head_size) for role, i in draws),
-        )
 
 
 def gated_mlp_units(
