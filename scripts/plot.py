@@ -4,7 +4,7 @@
     python scripts/plot.py runs/tiny_sso --html
     python scripts/plot.py compare runs
     python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
-    python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
+    python scripts/plot.py study runs/studies/radius/results.json --output study.svg
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
     python scripts/plot.py sphere --output sphere.svg

@@ -1,7 +1,7 @@
 """Tunes the variants of a study at equal cost, runs them with several seeds and compares them.
 
-    python scripts/study.py studies/pc_tiny.yaml runs/studies/pc_tiny
-    python scripts/study.py studies/pc_tiny.yaml runs/studies/pc_tiny --jobs 2 train.steps=50
+    python scripts/study.py studies/sso/radius.yaml runs/studies/radius
+    python scripts/study.py studies/sso/radius.yaml runs/studies/radius --jobs 2 train.steps=50
 
 A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is
