@@ -30,12 +30,12 @@ from models.blocks import transformer_engine
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.attention import RotatedSelfAttention, SDPACoreAttention
 from models.blocks.in_graph_pc import GAMMA, plain_name
-from models.blocks.latent_attention import LatentAttention, LatentSubmodules
+from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
 from models.blocks.output import DecoderModel
 from models.blocks.rotary import RotaryEmbedding
 from models.blocks.scaled_embedding import ScaledEmbedding
-from models.config import LatentConfig, ModelConfig
+from models.config import ModelConfig
 from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout
 
@@ -153,7 +153,7 @@ def layer_spec(
     if model.latent is None:
         attention = attention_spec(model, core_attention, row_linear)
     else:
-        attention = latent_spec(model.latent)
+        attention = ModuleSpec(module=LatentAttention, params={"latent": model.latent})
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear)
     return ModuleSpec(
         module=TransformerLayer,
@@ -182,20 +182,6 @@ def attention_spec(
             linear_proj=row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
-        ),
-    )
-
-
-def latent_spec(latent: LatentConfig) -> ModuleSpec:
-    """Return the spec of multi-head latent attention on the same linears, norm and core."""
-    return ModuleSpec(
-        module=LatentAttention,
-        params={"latent": latent},
-        submodules=LatentSubmodules(
-            column_linear=ColumnParallelLinear,
-            row_linear=RowParallelLinear,
-            norm=RMSNorm,
-            core_attention=SDPACoreAttention,
         ),
     )
 

@@ -1,33 +1,22 @@
 """Multi-head latent attention on Megatron's linears, for any tensor and context parallelism."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from models.blocks.attention import SDPACoreAttention
+from models.blocks.norm import RMSNorm
 from models.blocks.rotary import rotate_pairs
 from models.config import LatentConfig
-
-
-@dataclass(frozen=True)
-class LatentSubmodules:
-    """The parts of the attention: column- and row-parallel linears, the norm of latents, and the
-    core attention."""
-
-    column_linear: Any
-    row_linear: Any
-    norm: Any
-    core_attention: Any
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -53,10 +42,8 @@ class LatentAttention(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: LatentSubmodules,
         layer_number: int,
         latent: LatentConfig,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
@@ -70,27 +57,23 @@ class LatentAttention(torch.nn.Module):
         out_of = options | {"init_method": config.init_method, "gather_output": False}
         rank, query_width = latent.query_rank, heads * config.kv_channels
         if rank is None:
-            self.q = build_module(submodules.column_linear, hidden, query_width, **out_of)
+            self.q = ColumnParallelLinear(hidden, query_width, **out_of)
         else:
             self.q_a = ReplicatedLinear(config, hidden, rank)
-            self.q_a_norm = build_module(submodules.norm, config, rank, config.layernorm_epsilon)
-            self.q_b = build_module(submodules.column_linear, rank, query_width, **out_of)
+            self.q_a_norm = RMSNorm(config, rank, config.layernorm_epsilon)
+            self.q_b = ColumnParallelLinear(rank, query_width, **out_of)
         self.kv_a = ReplicatedLinear(config, hidden, latent.kv_rank + latent.rope_head_dim)
-        self.kv_a_norm = build_module(
-            submodules.norm, config, latent.kv_rank, config.layernorm_epsilon
-        )
+        self.kv_a_norm = RMSNorm(config, latent.kv_rank, config.layernorm_epsilon)
         kv_width = heads * (latent.nope_head_dim + latent.value_head_dim)
-        self.kv_b = build_module(submodules.column_linear, latent.kv_rank, kv_width, **out_of)
-        self.core_attention = build_module(
-            submodules.core_attention,
+        self.kv_b = ColumnParallelLinear(latent.kv_rank, kv_width, **out_of)
+        self.core_attention = SDPACoreAttention(
             config=config,
             layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
+            attn_mask_type=AttnMaskType.causal,
             attention_type="self",
             pg_collection=pg_collection,
         )
-        self.linear_proj = build_module(
-            submodules.row_linear,
+        self.linear_proj = RowParallelLinear(
             heads * latent.value_head_dim,
             hidden,
             init_method=config.output_layer_init_method,
