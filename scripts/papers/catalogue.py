@@ -60,9 +60,11 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """A paper: its title and its items, by figure_N, table_N or another name."""
+    """A paper: its title, what holds for several items, and its items, by figure_N, table_N or
+    another name."""
 
     title: str
+    note: str | None = None
     items: dict[str, Item]
 
 

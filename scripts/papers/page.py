@@ -1,7 +1,7 @@
 """docs/papers.md, written from introduction.md, papers.yaml and gpu_hours.json alone."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scripts.papers.catalogue import Item, Paper, Status
@@ -9,8 +9,11 @@ from scripts.papers.figure import figure_file
 from scripts.papers.gpu_hours import Hours, key_of
 from training.report.table import markdown_table
 
-HEADINGS = ("", "shows", "tiny", "our result", "full, GPU-hours", "status")
+HEADINGS = ("", "shows", "our result", "status", "full, GPU-hours")
 INTRODUCTION = Path(__file__).with_name("introduction.md").read_text()
+TINY = "1.8M parameters, 100 steps, one seed"
+"""What the introduction calls a tiny run."""
+DIAGRAM = "A diagram."
 
 
 def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
@@ -18,8 +21,15 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
     counts = Counter(item.status for paper in papers.values() for item in paper.items.values())
     parts = [INTRODUCTION, counted(counts)]
     for name, paper in papers.items():
-        lines = [line(name, key, item, hours) for key, item in paper.items.items()]
-        parts.append(f'\n## {name}: "{paper.title}"\n\n{markdown_table(HEADINGS, lines)}')
+        lines = [
+            line(name, key, item, hours) for key, item in paper.items.items() if item.why != DIAGRAM
+        ]
+        diagrams = [spaced(key) for key, item in paper.items.items() if item.why == DIAGRAM]
+        notes = [paper.note, f"Diagrams: {', '.join(diagrams)}." if diagrams else None]
+        note = " ".join(filter(None, notes))
+        parts.append(f'\n## {name}: "{paper.title}"\n\n')
+        parts.append(f"{note}\n\n" if note else "")
+        parts.append(markdown_table(HEADINGS, lines))
     return "".join(parts)
 
 
@@ -31,22 +41,31 @@ def counted(counts: Counter[Status]) -> str:
 
 def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
     """Return the row of an item."""
-    result = item.result or ""
+    result = (item.result or "").replace(TINY, "tiny")
     if item.file is not None and result:
-        links = f"[{item.file.rsplit('/', 1)[-1]}](../{item.file})"
+        links = f"[{'test' if item.file.endswith('.py') else 'data'}](../{item.file})"
         if item.measure is not None:
             links += f", [figure](../{figure_file(paper, key).as_posix()})"
         result += f" ({links})"
     return (
-        key.replace("_", " "),
+        spaced(key),
         item.shows,
-        "<br>".join(f"`{command}`" for command in item.tiny),
-        " ".join(part for part in (result, item.why) if part),
-        "<br>".join(f"`{run}` {shown(hours[key_of(run)])}" for run in item.full),
+        ". ".join(part for part in (result, item.why) if part),
         item.status,
+        shown([hours[key_of(run)] for run in item.full]),
     )
 
 
-def shown(hours: Hours) -> str:
-    """GPU-hours and GPUs of a run."""
-    return f"{hours['gpu_hours']:,.0f} on {hours['gpus']}"
+def spaced(key: str) -> str:
+    """The name of an item as people write it."""
+    return key.replace("_", " ")
+
+
+def shown(runs: Sequence[Hours]) -> str:
+    """Number of runs, their GPU-hours together, and GPUs of each."""
+    if not runs:
+        return ""
+    total, gpus = sum(run["gpu_hours"] for run in runs), max(run["gpus"] for run in runs)
+    return (
+        f"{len(runs)} runs, {total:,.0f} on {gpus}" if len(runs) > 1 else f"{total:,.0f} on {gpus}"
+    )
