@@ -68,17 +68,16 @@ class MoEConfig(Section):
     dense_layers: Whole = 0
     """Number of first layers with a dense feed-forward block of width `ffn` instead of experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Score function of the router; the scores of the `top_k` chosen experts are scaled to sum to
-    1."""
+    """Score function of the router; the scores of the chosen experts are scaled to sum to 1."""
     expert_groups: Parts = 1
     """Number of equal groups of experts; a token's experts come from its best `top_groups`."""
     top_groups: Parts = 1
-    """Groups that a token may use: those whose `top_k / top_groups` best scores have the largest
-    sum."""
+    """Groups that a token may use: those with the largest sum of their `top_k / top_groups` best
+    scores."""
     routed_scale: Positive | None = None
     """Factor on the sum of routed experts; null = the SSO paper's, which matches variances."""
     expert_bias: bool = True
-    """Balance the load without a loss, by a bias that is added to the scores to choose experts."""
+    """Balance the load without a loss, by a bias on the scores that choose experts."""
     expert_bias_rate: AtLeast0 = 1e-3
     """How far an expert's bias moves up or down in an optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
@@ -88,8 +87,8 @@ class MoEConfig(Section):
     z_loss: AtLeast0 = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
-    """How the experts of a rank are multiplied: one after the other, or together in grouped matrix
-    products; auto groups them for bf16 on GPUs. Parameters and checkpoints are the same."""
+    """How the experts of a rank are multiplied: sequential: one by one; grouped: in grouped matrix
+    products; auto: grouped for bf16 on GPUs. Checkpoints are the same."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the experts and the routing by themselves."""
@@ -160,8 +159,8 @@ class ModelConfig(Section):
     ffn: Width
     """Width of the feed-forward block (of gate and of up)."""
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
-    """Feed-forward block: swiglu is `silu(gate) * up`, geglu is `gelu(gate) * up` with GELU's tanh
-    approximation, relu2 is `relu(up)^2` without a gate."""
+    """Feed-forward block: swiglu is `silu(gate) * up`, geglu `gelu(gate) * up` with the tanh
+    approximation, relu2 `relu(up)^2` without a gate."""
     qk_norm: bool = False
     """Normalise every query and key head by an RMSNorm, before the rotary embedding."""
     vocab_size: Rows | None = None
@@ -179,8 +178,8 @@ class ModelConfig(Section):
     final_softcap: Positive | None = None
     """Cap c of the logits, `c * tanh(logit / c)`; null = none. For families that have it."""
     sliding_window: Count | None = None
-    """Tokens, its own included, that a token attends to in layers 0, 2, 4, ...; null = all tokens
-    before it in every layer. For families that have it."""
+    """Tokens that a token attends to in layers 0, 2, 4, ..., itself included; null = all before it.
+    For families that have it."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, for families that have it; null = none."""
     moe: MoEConfig | None = None

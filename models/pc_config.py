@@ -73,8 +73,8 @@ class PCConfig(Section):
     """Roles that are PC layers; null = those of o, gate, up and down that the model has."""
     level: PresetLevel | None = None
     """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
-    those above 0.4, 2 above 0.6, 1 above 0.8; 0 changes none. null = the paper's choice: 2 if a
-    spectral rule steps the matrices, as with its Muon, 4 if AdamW does."""
+    those above 0.4, 2 above 0.6, 1 above 0.8; 0 changes none. null = the paper's choice: 4 under
+    AdamW, 2 under a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Other levels for some roles or layers, each under a name of your choice."""
     polynomial: PolynomialConfig = field(default_factory=PolynomialConfig)
@@ -95,7 +95,7 @@ class PCConfig(Section):
     """Start gamma where PC(W) has the Frobenius norm of W; false = at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
     """materialized: a matrix's owner computes PC(W) once per optimizer step; in_graph: every rank
-    computes it in every forward pass, the readable reference. The results are the same."""
+    computes it in every forward pass. The results are the same."""
 
     @property
     def roles(self) -> Sequence[str]:

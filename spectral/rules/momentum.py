@@ -21,7 +21,7 @@ class MomentumRule(Rule):
     momentum: float = 0.95
     """Decay of the mean of the gradient, in [0, 1)."""
     nesterov: bool = True
-    """Step along `(1 - momentum) G + momentum M` instead of the mean M itself."""
+    """Step along `(1 - momentum) G + momentum M` instead of the mean M."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,7 @@ class MsignRule(Rule):
     whole_matrix: ClassVar[bool] = True
 
     schedule: str = "polar_express"
-    """Polynomial set of msign, a key of `spectral.schedules.SCHEDULES`."""
+    """Polynomials of msign, a key of `spectral.schedules.SCHEDULES`."""
     steps: int = 8
     """Steps of msign, at least 1."""
     msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -35,7 +35,7 @@ class MuonRule(MomentumRule, MsignRule):
     reads_weight: ClassVar[bool] = False
 
     scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
-    """How the update depends on the unit's shape; see `spectral.scaling.update_scale`."""
+    """How the update depends on the unit's shape (docs/spectral.md)."""
     scale_factor: float = 1.0
     """Factor of the scale; positive."""
 

@@ -23,12 +23,11 @@ class RadiusRule(MuonRule):
     reads_weight: ClassVar[bool] = True
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
-    """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
+    """How the radius R depends on the unit's shape (docs/spectral.md)."""
     radius_scaler: float = 1.0
-    """The paper's c, a factor of the radius, not of the update; positive."""
+    """Factor of the radius, the paper's c; positive."""
     krylov_steps: int = 4
-    """Block Krylov steps per update from the last step's singular vectors, at least 1; all but the
-    first pass over a weight twice."""
+    """Block Krylov steps per update from the last step's singular vectors, at least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.paths import ROOT
-from training.config import check, load_config
+from training.config import Config, check, load_config
+from training.config.binding import schema_paths
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.name: page.read_text() for page in PAGES}
@@ -33,9 +34,8 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def keys() -> set[str]:
-    """Return all config keys and their sections, from the generated page."""
-    leaves = re.findall(r"^\| `([\w.]+)` \|", TEXTS["configuration.md"], re.MULTILINE)
-    parts = [leaf.split(".") for leaf in leaves]
+    """Return all config keys and their sections."""
+    parts = [path.split(".") for path, _ in schema_paths(Config)]
     return {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
@@ -10,6 +10,9 @@ from models.section import shown
 from spectral.options import meanings_of
 from training.config.binding import described, join, required, without_null
 from training.config.schema import Config
+
+Row = tuple[str, str, str, str]
+"""Key, type, default and sentence of a leaf."""
 
 
 def markdown_tables(root: type) -> str:
@@ -23,36 +26,63 @@ def nested(kind: Any) -> type | None:
     return cast(type, inner) if is_dataclass(inner) else None
 
 
-def _section(kind: type, path: str, sentence: str) -> Iterator[str]:
-    """Yield a section line by line: its heading, or row if nested, its keys, its subsections."""
+def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -> Iterator[str]:
+    """Yield a section line by line: its heading, or row if nested, its keys, its subsections.
+
+    Rows in `said` are left out: they stand above, once for several sections.
+    """
     hints = get_type_hints(kind)
-    leaves = [f for f in fields(cast(Any, kind)) if nested(hints[f.name]) is None]
-    named = [f for f in fields(cast(Any, kind)) if get_origin(hints[f.name]) is dict]
-    sentences = meanings_of(kind) if leaves or named else {}
+    children = {f.name: nested(hints[f.name]) for f in fields(cast(Any, kind))}
     if "." in path:
         yield f"| **{path}** | | | {_cell(sentence)} |"
     else:
         yield from ["", f"## {path or 'Top level'}", ""]
         yield from [sentence, ""] if sentence else []
         yield from ["| key | type | default | |", "|---|---|---|---|"]
-    yield from (_row(f, hints[f.name], sentences[f.name], path) for f in leaves)
-    for f in fields(cast(Any, kind)):
-        inner = nested(hints[f.name])
-        if inner is not None:
-            suffix = ".NAME" if f in named else ""
-            about = sentences.get(f.name) or " ".join(_summary(inner).split())
-            yield from _section(inner, join(path, f.name) + suffix, about)
+    yield from (_line(path, row) for row in _rows(kind) if row not in said)
+    sections = {n: child for n, child in children.items() if child and hints[n] is child and path}
+    shared = _shared(sections)
+    for row, names in shared.items():
+        yield _line(f"{path}.*", (*row[:3], f"{row[3]} For {', '.join(names)}."))
+    sentences = meanings_of(kind)
+    for name, child in children.items():
+        if child is not None:
+            suffix = ".NAME" if get_origin(hints[name]) is dict else ""
+            about = sentences.get(name) or " ".join(_summary(child).split())
+            yield from _section(child, join(path, name) + suffix, about, shared)
+
+
+def _rows(kind: type) -> list[Row]:
+    """The leaves of a section."""
+    hints, sentences = get_type_hints(kind), meanings_of(kind)
+    return [
+        (
+            f.name,
+            described(hints[f.name]).removeprefix("a ").removeprefix("an "),
+            "required" if required(f) else f"`{_plain(f)}`",
+            sentences[f.name],
+        )
+        for f in fields(cast(Any, kind))
+        if nested(hints[f.name]) is None
+    ]
+
+
+def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
+    """The rows that several of the sections `kinds` have, and the names of those sections."""
+    names: dict[Row, list[str]] = {}
+    for name, kind in kinds.items():
+        for row in _rows(kind):
+            names.setdefault(row, []).append(name)
+    return {row: having for row, having in names.items() if len(having) > 1}
+
+
+def _line(path: str, row: Row) -> str:
+    return f"| {' | '.join(map(_cell, (f'`{join(path, row[0])}`', *row[1:])))} |"
 
 
 def _summary(kind: type) -> str:
     """The first paragraph of the docstring of `kind`."""
     return (inspect.getdoc(kind) or "").split("\n\n")[0]
-
-
-def _row(field: Field[Any], kind: Any, sentence: str, path: str) -> str:
-    default = "required" if required(field) else f"`{_plain(field)}`"
-    cells = [f"`{join(path, field.name)}`", described(kind), default, sentence]
-    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _cell(text: str) -> str:

@@ -56,7 +56,7 @@ class GroupConfig(Section):
     lr: AtLeast0
     """Peak learning rate."""
     weight_decay: AtLeast0 = 0.0
-    """Decoupled weight decay: each step multiplies the weight by 1 - lr * weight_decay."""
+    """Decoupled weight decay: a step multiplies the weight by 1 - lr * weight_decay."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with a group's settings."""
@@ -148,20 +148,19 @@ class DistributedConfig(Section):
     """
 
     storage: Literal["auto", "even", "owner"] = "auto"
-    """How a bucket is cut into shards: into equal sizes (even), between matrices (owner), or
-    whichever sends fewer bytes (auto)."""
+    """How a bucket is cut into shards: even: into equal sizes; owner: between matrices; auto:
+    whichever sends fewer bytes."""
     placement: Strategy = "auto"
-    """How matrices are assigned to owner ranks: by ascending size, up and down the ranks, as in the
-    SSO paper (ping_pong), or so that loads are even and little is sent (auto)."""
+    """How matrices get their owner ranks: ping_pong: by ascending size, up and down the ranks, as
+    in the SSO paper; auto: so that loads are even and little is sent."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
-    """Which ranks step a matrix that tensor parallelism splits: one owner, or each its own shard as
-    if it were a whole matrix (shardwise, which changes the mathematics)."""
+    """Who steps a matrix that tensor parallelism splits: owner: one rank steps all of it;
+    shardwise: each rank steps its shard as if it were a matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Groups of buckets to step in turn; each is gathered while the next is stepped. null = the
-    fewest, up to four, with at most 2^27 elements per rank and group."""
+    """Groups of buckets to step in turn; each is gathered while the next steps. null = the fewest,
+    up to four, with at most 2^27 elements per rank and group."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
-    """Data type in which momentum and updates of split matrices are sent; null =
-    train.precision."""
+    """Data type in which momentum and updates of split matrices travel; null = train.precision."""
     gradient_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which gradients are accumulated and reduced; null = fp32."""
     momentum_dtype: Literal["bf16", "fp32"] | None = None
@@ -171,8 +170,8 @@ class DistributedConfig(Section):
     overlap_gather: bool = True
     """Gather new weights during the next forward pass."""
     cuda_graph: bool = False
-    """Record clipping and update as one CUDA graph, which the host launches once per step; needs a
-    GPU and `overlap_gather: false`, and keeps the step's scratch memory allocated."""
+    """Record clipping and update as one CUDA graph; needs a GPU and `overlap_gather: false`, and
+    keeps the step's scratch memory allocated."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the distribution."""
@@ -185,9 +184,9 @@ class OptimizerConfig(Section):
     """Which rule updates which weights, and how."""
 
     qkv_units: QKVUnits = "head"
-    """How the fused QKV weight is split into matrices: one per head (head); one per set of query
-    heads with the same key, and per key and value head (group); one each for q, k and v
-    (component); or not at all (fused)."""
+    """How the fused QKV weight is split into matrices: head: one per head; group: one per set of
+    query heads that share a key, and per key and value head; component: one each for q, k and v;
+    fused: not at all."""
     split_gate_up: bool = True
     """Whether gate and up, which share one parameter, are two matrices to the optimizer."""
     clip: ClipConfig = field(default_factory=ClipConfig)

@@ -23,11 +23,11 @@ class ParallelConfig(Section):
     virtual_pipeline: Ranks = 1
     """Model chunks per pipeline rank; more than 1 selects the interleaved schedule."""
     first_stage_layers: Count | None = None
-    """Layers of the first pipeline stage, which also has the embedding; null = as many as the
-    other stages."""
+    """Layers of the first pipeline stage, which also has the embedding; null = as many as
+    others."""
     last_stage_layers: Count | None = None
-    """Layers of the last pipeline stage, which also has the output head; null = as many as the
-    other stages."""
+    """Layers of the last pipeline stage, which also has the output head; null = as many as
+    others."""
     expert: Ranks = 1
     """Expert-parallel size: ranks that share the experts of a mixture-of-experts layer."""
     expert_tensor: Ranks = 1
@@ -35,7 +35,7 @@ class ParallelConfig(Section):
     context: Ranks = 1
     """Context-parallel size: ranks that share each sequence."""
     timeout_seconds: Annotated[float, Field(gt=0, le=1e7)] = 600.0
-    """Seconds that a collective waits for a rank before the run aborts."""
+    """Seconds that a collective waits for a rank before the run ends."""
     sequence: bool | None = None
     """Sequence parallelism: split activations outside the matrices over the tensor ranks too;
     null = if tensor > 1."""

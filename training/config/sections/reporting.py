@@ -45,18 +45,17 @@ class MonitorsConfig(Section):
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
-    """Groups of figures to compute, besides those that update rules report. noise is off by default
-    because it keeps the gradients of `noise_samples` micro-batches and the weights of as many
-    steps."""
+    """Groups of figures to compute, besides those that rules report. noise is off by default: it
+    keeps the gradients of `noise_samples` micro-batches and the weights of as many steps."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """GiB per rank for the Gram matrices of activations; if those of all layers do not fit, each
-    monitored step measures some of the layers in turn."""
+    """GiB per rank for the Gram matrices of activations; if they do not fit, monitored steps take
+    the layers in turn."""
     inspection_gib: Positive = 4.0
-    """GiB per rank for the matrices that are gathered and inspected at once; if those of a rank do
-    not fit, they are inspected one after the other. A single matrix may take more."""
+    """GiB per rank for the matrices that are gathered at once; those that do not fit are inspected
+    in turn. A single matrix may take more."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
-    """Number of samples for noise figures: the first micro-batches of a monitored step, and the
-    last steps up to it."""
+    """Samples for noise figures: the first micro-batches of a monitored step, and the last steps up
+    to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +67,8 @@ class ValidationConfig(Section):
     samples: Count | None = None
     """Sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
-    """Steps between samples of text, which the last step writes too: the most probable continuation
-    of each set's first tokens, in metrics.jsonl and on the run's page. 0 writes none."""
+    """Steps between samples of text: the most probable continuation of each set's first tokens, in
+    metrics.jsonl and on the run's page. 0 writes none."""
     samples_tokens: Count = 32
     """Tokens of a continuation; each costs a forward pass of one sequence per set."""
 

@@ -23,11 +23,11 @@ class RunConfig(Section):
     dir: str
     """Folder for all output of the run."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device to train on: cuda uses one GPU per rank, cpu none, auto uses GPUs if there are any. An
-    NVIDIA device that does not start is an error under auto too."""
+    """Device to train on: cuda uses one GPU per rank, cpu none, auto uses GPUs if there are any,
+    and fails on one that does not start."""
     deterministic: bool = False
-    """Use only GPU kernels that repeat their results bit for bit; the backward pass of attention is
-    slower. A warning names each operation without such a kernel."""
+    """Use only GPU kernels that repeat bit for bit, which slows the backward pass of attention. A
+    warning names each operation without such a kernel."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the folder: nothing replaces a `~` by a home."""
@@ -42,8 +42,8 @@ class PlanConfig(Section):
     gpus: Count | None = None
     """GPUs that `--dry-run` plans for without `--gpus`; null = the fewest the layout needs."""
     device: str = "h100"
-    """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file
-    with the figures of another one."""
+    """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file of
+    figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,11 @@ class CheckpointConfig(Section):
     keep_every: Count | None = None
     """Also keep checkpoints whose step is a multiple of this; null keeps only the newest."""
     allow_change: tuple[Kind, ...] = ()
-    """What may differ between the run and the checkpoint that it continues; any other difference
-    is refused. `tokenizer` also allows `initialize_from` one with another tokenizer."""
+    """What may differ from the checkpoint that the run continues; other differences are refused.
+    `tokenizer` also lets `initialize_from` name weights of another tokenizer."""
     initialize_from: str | None = None
-    """Run folder or checkpoint, saved on any layout, whose weights a new run starts from; its PC
-    layers become plain weights. Nothing else of it is used; its model and, where both are known,
-    its tokenizer must be the run's. null initialises weights."""
+    """Run folder or checkpoint, of any layout, whose weights a new run starts from; its PC layers
+    become plain weights. Its model and tokenizer must be the run's. null initialises weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +77,12 @@ class WatchdogConfig(Section):
     """How a run shows that it is alive, and where it hangs."""
 
     hang_seconds: Seconds | None = 300.0
-    """Seconds without progress after which every rank writes its stack traces to `stacks/`, at most
-    half of `parallel.timeout_seconds`; null never writes them."""
+    """Seconds without progress after which every rank writes its stack to `stacks/`, at most half
+    of `parallel.timeout_seconds`; null never does."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that only steps change weights and that all their copies are equal; a
-    difference ends the run. Weights are also checked before each save. Costs two reads of all
-    weights per step, and a wait for new ones. 0 never checks."""
+    difference ends the run. Costs two reads of all weights per step, and a wait for new ones. 0
+    never checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +90,10 @@ class SpikeConfig(Section):
     """What happens when the loss spikes, or when too many consecutive steps are skipped."""
 
     deviations: Positive | None = None
-    """Skip a step whose loss is more than this many standard deviations above the mean of the last
-    `window` losses; null skips only non-finite losses and gradients."""
+    """Skip a step whose loss is this many standard deviations above the mean of the last `window`
+    losses; null skips only non-finite losses and gradients."""
     window: Annotated[int, Field(ge=2, le=10**6)] = 128
-    """Number of past losses to compare with; until there are this many, no loss is a spike."""
+    """Number of past losses to compare with; before that many, no loss is a spike."""
     rewinds: Whole = 0
-    """How many times the run may return to its last checkpoint and leave out the skipped samples,
-    instead of aborting after `train.max_skipped_steps`."""
+    """How many times the run may go back to its last checkpoint and leave out the skipped samples,
+    instead of ending after `train.max_skipped_steps`."""

@@ -31,20 +31,20 @@ class TrainConfig(Section):
     fp8: Literal["hybrid", "e4m3"] | None = None
     """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward recomputes instead of keeping: none, those of dense and shared
-    feed-forward blocks (selective), or all of a layer but its input (full)."""
+    """Activations that backward recomputes: none; selective: those of dense and shared feed-forward
+    blocks; full: all of a layer but its input."""
     loss_chunk: Count | None = None
     """Vocabulary entries per rank whose logits are in memory at once; backward then multiplies by
-    the output head once more. null keeps all logits from forward to backward."""
+    the output head once more. null keeps all logits."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
-    """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice and computes
-    their gradient in place; null uses the engine's, one pass per operation. auto is liger on a GPU
-    if liger-kernel is installed and `loss_chunk` is null."""
+    """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
+    the engine's, one pass per operation. auto is liger on a GPU if liger-kernel is installed and
+    `loss_chunk` is null."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
     """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
-    aot_eager captures the same graphs without new kernels, for debugging; null does not compile.
-    auto is inductor on a GPU where its compiler works, null on a CPU and under Transformer Engine,
-    which fuses the same operations."""
+    aot_eager captures the same graphs, for debugging; null does not compile. auto is inductor on a
+    GPU where it works, null on a CPU and under Transformer Engine, which fuses the same
+    operations."""
     max_skipped_steps: Whole = 10
     """Consecutive non-finite steps to skip before the run aborts."""
 
