@@ -48,17 +48,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     instead.add_argument(
         "--dry-run",
         action="store_true",
-        help="print model, routing, tokens, FLOPs and memory instead of training",
+        help="print the plan, with memory and step time, instead of training",
     )
     instead.add_argument(
         "--fit",
         action="store_true",
-        help="search the fastest layout that fits --gpus N instead of training",
+        help="search for the fastest layout on --gpus N instead of training",
     )
     instead.add_argument(
         "--rehearse",
         action="store_true",
-        help="run a few steps of the real code on pretended GPUs instead of training",
+        help="run a few steps of the real code on simulated GPUs instead of training",
     )
     parser.add_argument(
         "--write", metavar="FILE", help="with --fit: write the best layout as a config to FILE"
@@ -67,17 +67,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpus",
         type=positive,
         metavar="N",
-        help="ranks to plan (default: the config's plan.gpus) or to rehearse for",
+        help="ranks to plan for (default: the config's plan.gpus) or to rehearse",
     )
     parser.add_argument(
         "--device",
         metavar="h100|h200|a100|b200|FILE",
-        help="GPU to plan or to rehearse for (default: the config's plan.device)",
+        help="GPU to plan for or to rehearse (default: the config's plan.device)",
     )
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="with --dry-run or --rehearse: write the plan or the report to FILE too",
+        help="with --dry-run or --rehearse: also write the plan or report to FILE",
     )
     parser.add_argument(
         "--ranks",
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--write needs --fit")
     for name in ("resume", "ranks"):
         if getattr(options, name) is not None and (planned or options.print_config):
-            parser.error(f"--{name} has no effect where nothing is trained")
+            parser.error(f"--{name} needs a run that trains")
     if options.ranks is not None and "LOCAL_RANK" in os.environ:
         parser.error("--ranks starts its own ranks: leave it out under torchrun")
     problem = rehearsal.problem(options)
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def positive(text: str) -> int:
     """Return the number that `text` is, at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
     return int(text)
 
 

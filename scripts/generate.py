@@ -122,9 +122,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=0.0,
         help="sample from the scores divided by T; 0 picks the best token (default: 0)",
     )
-    parser.add_argument(
-        "--tokenizer", type=Path, help="tokenizer.json of a run whose own is elsewhere now"
-    )
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, if the run's has moved")
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, help="seed of the sampling (default: 0)"
     )

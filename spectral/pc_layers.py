@@ -207,8 +207,7 @@ def _refuse_shared(model: nn.Module, parameter: Tensor) -> None:
     ]
     if len(found) > 1:
         raise ValueError(
-            f"the weight of {found[0]} is that of {' and '.join(found[1:])} too, which would not "
-            "multiply by PC(W)"
+            f"{' and '.join(found)} share a weight, and only one of them would multiply by PC(W)"
         )
 
 

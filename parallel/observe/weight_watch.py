@@ -173,8 +173,8 @@ class WeightWatch:
         found = found_by_all(f"{me}: {name}" for name in mine)
         if found:
             raise DisagreementError(
-                f"weights have changed between steps: {found}; the checkpoints before are sound, "
-                "the memory of that rank may not be"
+                f"weights have changed between steps: {found}; earlier checkpoints are sound, "
+                "but that rank's memory may be faulty"
             )
         check_replicas(self.optimizer.model)
 

@@ -32,7 +32,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if (self.package is None) == (self.file is None):
-            raise ValueError("package must be given, or file, and not both")
+            raise ValueError("exactly one of package and file must be given")
         if self.package is not None and not (self.version and self.files):
             raise ValueError(f"files and version must be given for the package {self.package}")
 

@@ -52,7 +52,7 @@ class AtomicFolder:
         """Remove what a killed run left, check, and make the folder to write to."""
         leftovers = [path for path in (self.path, self._replaced) if os.path.lexists(path)]
         if leftovers and not was_killed:
-            raise InputError(f"{leftovers[0]} is in the way: no preparation has left it")
+            raise InputError(f"{leftovers[0]} is in the way, and is not left from a preparation")
         # Left by a run that was killed between the renames of `commit`.
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)

@@ -148,7 +148,7 @@ def _encoded(
                     progress.update(size)
     if portion.tokens is not None and written < portion.tokens:
         print(
-            f"{', '.join(map(str, portion.inputs))}: {written:,} tokens, which are all there are, "
-            f"instead of {portion.tokens:,}",
+            f"{', '.join(map(str, portion.inputs))}: {written:,} tokens instead of "
+            f"{portion.tokens:,}: there are no more",
             file=sys.stderr,
         )

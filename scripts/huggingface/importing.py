@@ -74,7 +74,7 @@ def import_model(
         files = TheirFiles(source, stack)
         tensors = files.checked(their_tensors(config.model), settings)
         if files.tied:
-            print("the head is tied to the embedding: here it is a copy, which trains by itself")
+            print("tied head: imported as a copy of the embedding; the two train apart")
         check_room(target, 4 * sum(tensor.numel for tensor in tensors))
         folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
         state = folder.path / checkpoint.STATE

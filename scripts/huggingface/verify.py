@@ -76,7 +76,7 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
     if more:
         raise DifferentError(
             f"the tokenizer_config.json in {folder} adds {named(more)} to the tokens of its "
-            "tokenizer.json: texts would be cut otherwise than in training"
+            "tokenizer.json: texts would get other tokens than in training"
         )
     text = {"truncation": True, "max_length": length, "add_special_tokens": False}
     found = tokenizer(TEXT, **text)["input_ids"]
@@ -99,7 +99,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
         )
     found = {key: value for key, value in info.items() if value}
     if found:
-        raise DifferentError(f"transformers does not load {folder} as it is: {found}")
+        raise DifferentError(f"transformers cannot load all of {folder}: {found}")
     logits: Tensor = model.eval()(tokens).logits
     return logits, stored
 

@@ -46,7 +46,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.grid, self.factors, self.choices))) != 1:
-            raise ValueError("grid must be given, or factors, or choices, and only one of them")
+            raise ValueError("exactly one of grid, factors and choices must be given")
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
         """The overrides of each candidate; `tuned` are those that `factors` multiply."""

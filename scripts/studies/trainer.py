@@ -134,7 +134,7 @@ class Trainer:
             if was != now:
                 raise InputError(
                     f"{run.label}: its record in {self.book.path} has another {kind}, {was} and "
-                    f"not {now}: give another --results, or take its line out"
+                    f"not {now}: give another --results, or remove its line"
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:

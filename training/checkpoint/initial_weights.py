@@ -89,7 +89,7 @@ def _chosen(path: str, config: Config, tokenizer: str | None) -> tuple[Checkpoin
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} has another tokenizer: sha256 was {known}, "
-            f"is {tokenizer}; its weights know other tokens by the same ids. To begin with them "
+            f"is {tokenizer}; there the same ids mean other tokens. To use its weights "
             "anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest

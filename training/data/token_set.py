@@ -325,5 +325,5 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
     if size != expected:
         raise DataError(
             f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected}: "
-            "one of the two is truncated or belongs to another preparation"
+            "one of the two is truncated, or from another preparation"
         )

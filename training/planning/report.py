@@ -62,7 +62,7 @@ def run_table(config: Config, planned: Plan) -> str:
     microbatches = train.global_batch // (train.micro_batch * sizes["data"])
     total = planned.tokens * train.steps
     rows = [
-        ("parameters", f"{size.parameters:,}, of which a token uses {size.active_parameters:,}"),
+        ("parameters", f"{size.parameters:,}, {size.active_parameters:,} per token"),
         (f"{planned.gpus} x {planned.device.name}", layout),
         (
             "batch",

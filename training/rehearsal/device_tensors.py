@@ -41,7 +41,7 @@ def efficient_attention_backward(
     """The shapes of the gradients of `query`, `key`, `value` and no bias: PyTorch's own lacks an
     argument of the kernel."""
     if bias is not None:
-        raise NotImplementedError("a bias on the scores keeps attention from being rehearsed")
+        raise NotImplementedError("attention with a bias on the scores cannot be rehearsed")
     return (*(torch.empty_like(x) for x in (query, key, value)), query.new_empty(()))
 
 

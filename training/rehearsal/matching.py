@@ -63,7 +63,7 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
         stuck = min((i for r, i, what in waiting if r == rank and what == "call"), default=None)
         if stuck is not None:
             call = calls[rank][stuck]
-            yield f"{call.kind} at {call.place} on rank {rank} never begins: ranks wait in a circle"
+            yield f"{call.kind} at {call.place} on rank {rank} never begins: the ranks deadlock"
 
 
 def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:

@@ -79,13 +79,13 @@ def attention(
     groups, t, d]`. Raises RuntimeError for what none of them takes."""
     lower_right = isinstance(attn_mask, LowerRight)
     if attn_mask is not None and not lower_right:
-        raise RuntimeError("a mask in memory keeps attention from the fused kernels")
+        raise RuntimeError("no fused kernel takes a mask tensor")
     if takes_flash(query, key, value) and newer and not lower_right:
         return _cudnn(query, key, value, dropout_p, is_causal, scale)
     if takes_flash(query, key, value):
         return _flash(query, key, value, dropout_p, is_causal or lower_right, scale)
     if enable_gqa and query.shape[1] != key.shape[1]:
-        raise RuntimeError("No available kernel: grouped heads, and flash attention takes them not")
+        raise RuntimeError("No available kernel: flash attention does not take grouped heads")
     if lower_right:
         return _efficient_lower_right(query, key, value, dropout_p, scale)
     wanted = query.requires_grad and torch.is_grad_enabled()

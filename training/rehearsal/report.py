@@ -156,8 +156,8 @@ def first_error(
         place = max(sizes, key=lambda name: sizes[name])
         return (
             f"out of memory in {place}: {gib(report.peak_memory_bytes)} GiB of tensors, "
-            f"{report.device.name} has {gib(report.device.memory_bytes)} GiB, of which "
-            f"{RESERVE:.0%} are not for tensors"
+            f"{report.device.name} has {gib(report.device.memory_bytes)} GiB less a "
+            f"reserve of {RESERVE:.0%}"
         )
     if report.findings:
         return f"{len(report.findings)} accesses in no order, the first: {report.findings[0]}"

@@ -33,6 +33,6 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
         assert word in printed
     sized = load_config(path, overrides)
     size = model_size(sized.model, sized.train.sequence_length)
-    assert f"{size.parameters:,}, of which a token uses {size.active_parameters:,}" in printed
+    assert f"{size.parameters:,}, {size.active_parameters:,} per token" in printed
     assert sum(stage["parameters"] for stage in planned["stages"]) <= size.parameters
     assert config.optimizer.matrix.rule in printed
