@@ -12,7 +12,7 @@ Only the rank-one term depends on lambda. msign's odd polynomial is expanded int
 which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. Those come from a
 projection of `N N^T` on the rational Krylov space of a few of the same resolvents, which spans
 their values at all other shifts to 1e-4 or better, whatever the number of rows. docs/numerics.md
-has the derivation and the evidence.
+has measurements.
 """
 
 from collections.abc import Callable, Sequence

@@ -62,10 +62,7 @@ def spaced(key: str) -> str:
 
 
 def shown(runs: Sequence[Hours]) -> str:
-    """Number of runs, their GPU-hours together, and GPUs of each."""
+    """GPU-hours of runs together, and GPUs of each."""
     if not runs:
         return ""
-    total, gpus = sum(run["gpu_hours"] for run in runs), max(run["gpus"] for run in runs)
-    return (
-        f"{len(runs)} runs, {total:,.0f} on {gpus}" if len(runs) > 1 else f"{total:,.0f} on {gpus}"
-    )
+    return f"{sum(run['gpu_hours'] for run in runs):,.0f} on {max(run['gpus'] for run in runs)}"
