@@ -25,8 +25,28 @@ def msign(content: dict[str, Any]) -> Rows:
     ]
 
 
+RULES = {
+    "muon": "Muon",
+    "muon_sphere": "MuonSphere",
+    "spectral_sphere": "SSO",
+    "muon_plus_plus": "Muon++",
+    "torch.optim muon": "torch.optim.Muon",
+}
+
+
+def steps(content: dict[str, Any]) -> Rows:
+    """Milliseconds of each rule of matrices, and their ratio to Muon's."""
+    (rows,) = content["models"].values()
+    spent = {row["optimizer"]: row["ms"] for row in rows}
+    return [
+        [name, f"{spent[rule]:.0f}", f"{spent[rule] / spent['muon']:.2f}"]
+        for rule, name in RULES.items()
+    ]
+
+
 TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
     ("numerics.md", "msign.json", msign),
+    ("performance.md", "optimizer_llama271m.json", steps),
 ]
 
 
