@@ -44,8 +44,33 @@ def steps(content: dict[str, Any]) -> Rows:
     ]
 
 
+LIBRARIES = {
+    "Muon": "`Muon`",
+    "MuonSphere": "`MuonSphere`",
+    "SpectralSphere": "`SpectralSphere`",
+    "MuonPlusPlus": "`MuonPlusPlus`",
+    "torch Muon": "torch.optim.Muon",
+    "dion Muon": "dion's Muon",
+    "KellerJordan Muon": "KellerJordan/Muon",
+}
+
+
+def libraries(content: dict[str, Any]) -> Rows:
+    """Milliseconds of each optimizer on each set of weights, by default and with equal settings."""
+    rows = []
+    for name, shown in LIBRARIES.items():
+        spent = [
+            found.get(side)
+            for found in content["figures"].values()
+            for side in (name, f"{name}, equal")
+        ]
+        rows.append([shown, *("" if ms is None else f"{ms:.0f}" for ms in spent)])
+    return rows
+
+
 TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
     ("numerics.md", "msign.json", msign),
+    ("library.md", "library.json", libraries),
     ("performance.md", "optimizer_llama271m.json", steps),
 ]
 
@@ -58,4 +83,5 @@ def test_a_table_has_the_figures_of_its_file(
     _, named, after = (ROOT / "docs" / page).read_text().partition(f"benchmarks/results/{file}")
     assert named
     lines = after[after.index("\n|") :].lstrip().split("\n\n")[0].splitlines()[2:]
-    assert [line.strip("| ").split(" | ") for line in lines] == rows(content)
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    assert cells == rows(content)
