@@ -149,3 +149,15 @@ def test_version_and_public_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert spectral.__version__ == project["version"]
     assert set(dir(spectral)) == {*spectral.__all__, "__version__"}
+
+
+def test_a_scaler_of_gradients_steps_and_skips() -> None:
+    layer, scaler = torch.nn.Linear(4, 4, bias=False), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = Muon(layer.parameters())
+    for factor, moves in ((1.0, True), (float("inf"), False)):
+        before = layer.weight.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale(factor * layer(torch.ones(2, 4)).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(layer.weight, before) is not moves
