@@ -86,7 +86,7 @@ def test_wrong_input_is_said_and_exits_with_2(options, words, rehearse, capsys):
         (["--gpus", "0"], "must be a whole number, at least 1, got '0'"),
         (["--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
         (["--gpus", "4", "--dry-run"], "not allowed with argument"),
-        (["--gpus", "4", "--resume", "none"], "--resume has no effect"),
+        (["--gpus", "4", "--resume", "none"], "--resume needs a run that trains"),
     ],
 )
 def test_options_that_do_not_fit_are_said_and_exit_with_2(options, words, rehearse, capsys):
