@@ -68,9 +68,23 @@ def libraries(content: dict[str, Any]) -> Rows:
     return rows
 
 
+def pc_layers(content: dict[str, Any]) -> Rows:
+    """Time of a step and bytes of masters and state, over those without PC layers."""
+    sides = {"materialized": content, "in the graph": content["variants"]["pc.evaluator=in_graph"]}
+    without = content["variants"]["pc=null"]
+
+    def ratios(figures: dict[str, Any]) -> list[str]:
+        step, other = (sum(each["phase_seconds"].values()) for each in (figures, without))
+        memory = figures["optimizer_bytes"] / without["optimizer_bytes"]
+        return [f"{step / other:.2f}", f"{memory:.2f}"]
+
+    return [[name, *ratios(figures)] for name, figures in sides.items()]
+
+
 TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
     ("numerics.md", "msign.json", msign),
     ("library.md", "library.json", libraries),
+    ("performance.md", "pc_layers.json", pc_layers),
     ("performance.md", "optimizer_llama271m.json", steps),
 ]
 
