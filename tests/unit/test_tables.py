@@ -99,3 +99,20 @@ def test_a_table_has_the_figures_of_its_file(
     lines = after[after.index("\n|") :].lstrip().split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     assert cells == rows(content)
+
+
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        ("planning.md", "rehearsal_llama8b_1024.json"),
+        ("performance.md", "rehearsal_llama1b_one_gpu.json"),
+    ],
+)
+def test_a_page_has_the_figures_of_its_rehearsal(page: str, file: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    content = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    for name in ("forward_backward", "optimizer"):
+        assert f" {content['phases'][name]['launches']:,} " in text
+    assert f"{content['peak_memory_bytes'] / 2**30:.1f}" in text or (
+        f"{content['peak_memory_bytes'] / 2**30:.2f} of" in text
+    )
