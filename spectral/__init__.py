@@ -3,6 +3,7 @@
 from .cuda_graph import CapturedStep
 from .gram_penalty import gram_penalty
 from .optimizer import (
+    AdaMuon,
     AdamW,
     Muon,
     MuonPlusPlus,
@@ -21,6 +22,7 @@ from .tangent import solve_multiplier
 
 __version__ = "0.2.0"
 __all__ = [
+    "AdaMuon",
     "AdamW",
     "CapturedStep",
     "Muon",

@@ -705,6 +705,17 @@ class NorMuon(SpectralOptimizer, rule="normuon"):
     """
 
 
+class AdaMuon(SpectralOptimizer, rule="adamuon"):
+    """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)`, of O = msign(sign(M)) and its mean square V.
+
+    Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
+    mean square 0.2 lr. For rates tuned for AdamW, and entries of one weight that learn at very
+    different rates; it keeps V, as large as the weight, beside the momentum.
+
+        optimizer = AdaMuon(split_parameters(model), lr=1e-3)
+    """
+
+
 class MuonSphere(SpectralOptimizer, rule="muon_sphere"):
     """Muon on weights that are rescaled to spectral norm R before every step.
 

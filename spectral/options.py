@@ -23,13 +23,14 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "adamw": {"lr": 1e-3},
     "muon": {"lr": 2e-2, "steps": 5, "msign_dtype": "bfloat16"},
     "normuon": {"lr": 2e-2, "steps": 5, "msign_dtype": "bfloat16"},
+    "adamuon": {"lr": 1e-3, "steps": 5, "msign_dtype": "bfloat16"},
     "muon_sphere": {"lr": 5e-3, "msign_dtype": "float16"},
     "spectral_sphere": {"lr": 5e-3, "msign_dtype": "float16"},
     "muon_plus_plus": {"lr": 5e-3, "msign_dtype": "float16"},
     "spectral_descent": {"lr": 1e-3, "msign_dtype": "float16"},
 }
-ALIASES: Final = {"eps": "epsilon", "ns_steps": "steps"}
-"""Names that torch's optimizers have for fields."""
+ALIASES: Final = {"eps": "epsilon", "ns_steps": "steps", "cautious_wd": "cautious_decay"}
+"""Names that the optimizers of torch and dion have for fields."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are not fields of its rule."""
 HOSTS: Final = frozenset({"betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"})

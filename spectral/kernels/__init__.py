@@ -141,19 +141,21 @@ def update_(
     factor: Tensor,
     active: Tensor,
     scale: Tensor | None = None,
+    cautious: bool = False,
 ) -> Tensor:
     """Update stacks of any shapes in one pass each; return ||direction|| `[sum of batches]`.
 
     `weight <- factor weight - step direction` in place where `active`; `step`, `factor`, float32,
     and `active` have an entry for each matrix of all stacks. With `scale`, which is like `factor`,
-    all weights are multiplied by it before. Only where `updates` is True.
+    all weights are multiplied by it before. `cautious`: no factor where weight and direction
+    have opposite signs. Only where `updates` is True.
     """
     from . import update
 
     rates = zip(*(apart(x, weights) for x in (factor, step, active)), strict=True)
     scales = [None] * len(weights) if scale is None else apart(scale, weights)
     squares = [
-        update.update_(w, d, decay, size, gate, part)
+        update.update_(w, d, decay, size, gate, part, cautious)
         for w, d, (decay, size, gate), part in zip(weights, directions, rates, scales, strict=True)
     ]
     return together(squares).sqrt()

@@ -22,6 +22,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     numel, cols, parts,
     d_batch, d_row, d_col,
     SCALED: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one part of one matrix of `weight` `[batch, numel]`, contiguous."""
@@ -35,7 +36,10 @@ def update_kernel(  # type: ignore[no-untyped-def]
     tl.store(squares + tl.program_id(0), tl.sum(d * d, axis=0))
     if SCALED:
         w = w * tl.load(scale + matrix)
-    new = w * tl.load(factor + matrix) - d * tl.load(step + matrix)
+    decayed = w * tl.load(factor + matrix)
+    if CAUTIOUS:
+        decayed = tl.where(((w > 0) & (d < 0)) | ((w < 0) & (d > 0)), w, decayed)
+    new = decayed - d * tl.load(step + matrix)
     # A selection, not a product: NaN of a skipped unit must not reach the weights.
     taken = tl.load(active + matrix) != 0
     new = tl.where(taken, new, w)
@@ -49,6 +53,7 @@ def update_(
     step: Tensor,
     active: Tensor,
     scale: Tensor | None = None,
+    cautious: bool = False,
 ) -> Tensor:
     """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
 
@@ -61,6 +66,7 @@ def update_(
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         scale: as `factor`, or None.
+        cautious: multiply by `factor` only where weight and direction have not opposite signs.
 
     Raises:
         ValueError: a weight or direction that the kernel cannot take.
@@ -78,6 +84,7 @@ def update_(
             numel, weight.shape[2], parts,
             *direction.stride(),
             SCALED=scale is not None,
+            CAUTIOUS=cautious,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )  # fmt: skip

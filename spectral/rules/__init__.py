@@ -6,6 +6,7 @@ uses the library alone may call `register_rule`.
 
 from importlib.metadata import entry_points
 
+from .adamuon import AdaMuonRule
 from .adamw import AdamWRule
 from .base import Report, Rule, Stack, State, Step, take_step
 from .momentum import MomentumRule
@@ -20,6 +21,7 @@ RULES: dict[str, type[Rule]] = {
     "adamw": AdamWRule,
     "muon": MuonRule,
     "normuon": NorMuonRule,
+    "adamuon": AdaMuonRule,
     "muon_sphere": MuonSphereRule,
     "spectral_sphere": SpectralSphereRule,
     "muon_plus_plus": MuonPlusPlusRule,
@@ -44,6 +46,7 @@ def register_rule(name: str, rule: type[Rule]) -> None:
 
 __all__ = [
     "RULES",
+    "AdaMuonRule",
     "AdamWRule",
     "MomentumRule",
     "MuonPlusPlusRule",

@@ -84,6 +84,11 @@ class Rule(ABC):
         """Raise ValueError for a field that makes no sense; a subclass calls its parents'."""
         return
 
+    @property
+    def cautious(self) -> bool:
+        """Whether weight decay acts only on entries that the update shrinks."""
+        return False
+
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
         """Create the state of `weight` `[batch, ...]`, every tensor with a leading batch dimension.
@@ -266,14 +271,25 @@ def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
     return together([per_matrix(rate, w) for rate, w in zip(rates, stacks, strict=True)])
 
 
-def decay_(weight: Tensor, lr: Rate, weight_decay: Rate, active: Tensor | None) -> None:
-    """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`."""
+def decay_(
+    weight: Tensor,
+    lr: Rate,
+    weight_decay: Rate,
+    active: Tensor | None,
+    direction: Tensor | None = None,
+) -> None:
+    """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
+
+    With the `direction` that is subtracted afterwards, only where it has not the opposite sign.
+    """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
     # In the weight's dtype from the start: a float32 factor would round a float64 weight.
     factor = weight.new_ones(()) - per_unit(lr * weight_decay, weight)
     if active is not None:
         factor = torch.where(_broadcast(active, weight), factor, torch.ones_like(factor))
+    if direction is not None:
+        factor = torch.where(weight.sign() * direction < 0, torch.ones_like(factor), factor)
     weight.mul_(factor)
 
 

@@ -29,10 +29,8 @@ from .msign_rule import MsignRule
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonRule(MomentumRule, MsignRule):
-    """Muon on whole matrices; equals `torch.optim.Muon` on the same coefficients and dtype."""
-
-    reads_weight: ClassVar[bool] = False
+class PolarRule(MomentumRule, MsignRule):
+    """A rule of whole matrices that steps along polar factors, scaled by the matrix's shape."""
 
     scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the update depends on the unit's shape (docs/spectral.md)."""
@@ -43,15 +41,6 @@ class MuonRule(MomentumRule, MsignRule):
         super().__post_init__()
         require_choice("scale", self.scale, scaling.MODES)
         require(self.scale_factor > 0, f"scale_factor must be positive, got {self.scale_factor}")
-
-    @torch.no_grad()
-    def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then `weight -= lr scale msign(momentum)`; see `Rule.update`.
-
-        Reports `update_rms` and `refused`.
-        """
-        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
-        return self.apply(stacks, polars, decays=True)
 
     def apply(
         self,
@@ -106,6 +95,7 @@ class MuonRule(MomentumRule, MsignRule):
             factor=unit * (1 - lr * decay) if decays else unit,
             active=gate,
             scale=scale,
+            cautious=self.cautious,
         )
 
     def _update(self, stack: Stack, polar: Polar, gate: Tensor, *, decays: bool) -> Tensor:
@@ -119,7 +109,8 @@ class MuonRule(MomentumRule, MsignRule):
             part = slice(first, first + len(w))
             acting = unless_all(gate[part])
             if decays:
-                decay_(w, units_of(lr, part), units_of(weight_decay, part), acting)
+                signs = d if self.cautious else None
+                decay_(w, units_of(lr, part), units_of(weight_decay, part), acting, signs)
             subtract_(w, d, units_of(lr, part) * scale, acting)
             first = part.stop
         return together(norms)
@@ -136,6 +127,30 @@ class MuonRule(MomentumRule, MsignRule):
     def update_scale(self, shape: tuple[int, int]) -> float:
         """Return what `lr` times the direction is multiplied by."""
         return self.scale_factor * scaling.update_scale(shape, self.scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonRule(PolarRule):
+    """Muon on whole matrices; equals `torch.optim.Muon` on the same coefficients and dtype."""
+
+    reads_weight: ClassVar[bool] = False
+
+    cautious_decay: bool = False
+    """Decay no entry that the update lets grow ("Cautious Weight Decay", Chen et al., 2025)."""
+
+    @property
+    def cautious(self) -> bool:
+        """Whether weight decay acts only on entries that the update shrinks."""
+        return self.cautious_decay
+
+    @torch.no_grad()
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Decay, then `weight -= lr scale msign(momentum)`; see `Rule.update`.
+
+        Reports `update_rms` and `refused`.
+        """
+        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
+        return self.apply(stacks, polars, decays=True)
 
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:

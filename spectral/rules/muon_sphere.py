@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,14 +13,12 @@ from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from .base import Report, Stack, State, decay_, rate_of_stacks, require, require_choice, taken
-from .muon import MuonRule, matrix_shape
+from .muon import PolarRule, matrix_shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class RadiusRule(MuonRule):
+class RadiusRule(PolarRule):
     """Muon on weights that keep a spectral norm, their radius."""
-
-    reads_weight: ClassVar[bool] = True
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius R depends on the unit's shape (docs/spectral.md)."""

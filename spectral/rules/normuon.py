@@ -42,15 +42,25 @@ class NorMuonRule(MuonRule):
 
     def _even(self, stack: Stack, polar: Polar) -> Polar:
         """Keep the mean squares of a stack that takes its step; return its direction."""
-        square = stack.state["square"]
-        direction = polar.direction.to(square.dtype)
-        mean = torch.lerp(square, direction.square().mean(-1), 1 - self.beta2)
-        divided = direction / (mean.sqrt() + EPSILON)[:, :, None]
-        size, norm = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (direction, divided))
-        bounded = polar.bounded & norm.isfinite() & mean.isfinite().all(-1)
-        gate = taken(stack.step.active, bounded)[:, None]
+        direction = polar.direction.to(stack.state["square"].dtype)
+        square = stack.state["square"].view(*direction.shape[:2], -1)
+        mean = torch.lerp(square, self.squares(direction), 1 - self.beta2)
+        divided = direction / (mean.sqrt() + EPSILON)
+        norm = torch.linalg.vector_norm(divided, dim=(1, 2))
+        bounded = polar.bounded & norm.isfinite() & mean.isfinite().flatten(1).all(1)
+        gate = taken(stack.step.active, bounded)[:, None, None]
         torch.where(gate, mean, square, out=square)
-        return Polar(divided.mul_((size / norm.clamp_min(EPSILON))[:, None, None]), bounded)
+        size = self.norm_of(direction) / norm.clamp_min(EPSILON)
+        return Polar(divided.mul_(size[:, None, None]), bounded)
+
+    def squares(self, direction: Tensor) -> Tensor:
+        """Return whose means the direction `[batch, rows, cols]` is divided by the roots of."""
+        return direction.square().mean(-1, keepdim=True)
+
+    def norm_of(self, direction: Tensor) -> Tensor:
+        """Return the Frobenius norms `[batch]` that directions are given."""
+        norm: Tensor = torch.linalg.vector_norm(direction, dim=(1, 2))
+        return norm
 
     def scale_of(self, shape: tuple[int, int]) -> None:
         """Return None: the spectral norm of the update depends on the rows."""

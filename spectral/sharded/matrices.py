@@ -229,7 +229,7 @@ class SharedMatrices:
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
             taken = unless_all(change.isfinite())
             new = weight[None] if taken is None else weight.clone()[None]
-            decay_(new, *steps[p])
+            decay_(new, *steps[p], -change if rule.cautious else None)
             new += change
             if taken is not None:
                 weight.copy_(torch.where(taken, new[0], weight))

@@ -119,6 +119,9 @@ def sharded(model: Model, mesh: DeviceMesh) -> nn.Module:
 def optimizer_of(model: nn.Module, rule: str, **options: Any) -> SpectralOptimizer:
     if rule == "adamw":
         return SpectralOptimizer(model.parameters(), rule="adamw", lr=1e-2, **options)
+    rule, _, cautious = rule.partition(" ")
+    if cautious:
+        options["cautious_decay"] = True
     return SpectralOptimizer(split_parameters(model, lr=1e-2), rule=rule, lr=2e-2, **options)
 
 
@@ -175,7 +178,7 @@ def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
             model = build(how, pc)
             optimizer = optimizer_of(model, rule)
             train(model, optimizer, how, 0, STEPS - 1)
-            seen = counted(rule)
+            seen = counted(rule.split()[0])
             train(model, optimizer, how, STEPS - 1, STEPS)
             stepped = [[*shape, n] for shape, n in sorted(seen.items())]
             found[-1][rule] = {"weights": whole(model), "stepped": stepped}

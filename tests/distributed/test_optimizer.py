@@ -21,6 +21,7 @@ VARIANTS = [
     {"rule": "muon", "bucket_numel": 9000},
     {"rule": "muon", "qkv_units": "group", "placement": "ping_pong", "storage": "even"},
     {"rule": "muon", "penalised": ["v", "o", "gate"], "qkv_units": "component"},
+    {"rule": "adamuon"},
     {"rule": "muon_sphere", "bucket_numel": 9000, "overlap": False, "step_groups": 100},
     {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component", "step_groups": 1},
     {"rule": "spectral_sphere", "storage": "owner"},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.launch import run_on_ranks
 
-RULES = ["adamw", "muon", "normuon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
+RULES = ["adamw", "muon", "normuon", "adamuon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
 WORKERS = "tests.distributed.sharded_workers"
 TOLERANCE = 1e-10
 """Of weights of size 1 in float64 after four steps, whose sums run in another order."""
@@ -18,8 +18,8 @@ TOLERANCE = 1e-10
 
 FAST: list[tuple[int, str, list[str], bool]] = [
     (2, "fsdp", RULES, False),
-    (2, "tp", ["adamw", "spectral_sphere"], False),
-    (2, "ddp", ["muon"], False),
+    (2, "tp", ["adamw", "muon cautious", "spectral_sphere"], False),
+    (2, "ddp", ["muon", "muon cautious"], False),
     (4, "hsdp", ["spectral_sphere"], False),  # one shard is empty
     (2, "fsdp", ["adamw", "spectral_sphere"], True),
     (4, "tp_fsdp", ["muon_plus_plus"], True),

@@ -181,7 +181,9 @@ def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor 
 
 @pytest.mark.parametrize("active", [None, True, False])
 @pytest.mark.parametrize(
-    "rule", [MuonRule(steps=3), SpectralSphereRule(steps=3)], ids=["muon", "spectral_sphere"]
+    "rule",
+    [MuonRule(steps=3), MuonRule(steps=3, cautious_decay=True), SpectralSphereRule(steps=3)],
+    ids=["muon", "cautious", "spectral_sphere"],
 )
 def test_a_step_by_the_kernels(
     to_kernels: None, monkeypatch: pytest.MonkeyPatch, rule: MuonRule, active: bool | None

@@ -1,0 +1,46 @@
+"""AdaMuon: Muon on the signs of the momentum, with a second moment of each entry of the update.
+
+Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1: with
+O = msign(sign(M)) and V the mean of the squares of O, `W -= lr s sqrt(min(rows, cols)) O' / ||O'||`
+for O' = O / (sqrt(V) + epsilon). With the scale `align_adam_rms` its root mean square is 0.2 lr.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .base import Report, Stack, State
+from .normuon import NorMuonRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaMuonRule(NorMuonRule):
+    """Muon on signs whose update's entries are divided by the roots of means of their squares."""
+
+    scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "align_adam_rms"
+    """How the update depends on the unit's shape (docs/spectral.md), the paper's by default."""
+    beta2: float = 0.95
+    """Decay of the mean square of an entry of the update, in [0, 1); the paper's is `momentum`."""
+
+    def init_state(self, weight: Tensor) -> State:
+        """Create the momentum and the mean squares, both of the shape of `weight`."""
+        return super().init_state(weight) | {"square": torch.zeros_like(weight)}
+
+    @torch.no_grad()
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Decay, then step along msign(sign(momentum)), evened out; see `Rule.update`."""
+        # What is not finite has a sign, or none, and must be seen.
+        signs = [torch.where(s.grad.isfinite(), s.grad.sign(), torch.nan) for s in stacks]
+        return super().update([s._replace(grad=x) for s, x in zip(stacks, signs, strict=True)])
+
+    def squares(self, direction: Tensor) -> Tensor:
+        """Return the squares of all entries."""
+        return direction.square()
+
+    def norm_of(self, direction: Tensor) -> Tensor:
+        """Return the Frobenius norm of exact polar factors, for each of the batch."""
+        return direction.new_full(direction.shape[:1], math.sqrt(min(direction.shape[1:])))

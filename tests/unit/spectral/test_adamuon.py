@@ -1,0 +1,79 @@
+"""AdaMuon and cautious weight decay: the numbers of the published codes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectral.rules import AdaMuonRule, MuonRule, Report, Rule, take_step
+
+# Chongjie-Si/AdaMuon at 369f0b3, and `muon_update_post_orthogonalize` of microsoft/dion at 0a059a4
+# with cautious_wd, both in float64 with the polar factors of msign.
+PUBLISHED: dict[str, tuple[Rule, float, list[list[float]]]] = {
+    "adamuon": (
+        AdaMuonRule(),
+        0.1,
+        [
+            [-0.0398185329, 0.8645442451, 0.8909838746, 0.1385302533],
+            [-0.7383574910, -0.9036263153, -0.3100704961, 0.6405279308],
+            [1.0124872736, 0.3611000713, -0.5760123469, -0.9372731453],
+        ],
+    ),
+    "muon cautious": (
+        MuonRule(cautious_decay=True),
+        0.5,
+        [
+            [-0.1193764197, 0.8791318193, 0.9464283482, 0.1176344192],
+            [-0.6618159103, -0.7531135100, -0.4035248470, 0.6151771036],
+            [1.0322177199, 0.3116536967, -0.5819322644, -0.7892161830],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_two_steps_give_the_numbers_of_the_published_code(name: str) -> None:
+    rule, decay, expected = PUBLISHED[name]
+    weight = torch.arange(12, dtype=torch.float64).view(1, 3, 4).sin()
+    state = rule.init_state(weight)
+    for step in range(2):
+        grad = (torch.arange(12, dtype=torch.float64).view(1, 3, 4) * (step + 2)).cos()
+        take_step(rule, weight, grad, state, lr=0.1, weight_decay=decay)
+    # The published AdaMuon divides by its norm and an epsilon of 1e-8.
+    torch.testing.assert_close(
+        weight[0], torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=0
+    )
+
+
+def stepped(rule: Rule, weight: Tensor, **rates: Any) -> tuple[Tensor, Report]:
+    """A weight after a step along gradients of very different sizes, and the report."""
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(weight.shape, generator=generator)
+    grad *= 10 ** (4 * torch.rand(grad.shape, generator=generator))
+    weight = weight.clone()
+    return weight, take_step(rule, weight, grad, rule.init_state(weight), **rates)
+
+
+def test_every_entry_of_adamuons_first_update_has_the_root_mean_square_of_adams() -> None:
+    weight, report = stepped(AdaMuonRule(), torch.zeros(2, 30, 12), lr=1.0)
+    # An entry of msign of almost 0 is within the epsilon of its root mean square.
+    assert (weight.abs() - 0.2).abs().max() < 1e-3
+    assert report["update_rms"].tolist() == pytest.approx([0.2] * 2, rel=1e-5)
+    with_inf = torch.full((1, 3, 4), math.inf)
+    rule, weight = AdaMuonRule(), torch.ones(1, 3, 4)
+    assert take_step(rule, weight, with_inf, rule.init_state(weight), lr=1.0)["refused"] == 1
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor([0.1, 0.2])])
+def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
+    """Beside the step without decay, and the step that decays everything."""
+    start = torch.randn(2, 12, 30)
+    start[0, 0] = 0
+    none, _ = stepped(MuonRule(), start, lr=lr)
+    every, _ = stepped(MuonRule(), start, lr=lr, weight_decay=0.5)
+    some, _ = stepped(MuonRule(cautious_decay=True), start, lr=lr, weight_decay=0.5)
+    grows = start * (none - start) > 0
+    torch.testing.assert_close(some, torch.where(grows, none, every), rtol=0, atol=1e-6)
+    assert 100 < grows.sum() < 620
