@@ -112,7 +112,7 @@ the working directory.
 
 A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
 problems. The run folder gets the resolved config, itself a valid config. Names in bold are
-subsections.
+subsections; `*` stands for the names at the end of a row.
 """
 
 if __name__ == "__main__":
