@@ -116,3 +116,11 @@ def test_a_page_has_the_figures_of_its_rehearsal(page: str, file: str) -> None:
     assert f"{content['peak_memory_bytes'] / 2**30:.1f}" in text or (
         f"{content['peak_memory_bytes'] / 2**30:.2f} of" in text
     )
+
+
+def test_the_planned_cost_of_rules_is_that_of_full_runs() -> None:
+    planned = json.loads((ROOT / "scripts" / "papers" / "gpu_hours.json").read_text())
+    hours = {rule: planned[f"qwen3_1.7b_{rule}"]["gpu_hours"] for rule in ("adamw", "muon", "sso")}
+    more = {f"{hours[rule] / hours['adamw'] - 1:.0%}" for rule in ("muon", "sso")}
+    for page in ("planning.md", "performance.md"):
+        assert more == {"2%"} and "says 2% for both" in (ROOT / "docs" / page).read_text()
