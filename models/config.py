@@ -1,7 +1,7 @@
 """The model section of a run config: the shape of a model and how it is initialised."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -18,7 +18,6 @@ MOST_IN_ALL_LAYERS: Final = 1 << 18
 """Heads, and experts, of all layers together, each of which has matrices of its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class InitConfig(Section):
     """How weights are initialised."""
 
@@ -51,7 +50,6 @@ class InitConfig(Section):
             yield "depth_scaled must be false with std null, which depends on the shape, got true"
 
 
-@dataclass(frozen=True, kw_only=True)
 class MoEConfig(Section):
     """Which layers are mixtures of experts, and how tokens are routed to them."""
 
@@ -119,7 +117,6 @@ class MoEConfig(Section):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LatentConfig(Section):
     """Multi-head latent attention: queries, keys and values are computed from narrow latents."""
 
@@ -140,7 +137,6 @@ class LatentConfig(Section):
             yield f"rope_head_dim must be even for rotary positions, got {self.rope_head_dim}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """The shape of a model, and what its family leaves to the config."""
 

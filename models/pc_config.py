@@ -4,7 +4,7 @@ Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Train
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -26,7 +26,6 @@ SPECTRAL_LEVEL: Final = 2
 PresetLevel = Annotated[Literal[0, 1, 2, 3, 4], ExactInt]
 
 
-@dataclass(frozen=True, kw_only=True)
 class PolynomialConfig(Section):
     """Which polynomial acts on the singular values."""
 
@@ -48,7 +47,6 @@ class PolynomialConfig(Section):
             yield f"cutoff must be below upper = {self.upper}, got {self.cutoff}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PCOverride(Section):
     """Another level for some blocks; where several apply, the last one counts."""
 
@@ -65,7 +63,6 @@ class PCOverride(Section):
             yield f"layers must be [first, last] with 0 <= first <= last, got {list(self.layers)}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 

@@ -8,8 +8,9 @@ by its `problems`, what must hold between sections by training/config/checks.py.
 import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields
-from typing import Annotated, Any, Final, Self
+from dataclasses import Field as DataclassField
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final, Self, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -38,10 +39,15 @@ Checks = Mapping[type, Callable[[Any], Iterable[str]]]
 """By section class, what to check beside the section's own `problems`."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Section:
-    """Base class of all sections."""
+    """Base class of all sections, which makes each a frozen dataclass of keyword arguments."""
 
+    __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -68,17 +74,15 @@ def found_in(section: Any, checks: Checks) -> Iterator[str]:
     yield from checks[type(section)](section) if type(section) in checks else ()
 
 
-def ignored(section: Any, *keys: str, when: str, prefix: str = "") -> Iterator[str]:
+def ignored(section: Any, *keys: str, when: str) -> Iterator[str]:
     """Yield a line for each of `keys` that is not at its default although it has no effect: the
-    line says `when` that is so, as in "with kind preset". `prefix` goes before the keys."""
-    for field in fields(section):
-        default = field.default if field.default is not MISSING else field.default_factory
-        default = default() if callable(default) else default
-        value = getattr(section, field.name)
-        if field.name in keys and value != default:
+    line says `when` that is so, as in "with kind preset"."""
+    for key in keys:
+        default, value = getattr(type(section), key), getattr(section, key)
+        if value != default:
             yield (
-                f"{prefix}{field.name} must keep its default {shown(default)}, as it has no effect "
-                f"{when}, got {shown(value)}"
+                f"{key} must keep its default {shown(default)}, as it has no effect {when}, "
+                f"got {shown(value)}"
             )
 
 

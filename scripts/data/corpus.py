@@ -5,7 +5,7 @@ import json
 import lzma
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from models.section import Section
@@ -17,8 +17,7 @@ from training.data.hashes import file_sha256
 from training.errors import DataError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Section):
     """Where documents come from: a Debian package or an .xz file of this repository."""
 
     licence: str
@@ -42,15 +41,13 @@ class Source:
         return self.package or str(self.file)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentSet:
+class DocumentSet(Section):
     """Sources of one set; `sha256` is that of its documents as JSON lines."""
 
     sources: list[Source]
     sha256: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Corpus(Section):
     """Sets of documents by name."""
 

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -18,8 +18,7 @@ ROOT: Final = FILE.parents[2]
 Status = Literal["reproduced", "contradicts", "cannot tell", "not run", "nothing to run"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Item:
+class Item(Section):
     """A table, a figure, or of a paper without them a proposition.
 
     shows     what it shows, in a few words
@@ -58,8 +57,7 @@ class Item:
             raise ValueError("file must be given with measure, got null")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Paper:
+class Paper(Section):
     """A paper: its title, what holds for several items, and its items, by figure_N, table_N or
     another name."""
 
@@ -68,7 +66,6 @@ class Paper:
     items: dict[str, Item]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Catalogue(Section):
     """All papers by name."""
 

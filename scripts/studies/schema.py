@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from models.section import Section
@@ -30,8 +30,7 @@ def tuned_value(keys: str, overrides: Sequence[str]) -> float:
     return float(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(Section):
     """Settings to choose from, one way out of three.
 
     grid     keys with their values; every combination is a candidate. `KEY+KEY` gives several keys
@@ -71,16 +70,14 @@ class Stage:
         return len(self.choices) or math.prod(map(len, values))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rung:
+class Rung(Section):
     """Candidates are trained for `share` of a run's length, and the best `keep` go on."""
 
     share: float
     keep: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
+class Search(Section):
     """Successive halving, the same for every variant that is tuned, with one seed.
 
     `stages` by name, in order, each begins with what the one before has chosen.
@@ -90,8 +87,7 @@ class Search:
     stages: dict[str, list[Rung]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(Section):
     """A variant that is also trained for other `shares` of a run's length, to say how many tokens
     it needs for a loss."""
 
@@ -100,8 +96,7 @@ class Curve:
     seeds: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedIn:
+class TunedIn(Section):
     """The results of another study, with whose chosen settings the variants begin: each with those
     of the variant of its own name there, or of `tuned_as`.
 
@@ -114,8 +109,7 @@ class TunedIn:
     always: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
+class Variant(Section):
     """One way to train; `against` names the variant that it is compared with, `tuned_as` the one of
     the study in `tuned_in` whose settings it begins with, null = the one of its own name."""
 
@@ -126,7 +120,6 @@ class Variant:
     search: dict[str, Stage] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Study(Section):
     """Variants to compare, over the same seeds and with the same `overrides` first.
 

@@ -1,6 +1,6 @@
 """The run config, made of its sections. The sentence under each field is its manual."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from models.config import ModelConfig
 from models.pc_config import PCConfig
@@ -21,7 +21,6 @@ from training.config.sections.running import (
 from training.config.sections.train import ScheduleConfig, TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(Section):
     """A whole run."""
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,7 +13,6 @@ from models.section import Positive, Section
 SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainSet(Section):
     """One training set of the blend."""
 
@@ -23,7 +22,6 @@ class TrainSet(Section):
     """Weight of this set in the blend, relative to the other sets' weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValidationSet(Section):
     """One validation set, evaluated and logged under its name."""
 
@@ -31,7 +29,6 @@ class ValidationSet(Section):
     """Prefix of the set's `.bin` and `.idx` files."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """Which tokens the run reads."""
 

@@ -1,7 +1,6 @@
 """The gram_penalty section of a run config: the off-diagonal Gram penalty on the loss."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -19,7 +18,6 @@ LARGE_WIDTH: Final = 1024
 """Least width of a model that takes `LARGE_COEFFICIENT`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GramPenaltyConfig(Section):
     """Off-diagonal Gram penalty on the loss; see docs/spectral.md."""
 

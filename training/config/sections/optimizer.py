@@ -1,7 +1,7 @@
 """The optimizer section of a run config: rules, learning rates, and distribution over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, Field
@@ -39,7 +39,6 @@ def rule_problem(word: str) -> str:
     return f"one of {', '.join(RULES)}, got {word!r}; did you mean {known}?"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClipConfig(Section):
     """Clipping of the gradient to a global norm."""
 
@@ -47,7 +46,6 @@ class ClipConfig(Section):
     """Largest global gradient norm; null does not clip."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupConfig(Section):
     """How the roles of one group are optimized."""
 
@@ -65,7 +63,6 @@ class GroupConfig(Section):
         yield from erasing(self)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoleConfig(Section):
     """Settings of one role that differ from its group's."""
 
@@ -140,7 +137,6 @@ def erasing(settings: GroupConfig | RoleSettings, prefix: str = "") -> Iterator[
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class DistributedConfig(Section):
     """How the optimizer's work and memory are distributed over ranks.
 
@@ -179,7 +175,6 @@ class DistributedConfig(Section):
             yield "overlap_gather must be false with cuda_graph, got true"
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """Which rule updates which weights, and how."""
 

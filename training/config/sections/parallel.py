@@ -1,7 +1,7 @@
 """The parallel section of a run config: how the model is split over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated
 
 from pydantic import Field
@@ -12,7 +12,6 @@ from models.section import Count, Section
 Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     """How the model is split over ranks; data parallelism takes the rest of their number."""
 

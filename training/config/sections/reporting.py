@@ -1,6 +1,6 @@
 """The sections of a run config about what it reports: log, monitors and validation."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -8,7 +8,6 @@ from pydantic import Field
 from models.section import Count, Positive, Section, Whole
 
 
-@dataclass(frozen=True, kw_only=True)
 class WandbConfig(Section):
     """How the run appears in Weights & Biases, if `log.trackers` has wandb.
 
@@ -19,7 +18,6 @@ class WandbConfig(Section):
     """Project of the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
     """How often the run reports, and where."""
 
@@ -36,7 +34,6 @@ MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations"
 """Groups of figures that docs/monitors.md describes."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MonitorsConfig(Section):
     """What monitors measure of weights, gradients, updates and activations, for monitors.jsonl."""
 
@@ -58,7 +55,6 @@ class MonitorsConfig(Section):
     to it."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Section):
     """How often the run is validated, and on how many sequences."""
 

@@ -1,7 +1,6 @@
 """The sections of a run config about its folder, saving, stopping, supervision and loss spikes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,7 +13,6 @@ Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 """Parts of a run's identity; see training/checkpoint/identity.py."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """Name of the run, and where its output goes."""
 
@@ -35,7 +33,6 @@ class RunConfig(Section):
             yield f"dir must be the path of a folder, not empty and without ~, got {self.dir!r}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanConfig(Section):
     """The machine to plan for; it does not change the run."""
 
@@ -46,7 +43,6 @@ class PlanConfig(Section):
     figures."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     """When the run saves checkpoints, and what it may continue from."""
 
@@ -64,7 +60,6 @@ class CheckpointConfig(Section):
     become plain weights. Its model and tokenizer must be the run's. null initialises weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StopConfig(Section):
     """When a run saves and stops before its last step; the same command continues it."""
 
@@ -72,7 +67,6 @@ class StopConfig(Section):
     """Seconds before the SLURM time limit at which to save and stop; null ignores the limit."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WatchdogConfig(Section):
     """How a run shows that it is alive, and where it hangs."""
 
@@ -85,7 +79,6 @@ class WatchdogConfig(Section):
     never checks."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SpikeConfig(Section):
     """What happens when the loss spikes, or when too many consecutive steps are skipped."""
 

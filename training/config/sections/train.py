@@ -1,7 +1,6 @@
 """The train and schedule sections of a run config: steps, batches, precision, learning rate."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,7 +11,6 @@ Steps = Annotated[int, Field(ge=1, le=10**10)]
 Batch = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """How long the model is trained, on which batches, and in which precision."""
 
@@ -58,7 +56,6 @@ class TrainConfig(Section):
             yield f"exit_step must be at most steps = {self.steps}, got {self.exit_step}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
     """Learning rate over the run, as a factor on every group's peak."""
 
