@@ -32,7 +32,7 @@ ENGINE ?= 0.19.2
 
 # Pages in which programs write, and what prints them.
 PAGES := $(addprefix docs/,configuration.md papers.md models.md parallelism.md)
-made-docs/configuration.md := -m training.config.manual --markdown
+made-docs/configuration.md := -m training.config.manual
 made-docs/papers.md := scripts/paper.py --page
 made-docs/models.md := -m tests.families
 made-docs/parallelism.md := -m tests.support_matrix

@@ -7,7 +7,7 @@ by its `problems`, what must hold between sections by training/config/checks.py.
 
 import difflib
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Self, dataclass_transform
@@ -35,9 +35,6 @@ def _exact(value: object) -> object:
 
 ExactInt = BeforeValidator(_exact)
 
-Checks = Mapping[type, Callable[[Any], Iterable[str]]]
-"""By section class, what to check beside the section's own `problems`."""
-
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Section:
@@ -51,11 +48,10 @@ class Section:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check a section as soon as its fields are sound, if the context holds `Checks`."""
+        """Check a section as soon as its fields are sound, unless the context is false."""
 
         def checked(section: Self, info: ValidationInfo) -> Self:
-            lines = [] if info.context is None else list(found_in(section, info.context))
-            if lines:
+            if lines := list(section.problems()) if info.context else []:
                 raise ValueError("\n".join(lines))
             return section
 
@@ -65,13 +61,6 @@ class Section:
         """Yield what is wrong between the fields, each line beginning with the key that it is
         about."""
         yield from ()
-
-
-def found_in(section: Any, checks: Checks) -> Iterator[str]:
-    """Yield a section's own problems, then those that the check of its class finds."""
-    if isinstance(section, Section):
-        yield from section.problems()
-    yield from checks[type(section)](section) if type(section) in checks else ()
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[str]:

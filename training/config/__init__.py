@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from training.config.binding import InvalidConfigError, bind
-from training.config.checks import SECTION_CHECKS, problems_between, world
+from training.config.checks import problems_between, world
 from training.config.files import Content, escaped, read_merged, read_saved
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config
@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def checked(content: Content) -> Config:
     """Return the config that nested mappings describe; raises InvalidConfigError."""
-    config = bind(Config, content, SECTION_CHECKS)
+    config = bind(Config, content)
     if problems := list(problems_between(config)):
         raise InvalidConfigError(problems)
     return config
@@ -53,7 +53,7 @@ def load_saved_config(path: str | Path) -> Config:
     version has must not make a checkpoint unreadable. Raises InvalidConfigError for a file that is
     not a run config or that has removed keys.
     """
-    return with_paper_choices(bind(Config, read_saved(Path(path))))
+    return with_paper_choices(bind(Config, read_saved(Path(path)), check=False))
 
 
 def check(config: Config, world_size: int) -> None:

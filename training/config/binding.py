@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_orig
 
 from pydantic import TypeAdapter, ValidationError
 
-from models.section import Checks, closest, found_in, shown
+from models.section import closest, shown
 from training.config.removed import removal
 from training.errors import ConfigError
 
@@ -38,6 +38,15 @@ BOUNDS: Final = {
 """By kind of pydantic's error, the name of its bound and the words for it."""
 
 
+OTHER_NAMES: Final = {
+    "sso": "spectral_sphere",
+    "spectralsphere": "spectral_sphere",
+    "muonsphere": "muon_sphere",
+    "muon++": "muon_plus_plus",
+    "adam": "adamw",
+}
+"""Rules by other names in use, in lower case."""
+
 NAMED_SECTIONS: Final = ("data.train", "data.validation", "optimizer.roles", "pc.overrides")
 """Where sections have names of their own, of which null leaves one out."""
 
@@ -50,24 +59,17 @@ class InvalidConfigError(ConfigError):
         self.problems = list(problems)
 
 
-def bind(kind: type[T], mapping: object, checks: Checks | None = None) -> T:
+def bind(kind: type[T], mapping: object, *, check: bool = True) -> T:
     """Return the section `kind` that `mapping` describes.
 
-    With `checks`, problems between fields count too. Raises InvalidConfigError with all problems.
+    Without `check`, only keys, types and bounds count, not what must hold between fields. Raises
+    InvalidConfigError with all problems.
     """
-    adapter, text = _adapter(cast(Any, kind)), json.dumps(mapping, default=str)
+    text = json.dumps(mapping, default=str)
     try:
-        bound: T = adapter.validate_json(text)
-        problems = [] if checks is None else list(walk_problems(bound, checks))
+        bound: T = _adapter(cast(Any, kind)).validate_json(text, context=check)
     except ValidationError as error:
-        problems = list(_lines(kind, error))
-        if checks is not None:  # of the sections that could be bound, those between fields too
-            try:
-                adapter.validate_json(text, context=checks)
-            except ValidationError as again:
-                problems = list(_lines(kind, again))
-    if problems:
-        raise InvalidConfigError(problems)
+        raise InvalidConfigError(list(_lines(kind, error))) from None
     return bound
 
 
@@ -109,7 +111,8 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
         return f"{path} is null, which leaves out what a base has under that name, but none has it"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     if get_origin(without_null(kind)) is Literal:
-        close = closest(str(value), [str(option) for option in get_args(without_null(kind))])
+        options = [str(option) for option in get_args(without_null(kind))]
+        close = OTHER_NAMES.get(str(value).lower()) or closest(str(value), options)
         line += f"; did you mean {close}?" if close else ""
     return removal(f"{path}={value}") or line
 
@@ -154,18 +157,6 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
         else:
             break  # a member of a union
     return path, kind
-
-
-def walk_problems(section: object, checks: Checks, path: str = "") -> Iterator[str]:
-    """Yield the problems of `section` and of every section inside it, with dotted paths."""
-    if isinstance(section, Mapping):
-        for key, value in section.items():
-            yield from walk_problems(value, checks, join(path, str(key)))
-    elif is_dataclass(section) and not isinstance(section, type):
-        for line in found_in(section, checks):
-            yield placed(path, line, type(section))
-        for field in fields(section):
-            yield from walk_problems(getattr(section, field.name), checks, join(path, field.name))
 
 
 def placed(path: str, sentence: str, kind: Any) -> str:

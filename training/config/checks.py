@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from models.config import ModelConfig, MoEConfig
-from models.families import FAMILIES, family_problems
-from models.layout import QKVUnits
-from models.section import Checks, named
+from models.config import MoEConfig
+from models.families import FAMILIES
+from models.section import named
 from training.config.schema import Config
-
-SECTION_CHECKS: Final[Checks] = {ModelConfig: family_problems}
-"""Checks of section classes that the classes cannot make themselves."""
 
 NOT_LINEAR: Final = ("embedding", "head", "gain", "router", "shared_router")
 """Roles that are not linear layers of a block."""
@@ -32,11 +28,6 @@ def problems_between(config: Config) -> Iterator[str]:
     yield from _gram_penalty(config)
 
 
-def roles_of(model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
-    """Return the roles of a model's units, in the order of a layer's forward pass."""
-    return FAMILIES[model.family].roles(model, qkv_units, split_gate_up)
-
-
 def unless(right: object, problem: str) -> Iterator[str]:
     """Yield `problem` unless what it is about is right."""
     if not right:
@@ -44,10 +35,10 @@ def unless(right: object, problem: str) -> Iterator[str]:
 
 
 def divisible(key: str, size: int, by: str, parts: int, note: str = "") -> Iterator[str]:
-    """Yield a line unless `size`, the value of `key`, is a multiple of `parts`, the value of `by`;
-    nothing for parts below 1, which their section reports."""
-    right = parts < 1 or size % parts == 0
-    yield from unless(right, f"{key} must be divisible by {by} = {parts}{note}, got {size}")
+    """Yield a line unless `size`, the value of `key`, is a multiple of `parts`, that of `by`."""
+    yield from unless(
+        size % parts == 0, f"{key} must be divisible by {by} = {parts}{note}, got {size}"
+    )
 
 
 def run_problems(config: Config) -> Iterator[str]:
@@ -76,8 +67,9 @@ def run_problems(config: Config) -> Iterator[str]:
 
 
 def _roles(config: Config) -> list[str]:
-    optimizer = config.optimizer
-    return roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+    """The roles of the model's units, in the order of a layer's forward pass."""
+    model, optimizer = config.model, config.optimizer
+    return FAMILIES[model.family].roles(model, optimizer.qkv_units, optimizer.split_gate_up)
 
 
 def _without_effect(config: Config) -> Iterator[str]:
@@ -102,7 +94,7 @@ def _lengths(config: Config) -> Iterator[str]:
     )
     steps, schedule = config.train.steps, config.schedule
     warmup = schedule.warmup_steps
-    if warmup >= steps >= 1:
+    if warmup >= steps:
         yield f"schedule.warmup_steps must be below train.steps = {steps}, got {warmup}"
     elif schedule.kind == "wsd" and warmup + schedule.cooldown_steps(steps) > steps:
         yield (
@@ -173,11 +165,9 @@ def _gram_penalty(config: Config) -> Iterator[str]:
 def _layout(config: Config) -> Iterator[str]:
     """Yield what of the model cannot be split as the layout says."""
     model, parallel = config.model, config.parallel
-    if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline) < 1:
-        return  # reported by the section
     tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
     sizes = {"heads": model.heads, "kv_heads": model.query_groups, "ffn": model.ffn}
-    if model.vocab_size is not None and model.vocab_multiple >= 1:
+    if model.vocab_size is not None:
         sizes["vocab_size, padded to a multiple of model.vocab_multiple,"] = model.padded_vocab
     for key, size in sizes.items():
         yield from divisible(f"model.{key}", size, "parallel.tensor", tensor)
@@ -205,8 +195,6 @@ def _uneven_stages(config: Config) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
     given = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
-    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1 or min(given.values()) < 1:
-        return  # reported by the section
     others, rest = parallel.pipeline - len(given), layers - sum(given.values())
     if others == 0 and rest:
         yield f"model.layers must be parallel.{' + '.join(keys)} = {layers - rest}, got {layers}"
@@ -318,8 +306,6 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield what is wrong on `world_size` ranks."""
     parallel, train = config.parallel, config.train
     ranks = parallel.model_ranks
-    if ranks < 1 or train.micro_batch < 1:
-        return  # reported by the sections
     if world_size % ranks:
         yield (
             f"the number of ranks must be divisible by parallel.tensor * pipeline * context = "

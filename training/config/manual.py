@@ -1,6 +1,5 @@
 """The manual of the run config: Markdown tables of keys, made from the sentences under fields."""
 
-import argparse
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
@@ -13,11 +12,6 @@ from training.config.schema import Config
 
 Row = tuple[str, str, str, str]
 """Key, type, default and sentence of a leaf."""
-
-
-def markdown_tables(root: type) -> str:
-    """Return a Markdown table per section of the nested dataclass `root`, with its subsections."""
-    return "\n".join(_section(root, "", "")).lstrip() + "\n"
 
 
 def nested(kind: Any) -> type | None:
@@ -98,7 +92,8 @@ def _plain(field: Field[Any]) -> str:
 
 def manual() -> str:
     """Return docs/configuration.md: every key with its type, default and sentence."""
-    return f"{MANUAL_HEAD}\n{markdown_tables(Config)}"
+    tables = "\n".join(_section(Config, "", "")).lstrip()
+    return f"{MANUAL_HEAD}\n{tables}\n"
 
 
 MANUAL_HEAD: Final = """\
@@ -116,7 +111,4 @@ subsections; `*` stands for the names at the end of a row.
 """
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the manual of the run config.")
-    parser.add_argument("--markdown", action="store_true", required=True, help="as Markdown tables")
-    parser.parse_args()
     print(manual(), end="")

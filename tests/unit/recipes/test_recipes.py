@@ -11,7 +11,6 @@ from models.routed_scale import routed_scale
 from models.size import all_units, model_size
 from tests.small_recipes import every_recipe, recipe
 from training.config import check, load_config, to_yaml
-from training.config.checks import roles_of
 
 RULES = {
     "adamw": "adamw",
@@ -62,7 +61,7 @@ def test_a_recipe_fits_its_machine_and_survives_writing(name: str, tmp_path: Pat
     settings = config.optimizer.settings_for
     assert settings("o").rule == rule_of(name)
     # What no paper gives to a spectral rule.
-    roles = roles_of(config.model, config.optimizer.qkv_units, True)
+    roles = FAMILIES[config.model.family].roles(config.model, config.optimizer.qkv_units, True)
     for role in {"embedding", "head", "gain", "router"} & set(roles):
         assert settings(role).rule == "adamw"
     # On their spheres, as all models of the SSO paper are, begin those that stay there.
@@ -111,7 +110,7 @@ def test_roles_are_those_of_the_units(name: str, keys: list[str], units: str, sp
     model = recipe(name, "model.vocab_size=128", *keys).model
     family = FAMILIES[model.family]
     found = family.units(model, layers=range(2), qkv_units=units, split_gate_up=split)
-    roles = roles_of(model, units, split)
+    roles = family.roles(model, units, split)
     assert {unit.role for unit in found} == set(roles) and len(set(roles)) == len(roles)
 
 

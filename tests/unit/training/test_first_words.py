@@ -6,10 +6,10 @@ import pytest
 
 from models.config import LatentConfig, ModelConfig
 from models.families import FAMILIES
+from tests.minimal_config import problems
 from tests.moe_models import MODEL
 from training.checkpoint.identity import SIZES, refusal
 from training.config.files import flat
-from training.config.sections.optimizer import rule_problem
 
 LATENT = LatentConfig(query_rank=8, kv_rank=8, nope_head_dim=8, rope_head_dim=4, value_head_dim=12)
 BASE = replace(MODEL, vocab_size=100)
@@ -66,8 +66,9 @@ def keys_of_weights() -> set[str]:
         ("muon++", "muon_plus_plus"),
     ],
 )
-def test_other_names_of_a_rule_are_known(word, rule):
-    assert rule_problem(word).endswith(f"got {word!r}; did you mean {rule}?")
+def test_other_names_of_a_rule_are_known(word, rule, minimal):
+    (line,) = problems(minimal, f"optimizer.matrix.rule={word}")
+    assert line.endswith(f"got {word!r}; did you mean {rule}?")
 
 
 def test_a_model_of_another_size_is_not_offered_to_be_loaded():

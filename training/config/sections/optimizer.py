@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_arg
 from pydantic import AfterValidator, Field
 
 from models.layout import QKVUnits
-from models.section import AtLeast0, Positive, Section, named, shown
+from models.section import AtLeast0, Positive, Section, shown
 from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
 from spectral.sharded.placement import Strategy
@@ -19,64 +19,6 @@ GROUPS: Final[tuple[Group, ...]] = get_args(Group)
 ROUTERS: Final = ("router", "shared_router")
 """Roles whose matrices score tokens. AdamW steps them unless a config says otherwise; the published
 code of SSO steps them with SSO."""
-
-
-OTHER_NAMES: Final = {
-    "sso": "spectral_sphere",
-    "spectralsphere": "spectral_sphere",
-    "muonsphere": "muon_sphere",
-    "muon++": "muon_plus_plus",
-    "adam": "adamw",
-}
-"""Rules by other names in use, in lower case."""
-
-
-def rule_problem(word: str) -> str:
-    """Return what a rule must be, with the one that `word` may stand for."""
-    known = OTHER_NAMES.get(word.lower())
-    if known is None:
-        return named(word, RULES)
-    return f"one of {', '.join(RULES)}, got {word!r}; did you mean {known}?"
-
-
-class ClipConfig(Section):
-    """Clipping of the gradient to a global norm."""
-
-    max_norm: Positive | None = 1.0
-    """Largest global gradient norm; null does not clip."""
-
-
-class GroupConfig(Section):
-    """How the roles of one group are optimized."""
-
-    rule: str
-    """Update rule, one of the names under `optimizer.rules`."""
-    lr: AtLeast0
-    """Peak learning rate."""
-    weight_decay: AtLeast0 = 0.0
-    """Decoupled weight decay: a step multiplies the weight by 1 - lr * weight_decay."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with a group's settings."""
-        if self.rule not in RULES:
-            yield f"rule must be {rule_problem(self.rule)}"
-        yield from erasing(self)
-
-
-class RoleConfig(Section):
-    """Settings of one role that differ from its group's."""
-
-    rule: str | None = None
-    """Update rule; null = the group's, or adamw for routers."""
-    lr: AtLeast0 | None = None
-    """Peak learning rate; null = the group's."""
-    weight_decay: AtLeast0 | None = None
-    """Decoupled weight decay; null = the group's."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with a role's own settings."""
-        if self.rule is not None and self.rule not in RULES:
-            yield f"rule must be {rule_problem(self.rule)}"
 
 
 LARGEST_OF_RULES: Final = 1000
@@ -96,6 +38,7 @@ def bounded(rule: Rule) -> Rule:
 
 
 if TYPE_CHECKING:
+    RuleName = str
 
     class RulesConfig:
         """Settings of the update rules, a section for each."""
@@ -104,6 +47,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Rule: ...
 
 else:
+    RuleName = Literal[tuple(RULES)]
     RulesConfig = make_dataclass(
         "RulesConfig",
         [
@@ -117,6 +61,39 @@ else:
             "__module__": __name__,  # where pickle looks for it
         },
     )
+
+
+class ClipConfig(Section):
+    """Clipping of the gradient to a global norm."""
+
+    max_norm: Positive | None = 1.0
+    """Largest global gradient norm; null does not clip."""
+
+
+class GroupConfig(Section):
+    """How the roles of one group are optimized."""
+
+    rule: RuleName
+    """Update rule."""
+    lr: AtLeast0
+    """Peak learning rate."""
+    weight_decay: AtLeast0 = 0.0
+    """Decoupled weight decay: a step multiplies the weight by 1 - lr * weight_decay."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with a group's settings."""
+        yield from erasing(self)
+
+
+class RoleConfig(Section):
+    """Settings of one role that differ from its group's."""
+
+    rule: RuleName | None = None
+    """Update rule; null = the group's, or adamw for routers."""
+    lr: AtLeast0 | None = None
+    """Peak learning rate; null = the group's."""
+    weight_decay: AtLeast0 | None = None
+    """Decoupled weight decay; null = the group's."""
 
 
 class RoleSettings(NamedTuple):
@@ -221,7 +198,7 @@ class OptimizerConfig(Section):
     def problems(self) -> Iterator[str]:
         """Yield what is wrong between groups, roles and rules."""
         rule = self.settings_for("gain").rule
-        if rule in RULES and RULES[rule].whole_matrix:
+        if RULES[rule].whole_matrix:
             place = "roles.gain.rule" if "gain" in self.roles else "scalar.rule"
             yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
         for role in self.roles:
@@ -240,10 +217,9 @@ class OptimizerConfig(Section):
         groups = {name: getattr(self, name) for name in GROUPS}
         roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
         for place, settings in (groups | roles).items():
-            if settings.rule in RULES:
-                problem = decay_problem(self.rule(settings.rule), settings.weight_decay)
-                if problem is not None:
-                    yield f"{place}.{problem}"
+            problem = decay_problem(self.rule(settings.rule), settings.weight_decay)
+            if problem is not None:
+                yield f"{place}.{problem}"
 
 
 def group_of(role: str) -> Group:
