@@ -88,8 +88,6 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
     for step in checkpoint.steps(run_dir):
         folder = checkpoint.step_folder(run_dir, step)
         yield from rows(str(folder), partial(checkpoint_problems, folder))
-    for step, stated in checkpoint.misnamed(run_dir).items():
-        yield str(checkpoint.step_folder(run_dir, step)), f"it is the checkpoint of step {stated}"
     latest, newest = run_dir / checkpoint.FOLDER / checkpoint.LATEST, newest_name(run_dir)
     if newest is not None:
         named = latest.read_text(errors="replace").strip() if latest.is_file() else None

@@ -39,7 +39,7 @@ from parallel.errors import described
 from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, load_saved_config
 from training.errors import BrokenCheckpointError, InputError
-from training.json_file import misfit, parse_json, read_json, read_regular
+from training.json_file import misfit, parse_json, read_regular
 
 FORMAT: Final = 2
 """Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
@@ -167,34 +167,11 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
 
 
 def steps(run_dir: str | Path) -> list[int]:
-    """Return the steps of the checkpoints in a run folder, ascending, broken ones included.
-
-    A folder whose checkpoint is one of another step is none of them; see `misnamed`.
-    """
-    return sorted(_step_folders(run_dir).keys() - misnamed(run_dir).keys())
-
-
-def misnamed(run_dir: str | Path) -> dict[int, int]:
-    """Return the steps that folders are named for but their checkpoints are not of, and theirs."""
-    found = {step: _stated_step(path) for step, path in _step_folders(run_dir).items()}
-    return {step: stated for step, stated in found.items() if stated not in (None, step)}
-
-
-def _step_folders(run_dir: str | Path) -> dict[int, Path]:
-    """The folders of a run that are named as checkpoints are, by the steps in their names."""
+    """Return the steps of the checkpoints in a run folder, ascending, broken ones included."""
     folder = Path(run_dir) / FOLDER
     names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    found = {int(match[1]): folder / match[0] for match in names if match}
-    return {step: path for step, path in found.items() if path == step_folder(run_dir, step)}
-
-
-def _stated_step(path: Path) -> int | None:
-    """The step that a checkpoint says it is of, None if it cannot say."""
-    try:
-        stated = read_json(path / META)["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return stated if isinstance(stated, int) else None
+    found = [(int(match[1]), match[0]) for match in names if match]
+    return sorted(step for step, name in found if name == step_folder(run_dir, step).name)
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
@@ -218,6 +195,9 @@ def _complete(path: Path) -> CheckpointInfo:
             raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
         shape = SHAPE if meta.get("weights_only") is True else RUN_SHAPE
         problem = misfit(meta, shape, META) or _wrong_count(meta)
+        named = STEP.fullmatch(path.name)
+        if problem is None and named is not None and int(named[1]) != meta["step"]:
+            problem = f"it is the checkpoint of step {meta['step']}"
         if problem is not None:
             raise BrokenCheckpointError(f"{path}: {problem}")
         info = CheckpointInfo(path, meta)

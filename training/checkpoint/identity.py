@@ -3,9 +3,11 @@
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+from models.size import all_units
 from spectral.rules import RULES
 from spectral.rules.base import settings as rule_settings
 from training.checkpoint.files import CheckpointInfo
@@ -67,7 +69,9 @@ def modification_times(data: TrainingData) -> dict[str, str]:
 
 def settings(config: Config) -> Identity:
     """Return the kinds of an identity that the config alone decides."""
+    units = all_units(config.model)
     model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
+    model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
     if config.pc is not None:  # where PC(W) is evaluated changes no result
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
     optimizer = _optimizer(config)
@@ -133,31 +137,6 @@ def comparable(
     return before, after
 
 
-SIZES: Final = (
-    "family",
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn",
-    "qk_norm",
-    "vocab_size",
-    "vocab_multiple",
-    "latent.query_rank",
-    "latent.kv_rank",
-    "latent.nope_head_dim",
-    "latent.rope_head_dim",
-    "latent.value_head_dim",
-    "moe.experts",
-    "moe.expert_ffn",
-    "moe.shared_experts",
-    "moe.shared_gate",
-    "moe.dense_layers",
-)
-"""Keys of a model on which its weights and their shapes depend."""
-
-
 def refusal(place: str, different: Mapping[str, list[str]]) -> str:
     """Return the message of a refusal to continue: a line per kind, and what to do about it."""
     lines = []
@@ -168,7 +147,7 @@ def refusal(place: str, different: Mapping[str, list[str]]) -> str:
         lines.append(
             "to start a new run from its effective weights, set checkpoint.initialize_from"
         )
-    if any(change.split(" ")[0] in SIZES for change in different.get("model", [])):
+    if any(change.startswith("weights ") for change in different.get("model", [])):
         lines.append(
             "its weights do not fit this model: name another run.dir, or start over with "
             "--resume none"

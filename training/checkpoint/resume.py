@@ -39,9 +39,6 @@ class Start:
             start_over(run_dir)
             return
         announce_sweep(run_dir)
-        for step, stated in checkpoint.misnamed(run_dir).items():
-            folder = checkpoint.step_folder(run_dir, step)
-            print(f"ignored {folder}, which is the checkpoint of step {stated}", flush=True)
         if self.info is not None:
             _settle(run_dir, self.info, self.broken, self.resume)
             print(f"continuing from {self.info.path}", flush=True)
@@ -90,13 +87,6 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
             raise ResumeError(f"{run_dir} has no checkpoint of step {resume}; there are: {known}")
         return [int(resume)]
     folder = Path(run_dir) / checkpoint.FOLDER
-    others = checkpoint.misnamed(run_dir)
-    if not there and others:
-        named = ", ".join(f"step {stated} in step_{step:08d}" for step, stated in others.items())
-        raise ResumeError(
-            f"{folder} has only checkpoints of other steps than their names say: {named}; rename "
-            "them, or use --resume none to start over"
-        )
     if not there and folder.is_dir() and any(folder.glob("broken-*")):
         raise ResumeError(f"{folder} has only broken checkpoints; to start over, use --resume none")
     return there[::-1]

@@ -83,9 +83,8 @@ def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished,
     (place / "step_00000004").rename(place / "step_00000099")
     before = content(run_dir)
     assert start(finished, run_dir) == 2
-    assert "only checkpoints of other steps than their names say: step 4 in step_00000099" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "step_00000099: it is the checkpoint of step 4" in said and "--resume none" in said
     assert content(run_dir) == before
 
 
