@@ -88,11 +88,8 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
     """Return the interleaving in which each set has the share weight / (sum of all weights).
 
     Raises:
-        ConfigError: a weight is not a positive finite number, or is under a millionth of the sum.
+        ConfigError: a weight is under a millionth of the sum.
     """
-    for name, weight in weights.items():
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"weight of set {name} must be positive and finite, got {weight}")
     total = math.fsum(weights.values())
     exact = np.array(list(weights.values()), dtype=np.float64) / total * BLEND_PERIOD
     for (name, weight), samples in zip(weights.items(), exact, strict=True):
@@ -121,7 +118,7 @@ class TrainingData(Dataset[Tensor]):
         open_set: what makes a set of its name and prefix; the default reads files.
 
     Raises:
-        ConfigError: no sets, a name twice, or a weight that is not positive.
+        ConfigError: a weight vanishes beside the others.
         DataError: a set cannot be used (see `TokenSet`).
     """
 
@@ -133,9 +130,6 @@ class TrainingData(Dataset[Tensor]):
         seed: int,
         open_set: OpenSet = TokenSet,
     ) -> None:
-        names = [name for name, _, _ in sets]
-        if not names or len(set(names)) < len(names):
-            raise ConfigError(f"training sets must have one or more distinct names, got {names}")
         ordered = sorted(sets, key=lambda each: each[0])
         self.blend = build_blend({name: weight for name, _, weight in ordered})
         self.sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
@@ -148,8 +142,6 @@ class TrainingData(Dataset[Tensor]):
 
     def source(self, sample: int) -> tuple[int, int]:
         """Return (index in `sets`, window) of a sample."""
-        if sample < 0:
-            raise IndexError(f"sample must not be negative, got {sample}")
         chosen, earlier = self.blend.locate(sample)
         token_set = self.sets[chosen]
         epoch, place = divmod(earlier, len(token_set))
@@ -194,11 +186,7 @@ class GlobalBatchSampler:
     Global batch n starts at sample `consumed + n * global_batch`, or after the samples that are
     left out if it would contain one of them. Rank r takes its r-th part, in order, and splits it
     into micro-batches, so the samples of a global batch depend on neither `data_size` nor
-    `micro_batch`.
-
-    Raises:
-        ConfigError: a size is not positive, or global_batch is not a multiple of
-            micro_batch * data_size.
+    `micro_batch`. A config has made sure that their product divides `global_batch`.
     """
 
     consumed: int  # samples used so far, over all ranks
@@ -207,19 +195,6 @@ class GlobalBatchSampler:
     data_rank: int
     data_size: int
     left_out: Windows = ()
-
-    def __post_init__(self) -> None:
-        _check_rank(self.data_rank, self.data_size)
-        if self.consumed < 0:
-            raise ConfigError(f"consumed must not be negative, got {self.consumed}")
-        for name in ("global_batch", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.global_batch % (self.micro_batch * self.data_size):
-            raise ConfigError(
-                f"global_batch {self.global_batch} must be a multiple of micro_batch "
-                f"{self.micro_batch} times the data-parallel size {self.data_size}"
-            )
 
     def __iter__(self) -> Iterator[list[int]]:
         share = self.global_batch // self.data_size
@@ -291,7 +266,6 @@ class ValidationData:
         open_set: what makes the set of its name and prefix; the default reads files.
 
     Raises:
-        ConfigError: `samples` is not positive.
         DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
     """
 
@@ -305,8 +279,6 @@ class ValidationData:
         token_bytes: Tensor | None = None,
         open_set: OpenSet = TokenSet,
     ) -> None:
-        if samples is not None and samples < 1:
-            raise ConfigError(f"validation samples must be at least 1, got {samples}")
         self.name = name
         self.set = open_set(name, prefix, sequence_length)
         self.samples = min(len(self.set), samples or len(self.set))
@@ -345,15 +317,9 @@ class ValidationData:
         Weights, float32 `[micro_batch]`, are 1 for windows that count and 0 for repetitions of the
         last window that fill up the batch. Over all ranks every window counts once.
         """
-        _check_rank(data_rank, data_size)
         for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
             first = (batch * data_size + data_rank) * micro_batch
             indices = range(first, first + micro_batch)
             windows = [self.set.window(min(index, self.samples - 1)) for index in indices]
             counted = [float(index < self.samples) for index in indices]
             yield torch.from_numpy(np.stack(windows)), torch.tensor(counted)
-
-
-def _check_rank(data_rank: int, data_size: int) -> None:
-    if data_size < 1 or not 0 <= data_rank < data_size:
-        raise ConfigError(f"data_rank must be in [0, data_size), got {data_rank} of {data_size}")

@@ -24,16 +24,12 @@ class Permutation:
     _round_keys: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
         digest = hashlib.sha512(self.key.encode()).digest()
         object.__setattr__(self, "_half_bits", max(1, ((self.size - 1).bit_length() + 1) // 2))
         object.__setattr__(self, "_round_keys", struct.unpack(f"<{_ROUNDS}Q", digest))
 
     def __getitem__(self, index: int) -> int:
-        """Return the image of `index`, in [0, size)."""
-        if not 0 <= index < self.size:
-            raise IndexError(f"index must be in [0, {self.size}), got {index}")
+        """Return the image of `index`; both are in [0, size)."""
         value = self._network(index)
         while value >= self.size:
             value = self._network(value)

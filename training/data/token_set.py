@@ -60,8 +60,6 @@ class TokenSet:
         verify: Verify = "none",
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        if sequence_length < 1:
-            raise DataError(f"sequence_length must be at least 1, got {sequence_length}")
         self.name = name
         self.prefix = str(prefix)
         self.sequence_length = sequence_length
@@ -84,8 +82,6 @@ class TokenSet:
 
     def window(self, index: int) -> NDArray[np.int64]:
         """Return window `index` of the stream, `[sequence_length + 1]`."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"window must be in [0, {len(self)}), got {index}")
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:

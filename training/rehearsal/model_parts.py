@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
@@ -244,26 +243,18 @@ def shares(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
-OWN = set(vars(FakeTensor)) | {
-    "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor",
-    "nonzero_memo", "item_memo", "unique_memo", "unique_consecutive_memo", "nested_int_memo",
-    "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo",
-    "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc",
-}  # fmt: skip
-"""Attributes by which a fake tensor is what it is."""
-
-
 def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     """`module.to(device)`, which cannot change a real parameter into a fake one in place.
 
-    What is known of a parameter beside its values (how Megatron has cut it) stays with it.
+    What is known of a parameter beside its values (how Megatron has cut it) stays with it; those
+    that a fake parameter has already are what makes it one.
     """
     device = torch.device(options.get("device", arguments[0] if arguments else "cuda"))
     for each in module.modules():
         for name, parameter in list(each._parameters.items()):
             if parameter is not None and parameter.device.type != device.type:
                 new = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-                new.__dict__.update({k: v for k, v in vars(parameter).items() if k not in OWN})
+                vars(new).update({k: v for k, v in vars(parameter).items() if k not in vars(new)})
                 each._parameters[name] = new
         for name, buffer in list(each._buffers.items()):
             if buffer is not None and buffer.device.type != device.type:

@@ -26,11 +26,11 @@ class Report:
     phases     a step on which nothing is due (forward_backward and optimizer), what a monitored and
                logged step does beside that (monitors), a validation of two micro-batches of each
                set, and a save
-    planned    bytes of memory that the planner foretells, None if it was not asked
+    planned    bytes of memory that the planner foretells
     seconds    modelled, of a step on which nothing is due
-    mfu        model FLOPs over what the device could do in that time, None if it was not asked
+    mfu        model FLOPs over what the device could do in that time
     elementwise_bytes   that a micro-batch moves beside its products
-    planned_seconds   the same by the plan, None if it was not asked
+    planned_seconds   of a step, by the plan
     processor_seconds   of this machine, of all ranks together
     """
 
@@ -44,11 +44,11 @@ class Report:
     microbatches: tuple[int, int] = (0, 0)
     specialisations: int = 0
     side_pools: int = 0
-    planned: int | None = None
+    planned: int = 0
     seconds: float = 0.0
-    mfu: float | None = None
+    mfu: float = 0.0
     elementwise_bytes: float = 0.0
-    planned_seconds: float | None = None
+    planned_seconds: float = 0.0
     processor_seconds: float = 0.0
 
     @property
@@ -221,19 +221,14 @@ def described(report: Report) -> str:
     lines = [
         f"rehearsed rank {ranks} of {report.world} on {report.device.name}",
         table(HEADER, rows, numbers=True),
-        f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB"
-        + ("" if report.planned is None else f"; planned {gib(report.planned)} GiB")
-        + f"; the allocator keeps {gib(report.side_pools)} GiB for side streams",
-        f"a step takes {1e3 * report.seconds:.4g} ms"
-        + (
-            ""
-            if report.planned_seconds is None
-            else f", planned {1e3 * report.planned_seconds:.4g}"
-        )
-        + ("" if report.mfu is None else f"; MFU {report.mfu:.1%}")
-        + ", modelled: good to compare layouts and rules, up to 25% from published runs",
+        f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB; "
+        f"planned {gib(report.planned)} GiB; the allocator keeps {gib(report.side_pools)} GiB for "
+        "side streams",
+        f"a step takes {1e3 * report.seconds:.4g} ms, planned {1e3 * report.planned_seconds:.4g}; "
+        f"MFU {report.mfu:.1%}, modelled: good to compare layouts and rules, up to 25% from "
+        "published runs",
+        f"a micro-batch moves {report.elementwise_bytes / 1e9:.4g} GB beside its products",
     ]
-    lines.append(f"a micro-batch moves {report.elementwise_bytes / 1e9:.4g} GB beside its products")
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:
         lines.append(

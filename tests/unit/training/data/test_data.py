@@ -125,11 +125,9 @@ def test_blend_goes_on_across_its_period() -> None:
     assert used == blend.used(BLEND_PERIOD + 200).tolist()
 
 
-def test_vanishing_weight_and_doubled_name_are_errors(prefixes: dict[str, Path]) -> None:
+def test_a_vanishing_weight_is_an_error() -> None:
     with pytest.raises(ConfigError, match="weight of set b must be at least 1/1048576 of"):
         build_blend({"a": 1.0, "b": 1e-7})
-    with pytest.raises(ConfigError, match="distinct names, got .'a', 'a'."):
-        TrainingData([("a", prefixes["a"], 1.0)] * 2, sequence_length=8, seed=1)
 
 
 # --- training data ------------------------------------------------------------------------------
