@@ -12,8 +12,8 @@ from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Self, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 LARGEST_INTEGER: Final = 1 << 53
 LARGEST_FLOAT: Final = 1e100
@@ -46,16 +46,12 @@ class Section:
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    @model_validator(mode="after")
+    def checked(self, info: ValidationInfo) -> Self:
         """Check a section as soon as its fields are sound, unless the context is false."""
-
-        def checked(section: Self, info: ValidationInfo) -> Self:
-            if lines := list(section.problems()) if info.context else []:
-                raise ValueError("\n".join(lines))
-            return section
-
-        return core_schema.with_info_after_validator_function(checked, handler(source))
+        if lines := list(self.problems()) if info.context else []:
+            raise ValueError("\n".join(lines))
+        return self
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong between the fields, each line beginning with the key that it is
