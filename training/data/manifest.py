@@ -5,41 +5,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
+from pydantic import ConfigDict
+
+from training.config.binding import InvalidConfigError, bind
 from training.data.hashes import file_sha256
 from training.errors import DataError
-from training.json_file import misfit, read_json
+from training.json_file import read_json
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 """Version of manifest.json; increase it when older ones become unreadable."""
-
-Entry = TypeVar("Entry")
-
-
-SHAPE = {
-    "tokenizer": {
-        "file": str,
-        "sha256": str,
-        "vocab_size": int,
-        "eod_id": int,
-        "byte_level": bool,
-    },
-    "sets": {
-        ...: {
-            "documents": int,
-            "tokens": int,
-            "bytes": int,
-            "max_token": int,
-            "dtype": str,
-            "sha256": {...: str},
-        }
-    },
-}
-"""What manifest.json must have, as `misfit` takes it."""
-OPTIONAL = {"fingerprint": str | None, "files": {...: int}}
-"""What it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +46,8 @@ class SetEntry:
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A prepared folder: its tokenizer, its token sets and how they were prepared."""
+
+    __pydantic_config__ = ConfigDict(strict=True)  # keys that are no fields: of a later version
 
     folder: Path
     tokenizer: TokenizerEntry
@@ -107,20 +85,14 @@ def read_manifest(folder: str | Path) -> Manifest:
     found = content.get("format") if isinstance(content, dict) else None
     if found != MANIFEST_FORMAT:
         raise DataError(f"format of {path} must be {MANIFEST_FORMAT}, got {found!r}")
-    there = {key: shape for key, shape in OPTIONAL.items() if key in content}
-    problem = misfit(content, {**SHAPE, **there}, str(path))
-    if problem is not None:
-        raise DataError(problem)
-    for name in (content["tokenizer"]["file"], *content["sets"]):
+    try:
+        manifest = bind(Manifest, {**content, "folder": str(folder)})
+    except InvalidConfigError as error:
+        raise DataError(f"{path}: {error.problems[0]}") from None
+    for name in (manifest.tokenizer.file, *manifest.sets):
         if not name or name != Path(name).name:
             raise DataError(f"{path} must name files of its folder, got {name!r:.60}")
-    return Manifest(
-        folder=Path(folder),
-        tokenizer=_entry(TokenizerEntry, content["tokenizer"]),
-        sets={name: _entry(SetEntry, section) for name, section in content["sets"].items()},
-        fingerprint=content.get("fingerprint"),
-        files=content.get("files", {}),
-    )
+    return manifest
 
 
 def manifest_of(prefix: str | Path) -> Manifest | None:
@@ -159,9 +131,3 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
             "use the sets of one tokenizer: `replace: true` in the section data of a config leaves "
             "out those of its base; or prepare the others again with --tokenizer"
         )
-
-
-def _entry(kind: type[Entry], section: dict[str, Any]) -> Entry:
-    """An entry of a section; keys that are not fields are those of a later version."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in section.items() if name in names})

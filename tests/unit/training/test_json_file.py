@@ -41,7 +41,7 @@ def test_the_first_misfit_is_named(change: dict[str, object], said: str | None) 
 
 def test_an_entry_of_another_type_is_named(tmp_path: Path) -> None:
     write_manifest(tmp_path, sha256="text")
-    with pytest.raises(DataError, match="sets.a.sha256 must be a mapping, got 'text'"):
+    with pytest.raises(DataError, match="sets.a.sha256 must be a section, got 'text'"):
         read_manifest(tmp_path)
 
 

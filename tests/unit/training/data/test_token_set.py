@@ -133,8 +133,8 @@ MANIFEST = """{"format": 1, "sets": {}, "tokenizer": {"file": "t", "sha256": "",
         (None, "no .*manifest.json: is .* a folder made by"),
         ("{", "cannot read .*manifest.json"),
         ('{"format": 2}', "format of .* must be 1, got 2"),
-        ('{"format": 1, "sets": {}}', "manifest.json lacks tokenizer"),
-        (MANIFEST % '{"a.bin": "1"}', "manifest.json.files.a.bin must be of type int, got '1'"),
+        ('{"format": 1, "sets": {}}', "manifest.json: tokenizer.file is required"),
+        (MANIFEST % '{"a.bin": "1"}', "manifest.json: files.a.bin must be an integer, got '1'"),
     ],
 )
 def test_unusable_manifest_is_one_clear_error(
