@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.ieee_products import ieee_products
 from training.config import Config
+from training.config.binding import bind
 from training.config.sections.optimizer import GROUPS
 from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.control.penalty_schedule import GramPenalty
@@ -252,7 +253,7 @@ class Trainer:
             self.weights.check()
         return {
             "step": self.progress.step,
-            "progress": self.progress.as_dict(),
+            "progress": asdict(self.progress),
             "trainer": {
                 "guard": self.guard.state(),
                 "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
@@ -262,7 +263,7 @@ class Trainer:
 
     def restore(self, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Continue from what `checkpoint` returned."""
-        self.progress = Progress.of(progress)
+        self.progress = bind(Progress, progress)
         self.batches = self.make_batches(self.progress)
         self.guard.restore(state["guard"])
         self.spikes.restore(state["spikes"])

@@ -24,8 +24,10 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final
 
+from pydantic import ConfigDict
 from torch import Tensor
 
+from models.section import Whole
 from parallel.checkpoint.safe_index import (
     INDEX_FILE,
     PLAIN_FILE,
@@ -38,8 +40,10 @@ from parallel.disk import delete, sync
 from parallel.errors import described
 from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, load_saved_config
+from training.config.binding import bind
 from training.errors import BrokenCheckpointError, InputError
-from training.json_file import misfit, parse_json, read_regular
+from training.json_file import parse_json, read_regular
+from training.lifecycle.progress import Progress
 
 FORMAT: Final = 2
 """Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
@@ -51,36 +55,51 @@ WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
 """Files that every checkpoint has and lists, also one of imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
 """Files that a run's checkpoint has and lists."""
-MOST: Final = 1 << 53
-"""Steps, samples or tokens of a run."""
 UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 STEP: Final = re.compile(r"step_([0-9]{8,})")
 
 
-PAIRS: Final = [[int]]
-SHAPE: Final = {
-    "step": int,
-    "files": {...: {"bytes": int, "sha256": str}},
-    "identity": {...: dict},
-}
-RUN_SHAPE: Final = {
-    **SHAPE,
-    "run_id": str,
-    "identity": {"data": dict, "tokenizer": dict},
-    "progress": {
-        "step": int,
-        "sample": int,
-        "tokens": int,
-        "left_out": PAIRS,
-        "unreported": dict,
-    },
-    "trainer": {
-        "guard": {"skipped": int, "in_a_row": PAIRS},
-        "spikes": [float | int],
-        "spectral": {"unconverged": float | int, "outside": float | int},
-    },
-}
-"""What meta.json must have, as `misfit` takes it: of imported weights, and of a run."""
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json of imported weights must have."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    step: Whole
+    files: dict[str, FileFacts]
+    identity: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """State of `NonFiniteGuard`."""
+
+    skipped: int
+    in_a_row: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a trainer keeps beside its tensors."""
+
+    guard: Guard
+    spikes: list[float]
+    spectral: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunMeta(Meta):
+    """What meta.json of a run must have."""
+
+    run_id: str
+    progress: Progress
+    trainer: TrainerState
+
+    def __post_init__(self) -> None:
+        if missing := {"data", "tokenizer"} - self.identity.keys():
+            raise ValueError(f"identity must have {' and '.join(sorted(missing))}")
+        if self.progress.step != self.step:
+            raise ValueError(f"step must be that of progress, {self.progress.step}")
 
 
 class ResumeError(InputError):
@@ -193,13 +212,10 @@ def _complete(path: Path) -> CheckpointInfo:
         found = meta.get("format") if isinstance(meta, dict) else None
         if found != FORMAT:
             raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
-        shape = SHAPE if meta.get("weights_only") is True else RUN_SHAPE
-        problem = misfit(meta, shape, META) or _wrong_count(meta)
+        bind(Meta if meta.get("weights_only") is True else RunMeta, meta)
         named = STEP.fullmatch(path.name)
-        if problem is None and named is not None and int(named[1]) != meta["step"]:
-            problem = f"it is the checkpoint of step {meta['step']}"
-        if problem is not None:
-            raise BrokenCheckpointError(f"{path}: {problem}")
+        if named is not None and int(named[1]) != meta["step"]:
+            raise BrokenCheckpointError(f"{path}: it is the checkpoint of step {meta['step']}")
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if meta.get("weights_only") is True else REQUIRED)
         for name, facts in info.files.items():
@@ -213,22 +229,13 @@ def _complete(path: Path) -> CheckpointInfo:
                 )
     except OSError as error:
         raise BrokenCheckpointError(described(error, path)) from None
+    except InvalidConfigError as error:
+        raise BrokenCheckpointError(f"{path}: {META}: {error.problems[0]}") from None
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, InputError):
             raise
         raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error!r:.200}") from None
     return info
-
-
-def _wrong_count(meta: Mapping[str, Any]) -> str | None:
-    """A sentence about the first count of a meta.json that no run could have, None without one."""
-    counts = {"step": meta["step"], **meta.get("progress", {})}
-    for name in ("step", "sample", "tokens"):
-        if not 0 <= counts.get(name, 0) <= MOST:
-            return f"progress.{name} must be in [0, 2^53], got {counts[name]}"
-    if counts["step"] != meta["step"]:
-        return f"progress.step must be the step {meta['step']}, got {counts['step']}"
-    return None
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
