@@ -19,7 +19,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -199,11 +198,12 @@ def origin(error: MissingSetError, options: argparse.Namespace) -> Iterator[str]
     """Yield where a missing set was named, and how it is left out."""
     if error.key is None:
         return
-    from training.config.files import places_of
+    from training.config.files import place_of
 
     _, kind, name = error.key
     key = ".".join(error.key)
-    for place in islice(places_of(Path(options.config), options.overrides, error.key), 1):
+    place = place_of(Path(options.config).resolve(), options.overrides, error.key)
+    if place is not None:
         yield (
             f"{key} comes from {place}; {key}=null leaves out {name}, and "
             f"data.{kind}=null all sets of {kind} that were named before"

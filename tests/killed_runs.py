@@ -14,8 +14,9 @@ import torch
 
 from tests.launch import environment, run_on_ranks
 from tests.paths import ROOT
+from tests.run_results import without_times
 from training.checkpoint.files import read_checkpoint, step_folder
-from training.report.metrics import read_metrics, without_times
+from training.report.metrics import read_metrics
 
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"

@@ -1,6 +1,7 @@
 """What a run has written: lines, metrics and checkpoints."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,17 @@ import torch
 from torch import Tensor
 
 from training.checkpoint.files import read_checkpoint, step_folder
-from training.report.metrics import read_metrics, without_times
+from training.report.metrics import read_metrics
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a line that are the same in every run of the same steps."""
+    return {k: v for k, v in line.items() if not k.startswith(("perf/", "progress/eta"))}
 
 
 def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:

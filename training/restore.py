@@ -9,7 +9,7 @@ from parallel.errors import last_line
 from parallel.observe.weight_watch import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
-from training.checkpoint.resume import check_content, read_step
+from training.checkpoint.resume import check_content
 from training.checkpoint.saving import set_rng_state
 from training.control.guard import NonFiniteError
 from training.loop import Trainer
@@ -60,7 +60,8 @@ def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     before = first_rank(lambda: [s for s in checkpoint.steps(run_dir) if s < error.first_step])
     if not before:
         return False
-    info = first_rank(lambda: read_step(run_dir, before[-1]))
+    newest = checkpoint.step_folder(run_dir, before[-1])
+    info = first_rank(lambda: checkpoint.read_checkpoint(newest))
     check_content(info)
     skipped = trainer.guard.skipped
     restore(trainer, info)

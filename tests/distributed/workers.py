@@ -19,11 +19,11 @@ from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.effective_weight import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import tiny_config
+from tests.run_results import without_times
 from training.build import build_data, build_trainer
 from training.config import group_of
 from training.config.sections.parallel import ParallelConfig
 from training.loop import StepResult, Trainer
-from training.report.metrics import without_times
 from training.samples import next_tokens
 
 

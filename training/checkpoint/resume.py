@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import from_all
 from training.checkpoint import files as checkpoint
-from training.checkpoint.files import CheckpointInfo, ResumeError
+from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
 from training.checkpoint.identity import Identity, differences, refusal, saved_identity
 from training.errors import BrokenCheckpointError
 
@@ -62,7 +62,7 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
     broken: dict[int, str] = {}
     for step in candidates:
         try:
-            info = first_rank(partial(read_step, run_dir, step))
+            info = first_rank(partial(read_checkpoint, checkpoint.step_folder(run_dir, step)))
             first_rank(partial(_raise_differences, info, now, allowed))
             check_content(info)
         except BrokenCheckpointError as error:
@@ -106,11 +106,6 @@ def start_over(run_dir: str | Path) -> None:
         aside = checkpoint.free_name(folder.with_name(f"{checkpoint.FOLDER}-aside"))
         folder.rename(aside)
         print(f"starting over; earlier checkpoints are now in {aside}", flush=True)
-
-
-def read_step(run_dir: str | Path, step: int) -> CheckpointInfo:
-    """Return the checkpoint of `step`. Raises BrokenCheckpointError if it is incomplete."""
-    return checkpoint.read_checkpoint(checkpoint.step_folder(run_dir, step))
 
 
 def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[str]) -> None:

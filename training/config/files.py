@@ -78,29 +78,18 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
     return reduce(over, map(_override, overrides), {})
 
 
-def places_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """Yield each place that gives the key `names`, outermost first, a value other than null.
-
-    The first is the strongest. A place is `FILE, line N` or `the override KEY=VALUE`. Raises
-    InvalidConfigError for a file or an override that cannot be read.
-    """
+def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the strongest place that gives the key `names`, outermost first, another value than
+    null: `FILE, line N` or `the override KEY=VALUE`, of what `read_merged` has read."""
     for text in reversed(overrides):
         if _at(_override(text), names) is not None:
-            yield f"the override {text}"
-    yield from _places_in(path.resolve(), names, [])
-
-
-def _places_in(path: Path, names: Sequence[str], opened: list[Path]) -> Iterator[str]:
-    """The places in a file and its bases that `_read` accepts; `opened` has all that were read."""
-    opened.append(path)
-    if len(opened) > MOST_FILES:
-        raise InvalidConfigError([f"{_shown(opened[0])} has more than {MOST_FILES} base files"])
+            return f"the override {text}"
     content = _load(path)
     if _at(content, names) is not None:
         line = _line_of(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), names)
-        yield _shown(path) + (f", line {line}" if line else "")
-    for base in reversed(_bases(content.get("base"), path)):
-        yield from _places_in(base.resolve(), names, opened)
+        return _shown(path) + (f", line {line}" if line else "")
+    bases = reversed(_bases(content.get("base"), path))
+    return next(filter(None, (place_of(base.resolve(), (), names) for base in bases)), None)
 
 
 def _at(content: Any, names: Sequence[str]) -> Any:

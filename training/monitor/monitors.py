@@ -5,14 +5,13 @@ measure, so a run is the same with them and without, bit for bit. docs/monitors.
 figure.
 """
 
+from collections import Counter
 from collections.abc import Set
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.size import all_units
 from models.units import Unit
 from parallel.comm.collectives import on_first
@@ -75,20 +74,14 @@ class LayerSampling:
 
 def largest_layer(config: Config) -> int:
     """Return the bytes of the Gram matrices of all inputs of the layer that has most."""
-    options = tuple(unit_options(config).items())
-    return _largest_layer(config.model, options)
-
-
-@lru_cache(maxsize=64)
-def _largest_layer(model: ModelConfig, options: tuple[tuple[str, Any], ...]) -> int:
     sizes = {
         (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
-        for unit in all_units(model, **dict(options))
+        for unit in all_units(config.model, **unit_options(config))
         if unit.is_matrix and unit.layer is not None
     }
-    layers: dict[int | None, int] = {}
+    layers: Counter[int | None] = Counter()
     for (layer, _), size in sizes.items():
-        layers[layer] = layers.get(layer, 0) + size
+        layers[layer] += size
     return max(layers.values())
 
 

@@ -17,9 +17,6 @@ from typing import Any
 
 from training.report.log_lines import drop_unfinished_line, read_lines
 
-TIMES = ("perf/", "progress/eta")
-"""How the names of metrics begin that depend on the clock."""
-
 
 class MetricsWriter:
     """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on the reporting rank.
@@ -58,11 +55,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     return read_lines(path).lines
-
-
-def without_times(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a line that are the same in every run of the same steps."""
-    return {name: value for name, value in line.items() if not name.startswith(TIMES)}
 
 
 def console_line(

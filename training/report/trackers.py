@@ -4,13 +4,13 @@ None of them can stop a run: one that is not installed or fails is dropped, with
 console. Only the reporting rank has trackers.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from training.config import Config
 
@@ -102,31 +102,30 @@ class Trackers:
         }
         self.working: dict[str, Tracker] = {}
         for name in config.log.trackers:
-            self._try(name, partial(self._start, name, makers[name]))
-
-    def _start(self, name: str, make: Callable[[], Tracker]) -> None:
-        self.working[name] = make()
+            with self._kept(name):
+                self.working[name] = makers[name]()
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Pass the metrics of `step` to every tracker."""
         for name, tracker in list(self.working.items()):
-            self._try(name, partial(tracker.log, metrics, step=step))
+            with self._kept(name):
+                tracker.log(metrics, step=step)
 
     def close(self) -> None:
         """Close every tracker."""
         for name, tracker in list(self.working.items()):
-            self._try(name, tracker.close)
+            with self._kept(name):
+                tracker.close()
         self.working.clear()
 
-    def _try(self, name: str, action: Callable[[], Any]) -> None:
-        # Any failure of a service, a disk or a package: training is worth more.
+    @contextlib.contextmanager
+    def _kept(self, name: str) -> Iterator[None]:
+        """Context in which a failure of a service, a disk or a package, of any kind, ends nothing
+        but the tracker: training is worth more."""
         try:
-            action()
-        except ImportError as error:
-            self._drop(name, f"{error}: pip install {name}", "gets no metrics")
+            yield
         except Exception as error:
-            self._drop(name, str(error).strip() or type(error).__name__)
-
-    def _drop(self, name: str, reason: str, what: str = "no longer gets metrics") -> None:
-        self.working.pop(name, None)
-        print(f"warning: {name} {what}: {reason.splitlines()[0]}", flush=True)
+            self.working.pop(name, None)
+            advice = f": pip install {name}" if isinstance(error, ImportError) else ""
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"warning: {name} no longer gets metrics: {reason}{advice}", flush=True)
