@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from training.config import Config
 
 
+MODES = ("print_config", "dry_run", "fit", "rehearse")
+"""Options that say what to do instead of training."""
+NEEDS = {
+    "gpus": "--dry-run, --fit or --rehearse",
+    "device": "--dry-run, --fit or --rehearse",
+    "json": "--dry-run or --rehearse",
+    "write": "--fit",
+    "rank": "--rehearse",
+    "compile_kernels": "--rehearse",
+}
+"""By option, those of `MODES` that it belongs to."""
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line: a config file, dotted overrides, and what to do with the run."""
     parser = argparse.ArgumentParser(
@@ -92,22 +105,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     rehearsal.add_to(parser)
     options = parser.parse_intermixed_args(arguments)
-    planned = options.dry_run or options.fit or options.rehearse
-    for name in ("gpus", "device"):
-        if getattr(options, name) is not None and not planned:
-            parser.error(f"--{name} needs --dry-run, --fit or --rehearse")
-    if options.json is not None and not (options.dry_run or options.rehearse):
-        parser.error("--json needs --dry-run or --rehearse")
-    if options.write is not None and not options.fit:
-        parser.error("--write needs --fit")
+    chosen = next((mode for mode in MODES if getattr(options, mode)), None)
+    for name, needed in NEEDS.items():
+        given = getattr(options, name)
+        if given is not None and given is not False and str(chosen).replace("_", "-") not in needed:
+            parser.error(f"--{name.replace('_', '-')} needs {needed}")
     for name in ("resume", "ranks"):
-        if getattr(options, name) is not None and (planned or options.print_config):
+        if getattr(options, name) is not None and chosen is not None:
             parser.error(f"--{name} needs a run that trains")
     if options.ranks is not None and "LOCAL_RANK" in os.environ:
         parser.error("--ranks starts its own ranks: leave it out under torchrun")
-    problem = rehearsal.problem(options)
-    if problem is not None:
-        parser.error(problem)
+    if options.rehearse and options.gpus is None:
+        parser.error("--rehearse needs --gpus N")
     return options
 
 

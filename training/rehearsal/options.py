@@ -18,19 +18,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def problem(options: argparse.Namespace) -> str | None:
-    """Return what does not go together, None if all does."""
-    if options.rehearse:
-        return "--rehearse needs --gpus N" if options.gpus is None else None
-    for name, given in (
-        ("--rank", options.rank is not None),
-        ("--compile-kernels", options.compile_kernels),
-    ):
-        if given:
-            return f"{name} needs --rehearse"
-    return None
-
-
 def rank_or_all(text: str) -> int:
     """Return the rank that `text` names, -1 for all."""
     if text != "all" and not text.isdecimal():
