@@ -3,7 +3,7 @@
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import count
@@ -118,11 +118,18 @@ class RunLog:
                 self.rewritten.add(each.name)
                 text = f"warning: {each.prefix}.bin was written to after the run had opened it"
                 self.note("warning", step, f"{text}: later samples may be of other tokens")
-        for name, (metric, told) in WARNINGS.items():
+        prefix, largest = "optim/refused/", metrics.get("pc/domain/max", 0.0)
+        units = [
+            f"{name.removeprefix(prefix)} {count:.0f}"
+            for name, count in metrics.items()
+            if name.startswith(prefix)
+        ]
+        for name, (metric, words) in WARNINGS.items():
             new = metrics.get(metric, 0) - self.counted.get(name, 0)
             if new > 0:
                 self.counted[name] = metrics[metric]
-                self.note("warning", step, f"warning: {told(metrics, new)}")
+                text = words.format(new=new, units=", ".join(units), largest=largest)
+                self.note("warning", step, f"warning: {text}")
         losses = [
             f"{name.split('/')[1]} {value:.4f}"
             for name, value in metrics.items()
@@ -209,40 +216,22 @@ def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
         write_event(Path(run_dir) / EVENTS_FILE, "failed", step, text, **facts)
 
 
-def missed_solves(metrics: Mapping[str, Any], new: float) -> str:
-    """Return what is to be said of `new` multiplier solves that missed their tolerance."""
-    return (
-        f"{new:.0f} multiplier solves since the last report missed their tolerance: see "
-        "multiplier_residual in monitors.jsonl"
-    )
-
-
-def refused_steps(metrics: Mapping[str, Any], new: float) -> str:
-    """Return what is to be said of `new` steps of units that were not taken."""
-    prefix = "optim/refused/"
-    each = [
-        f"{name.removeprefix(prefix)} {count:.0f}"
-        for name, count in metrics.items()
-        if name.startswith(prefix)
-    ]
-    return (
-        f"{new:.0f} updates since the last report were not finite, or not bounded, and were not "
-        f"taken: {', '.join(each)}"
-    )
-
-
-def corrected_norms(metrics: Mapping[str, Any], new: float) -> str:
-    """Return what is to be said of `new` PC units whose tracked norm was corrected."""
-    return (
-        f"corrected the tracked spectral norm of {new:.0f} PC units; the largest normalised "
-        f"singular value was {metrics['pc/domain/max']:.3f}"
-    )
-
-
-WARNINGS: Final[Mapping[str, tuple[str, Callable[[Mapping[str, Any], float], str]]]] = {
-    "unconverged": ("spectral/unconverged", missed_solves),
-    "refused": ("optim/refused", refused_steps),
-    "outside": ("pc/domain/outside", corrected_norms),
+WARNINGS: Final = {
+    "unconverged": (
+        "spectral/unconverged",
+        "{new:.0f} multiplier solves since the last report missed their tolerance: see "
+        "multiplier_residual in monitors.jsonl",
+    ),
+    "refused": (
+        "optim/refused",
+        "{new:.0f} updates since the last report were not finite, or not bounded, and were not "
+        "taken: {units}",
+    ),
+    "outside": (
+        "pc/domain/outside",
+        "corrected the tracked spectral norm of {new:.0f} PC units; the largest normalised "
+        "singular value was {largest:.3f}",
+    ),
 }
 """By what `SpectralMetrics.state` counts: its metric, and what is said of new ones."""
 

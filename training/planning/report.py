@@ -10,7 +10,6 @@ from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
-from parallel.plan.roofline import ATTENTION, HALF_SIZE
 from training.build import config_routes
 from training.config import Config
 from training.report.table import table
@@ -166,7 +165,7 @@ def by_stage(planned: Plan, figures: Figures, *, header: bool = True) -> str:
 
 def time_table(config: Config, planned: Plan) -> str:
     """Return the parts of the modelled step, and what the run takes."""
-    time, device = planned.time, planned.device
+    time = planned.time
     parts = {
         "forward and backward": time.forward + time.backward,
         "recomputation": time.recompute,
@@ -186,19 +185,7 @@ def time_table(config: Config, planned: Plan) -> str:
             f"{planned.peak_flops / 1e12:,.0f} TFLOP/s",
         ),
         ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
-        (
-            "assumed",
-            "modelled, as in rehearsals, up to 25% from published runs: a product m x k x n at "
-            f"{device.efficiency:.0%} of peak times x / (x + {HALF_SIZE}) for each side, "
-            f"attention {ATTENTION:.0%}, copies {device.copy_rate / 1e12:g} TB/s, "
-            f"{device.launch_seconds * 1e6:g} us a launch",
-        ),
-        (
-            "",
-            f"nodes of {device.node_size}: {device.node_rate / 1e9:g} GB/s within, "
-            f"{device.network_rate / 1e9:g} GB/s per GPU beyond, "
-            f"{device.latency_seconds * 1e6:g} us a collective",
-        ),
+        ("", "modelled as docs/planning.md says, up to 25% from published runs"),
     ]
     return table(("", ""), rows)
 

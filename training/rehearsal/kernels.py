@@ -2,7 +2,6 @@
 asked."""
 
 import importlib.util
-from typing import Any
 
 from parallel.plan.roofline import Work
 from training.rehearsal.operations import OPERANDS
@@ -35,22 +34,13 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
                 launch.compile_for(10 * major + minor)
         written = launch.written
         read = [x for x in launch.read if not any(x is w for w in written)]
+        kind = OPERANDS.get((read or written)[0].dtype, "fp32")
+        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # products of the tensor cores
         work = Work(
             sum(size_of(x) for x in (*read, *written)),
-            launch.flops * factor(launch.arguments),
-            operands(launch.arguments, read or written),
+            launch.flops * (3 if thrice else 1),
+            "tf32" if kind == "fp32" and thrice else kind,
         )
         trace.launch(Launch(launch.name, read, written, work, triton=True))
 
     launches.observe(on_launch)
-
-
-def factor(arguments: Any) -> int:
-    """How many products of the tensor cores one product takes."""
-    return 3 if arguments.get("PRECISION") == "tf32x3" else 1
-
-
-def operands(arguments: Any, tensors: Any) -> str:
-    """The type of a kernel's operands, as devices name it."""
-    kind = OPERANDS.get(tensors[0].dtype, "fp32")
-    return "tf32" if kind == "fp32" and arguments.get("PRECISION") == "tf32x3" else kind

@@ -79,55 +79,32 @@ def attention(
     lower_right = isinstance(attn_mask, LowerRight)
     if attn_mask is not None and not lower_right:
         raise RuntimeError("no fused kernel takes a mask tensor")
-    if takes_flash(query, key, value) and newer and not lower_right:
-        return _cudnn(query, key, value, dropout_p, is_causal, scale)
-    if takes_flash(query, key, value):
-        return _flash(query, key, value, dropout_p, is_causal or lower_right, scale)
-    if enable_gqa and query.shape[1] != key.shape[1]:
+    flash, size = takes_flash(query, key, value), query.shape[-1]
+    wanted = query.requires_grad and torch.is_grad_enabled()
+    aten = torch.ops.aten
+    output: Tensor
+    if flash and newer and not lower_right:
+        output = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, wanted, dropout_p, is_causal, False, scale=scale
+        )[0]
+    elif flash:
+        padding = (0, -size % ALIGNMENT)
+        q, k, v = (F.pad(x, padding) if padding[1] else x for x in (query, key, value))
+        output = aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal or lower_right, False, scale=scale or size**-0.5
+        )[0][..., :size]
+    elif enable_gqa and query.shape[1] != key.shape[1]:
         raise RuntimeError("No available kernel: flash attention does not take grouped heads")
-    if lower_right:
-        return _efficient_lower_right(query, key, value, dropout_p, scale)
-    wanted = query.requires_grad and torch.is_grad_enabled()
-    output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, wanted, dropout_p, is_causal, scale=scale
-    )[0]
+    elif lower_right:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        output = aten._efficient_attention_forward(
+            q, k, v, None, None, None, None, None, dropout_p, LOWER_RIGHT, True, scale=scale
+        )[0].transpose(1, 2)
+    else:
+        output = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, wanted, dropout_p, is_causal, scale=scale
+        )[0]
     return output
-
-
-def _cudnn(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
-) -> Tensor:
-    """The kernel of cuDNN."""
-    wanted = query.requires_grad and torch.is_grad_enabled()
-    output: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, wanted, dropout, causal, False, scale=scale
-    )[0]
-    return output
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
-) -> Tensor:
-    """Flash attention, heads padded as it wants them."""
-    size = query.shape[-1]
-    room = -size % ALIGNMENT
-    if room:
-        query, key, value = (F.pad(x, (0, room)) for x in (query, key, value))
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout, causal, False, scale=scale or size**-0.5
-    )[0]
-    return output[..., :size]
-
-
-def _efficient_lower_right(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None
-) -> Tensor:
-    """Memory-efficient attention under a causal mask that ends with the last query."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    output: Tensor = torch.ops.aten._efficient_attention_forward(
-        q, k, v, None, None, None, None, None, dropout, LOWER_RIGHT, True, scale=scale
-    )[0]
-    return output.transpose(1, 2)
 
 
 def install_norms(trace: Trace) -> None:
