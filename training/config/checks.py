@@ -4,7 +4,7 @@ Each is a generator of sentences that begin with the key they are about. Start w
 `problems_between`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -28,42 +28,36 @@ def problems_between(config: Config) -> Iterator[str]:
     yield from _gram_penalty(config)
 
 
-def unless(right: object, problem: str) -> Iterator[str]:
-    """Yield `problem` unless what it is about is right."""
-    if not right:
-        yield problem
+def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each of `roles`, the value of `key`, that is none of the options."""
+    for role in roles:
+        if role not in options:
+            yield f"{key} must name {named(role, options)}"
 
 
 def divisible(key: str, size: int, by: str, parts: int, note: str = "") -> Iterator[str]:
     """Yield a line unless `size`, the value of `key`, is a multiple of `parts`, that of `by`."""
-    yield from unless(
-        size % parts == 0, f"{key} must be divisible by {by} = {parts}{note}, got {size}"
-    )
+    if size % parts:
+        yield f"{key} must be divisible by {by} = {parts}{note}, got {size}"
 
 
 def run_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong between training, optimizer, schedule, checkpoints and model."""
     train, backend = config.train, config.model.attention_backend
-    yield from unless(
-        train.fp8 is None or backend == "transformer_engine",
-        "train.fp8 needs model.attention_backend transformer_engine, "
-        f"got {train.fp8} with {backend}",
-    )
-    yield from unless(
-        train.compile in (None, "auto") or backend == "sdpa",
-        "train.compile needs model.attention_backend sdpa, as Transformer Engine fuses the "
-        f"same operations, got {backend}",
-    )
+    if train.fp8 is not None and backend != "transformer_engine":
+        needed = "needs model.attention_backend transformer_engine"
+        yield f"train.fp8 {needed}, got {train.fp8} with {backend}"
+    if train.compile not in (None, "auto") and backend != "sdpa":
+        reason = "as Transformer Engine fuses the same operations"
+        yield f"train.compile needs model.attention_backend sdpa, {reason}, got {backend}"
     yield from _lengths(config)
     yield from _without_effect(config)
     roles = _roles(config)
-    for role in config.optimizer.roles:
-        yield from unless(role in roles, f"optimizer.roles must name {named(role, roles)}")
-    yield from unless(
-        config.checkpoint.interval or not config.spikes.rewinds,
-        "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
-        f"to, got {config.spikes.rewinds}",
-    )
+    yield from misnamed("optimizer.roles", config.optimizer.roles, roles)
+    if config.spikes.rewinds and not config.checkpoint.interval:
+        reason = "which saves nothing to return to"
+        rewinds = config.spikes.rewinds
+        yield f"spikes.rewinds must be 0 with checkpoint.interval 0, {reason}, got {rewinds}"
 
 
 def _roles(config: Config) -> list[str]:
@@ -76,22 +70,22 @@ def _without_effect(config: Config) -> Iterator[str]:
     """Yield settings that another section leaves without effect."""
     moe = config.model.moe
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
-    yield from unless(
-        not routed_only or config.train.recompute != "selective",
-        "train.recompute must be none or full for a model whose feed-forward blocks are all "
-        "routed experts, which selective does not recompute, got selective",
-    )
+    if routed_only and config.train.recompute == "selective":
+        yield (
+            "train.recompute must be none or full for a model whose feed-forward blocks are all "
+            "routed experts, which selective does not recompute, got selective"
+        )
 
 
 def _lengths(config: Config) -> Iterator[str]:
     """Yield what of the schedule does not fit into the run."""
     validation, length = config.validation, config.train.sequence_length
     room = length - validation.prompt_tokens(length)
-    yield from unless(
-        validation.samples_interval == 0 or validation.samples_tokens <= room,
-        f"validation.samples_tokens must be at most {room}, what a sequence of {length} has "
-        f"after the prompt, got {validation.samples_tokens}",
-    )
+    if validation.samples_interval and validation.samples_tokens > room:
+        yield (
+            f"validation.samples_tokens must be at most {room}, what a sequence of {length} has "
+            f"after the prompt, got {validation.samples_tokens}"
+        )
     steps, schedule = config.train.steps, config.schedule
     warmup = schedule.warmup_steps
     if warmup >= steps:
@@ -109,39 +103,32 @@ def _pc(config: Config) -> Iterator[str]:
     if section is None:
         return
     source = config.checkpoint.initialize_from
-    yield from unless(
-        source is None,
-        "checkpoint.initialize_from must be null with pc, as PC layers would change the "
-        f"effective weights that it loads, got {source}",
-    )
+    if source is not None:
+        reason = "as PC layers would change the effective weights that it loads"
+        yield f"checkpoint.initialize_from must be null with pc, {reason}, got {source}"
     options = [role for role in _roles(config) if role not in NOT_LINEAR]
-    for role in section.blocks or []:
-        yield from unless(role in options, f"pc.blocks must name {named(role, options)}")
+    yield from misnamed("pc.blocks", section.blocks or [], options)
     covered = [role for role in options if role in section.roles]
     for name, override in section.overrides.items():
         for role in override.roles or []:
-            kind = "PC layers, " if role in options else ""
-            must = f"must name {kind}{named(role, covered if kind else options)}"
-            yield from unless(role in covered, f"pc.overrides.{name}.roles {must}")
+            key = f"pc.overrides.{name}.roles"
+            if role in options and role not in covered:
+                yield f"{key} must name PC layers, {named(role, covered)}"
+            yield from misnamed(key, [role], options)
         last, layers = (override.layers or (0, 0))[1], config.model.layers
-        yield from unless(
-            last < layers,
-            f"pc.overrides.{name}.layers must end below model.layers = {layers}, got {last}",
-        )
+        if last >= layers:
+            yield f"pc.overrides.{name}.layers must end below model.layers = {layers}, got {last}"
     backend = config.model.attention_backend
-    yield from unless(
-        section.evaluator != "in_graph" or backend == "sdpa",
-        f"pc.evaluator must be materialized with model.attention_backend {backend}, got in_graph",
-    )
+    if section.evaluator == "in_graph" and backend != "sdpa":
+        beside = f"with model.attention_backend {backend}"
+        yield f"pc.evaluator must be materialized {beside}, got in_graph"
     yield from _owners(config, "PC layers")
 
 
 def _owners(config: Config, beside: str) -> Iterator[str]:
     mode = config.optimizer.distributed.tensor_mode
-    yield from unless(
-        mode == "owner",
-        f"optimizer.distributed.tensor_mode must be owner with {beside}, got {mode}",
-    )
+    if mode != "owner":
+        yield f"optimizer.distributed.tensor_mode must be owner with {beside}, got {mode}"
 
 
 def _gram_penalty(config: Config) -> Iterator[str]:
@@ -150,16 +137,15 @@ def _gram_penalty(config: Config) -> Iterator[str]:
     if section is None:
         return
     options = [role for role in _roles(config) if role not in NOT_IN_A_LAYER]
-    for role in section.roles:
-        yield from unless(role in options, f"gram_penalty.roles must name {named(role, options)}")
+    yield from misnamed("gram_penalty.roles", section.roles, options)
     yield from _owners(config, "gram_penalty")
     if config.pc is not None and config.pc.evaluator == "in_graph":
         both = ", ".join(role for role in section.roles if role in config.pc.roles)
-        yield from unless(
-            not both,
-            "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "
-            f"penalty is on the effective weight, got in_graph for {both}",
-        )
+        if both:
+            yield (
+                "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "
+                f"penalty is on the effective weight, got in_graph for {both}"
+            )
 
 
 def _layout(config: Config) -> Iterator[str]:
@@ -184,10 +170,8 @@ def _layout(config: Config) -> Iterator[str]:
         yield from _expert_layout(config, model.moe)
         return
     for key, size in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
-        yield from unless(
-            size <= 1,
-            f"parallel.{key} must be 1 for model.family {config.model.family}, got {size}",
-        )
+        if size > 1:
+            yield f"parallel.{key} must be 1 for model.family {config.model.family}, got {size}"
 
 
 def _uneven_stages(config: Config) -> Iterator[str]:
@@ -215,11 +199,11 @@ def _context(config: Config) -> Iterator[str]:
     pieces = 2 * context
     if config.parallel.sequence_parallel and length % pieces == 0:
         pieces = context * tensor
-    yield from unless(
-        length % pieces == 0,
-        f"train.sequence_length must be divisible by {pieces} for parallel.context = {context} "
-        f"and parallel.tensor = {tensor}, got {length}",
-    )
+    if length % pieces:
+        yield (
+            f"train.sequence_length must be divisible by {pieces} for parallel.context = {context} "
+            f"and parallel.tensor = {tensor}, got {length}"
+        )
 
 
 def _expert_layout(config: Config, moe: MoEConfig) -> Iterator[str]:
@@ -231,11 +215,9 @@ def _expert_layout(config: Config, moe: MoEConfig) -> Iterator[str]:
     yield from divisible("model.moe.expert_ffn", width, by, parallel.expert_tensor)
     key = "model.moe.shared_experts * model.moe.expert_ffn"
     yield from divisible(key, moe.shared_experts * width, "parallel.tensor", tensor)
-    yield from unless(
-        tensor == 1 or parallel.sequence_parallel,
-        f"parallel.sequence must be true or null for model.family {config.model.family} with "
-        "tensor > 1, got false",
-    )
+    if tensor > 1 and not parallel.sequence_parallel:
+        beside = f"for model.family {config.model.family} with tensor > 1"
+        yield f"parallel.sequence must be true or null {beside}, got false"
 
 
 def world(config: Config, world_size: int) -> Iterator[str]:
