@@ -1,6 +1,8 @@
 """Tiny programs to rehearse, and what their rehearsals may contain."""
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,46 @@ from tests.families import overrides, settings
 from tests.run_configs import tiny_config
 from training.config import Config, check
 from training.rehearsal.processes import Processes
-from training.rehearsal.rank import Job, RankReport
+from training.rehearsal.rank import Job, RankReport, described, install
 from training.rehearsal.report import Report, combined
 from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.trace import Trace
 
 H100 = DEVICES["h100"]
+
+
+@dataclass(frozen=True)
+class BrokenJob(Job):
+    """A job whose program the function `before`, if any, breaks first."""
+
+    before: Callable[[], None] | None = None
+
+    def perform(self) -> RankReport:
+        """Rehearse what is left of it."""
+        if self.before is not None:
+            self.before()
+        return super().perform()
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A function that is called on one pretended device, with nothing of a run around it."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+    def perform(self) -> RankReport:
+        """Call it where tensors of the device have no values, and count what it launches."""
+        trace, report = Trace(H100), RankReport(0)
+        try:
+            with install(trace, 1):
+                self.function(*self.arguments)
+        except Exception as error:
+            report.error = described(error)
+        trace.finish()
+        report.counts = trace.counts
+        return report
+
 
 ALLOWED_READS = {
     "rows of each expert at models/blocks/dispatcher.py": (
@@ -46,12 +83,9 @@ def program(
     return config
 
 
-def rehearsed(
-    processes: Processes, config: Config, world: int, *, before: str | None = None
-) -> list[RankReport]:
+def rehearsed(processes: Processes, config: Config, world: int) -> list[RankReport]:
     """The reports of all ranks."""
-    jobs = [Job(config, world, rank, H100, before=before) for rank in range(world)]
-    return processes.perform(jobs)
+    return processes.perform([Job(config, world, rank, H100) for rank in range(world)])
 
 
 def one_rank(
@@ -59,11 +93,13 @@ def one_rank(
     config: Config,
     world: int = 1,
     *,
-    before: str | None = None,
+    before: Callable[[], None] | None = None,
     rank: int = 0,
 ) -> Report:
     """The report of one rank. Says where it broke."""
-    return combined(processes.perform([Job(config, world, rank, H100, before=before)]), world, H100)
+    return combined(
+        processes.perform([BrokenJob(config, world, rank, H100, before=before)]), world, H100
+    )
 
 
 def plain_waits(report: RankReport) -> Counter[str]:

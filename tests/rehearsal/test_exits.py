@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 import pretrain
-from tests.rehearsal.programs import H100, program
+from tests.rehearsal.programs import TracedCall, program
 from training.config import Config
 from training.loop import Trainer
 from training.machine.device import Gpus, gpus_here
 from training.rehearsal.process_groups import RehearsedGroup
-from training.rehearsal.rank import TracedCall
 from training.rehearsal.replacement import put, replace
 
 
@@ -62,5 +61,5 @@ def device_error(config: Config) -> None:
 
 def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(processes, tmp_path):
     config = program(tmp_path, 1, data__mock=True, run__device="cuda")
-    (report,) = processes.perform([TracedCall(f"{__name__}:device_error", (config,), H100)])
+    (report,) = processes.perform([TracedCall(device_error, (config,))])
     assert report.error is None, report.error

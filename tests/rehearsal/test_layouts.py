@@ -1,10 +1,9 @@
 """All ranks of small worlds: each comes to the end, and their collectives fit together."""
 
-from dataclasses import replace
-
 import pytest
 
-from tests.rehearsal.programs import H100, check_rank, program, rehearsed
+from tests.rehearsal import mutants
+from tests.rehearsal.programs import H100, BrokenJob, check_rank, program, rehearsed
 from training.rehearsal.matching import mismatches
 from training.rehearsal.rank import Job
 
@@ -71,8 +70,10 @@ def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
 
 def test_a_rank_that_leaves_a_collective_out_is_found(processes, tmp_path):
     config = program(tmp_path, 2)
-    jobs = [Job(config, 2, rank, H100) for rank in range(2)]
-    jobs[1] = replace(jobs[1], before="tests.rehearsal.mutants:norm_of_this_rank_alone")
+    jobs = [
+        Job(config, 2, 0, H100),
+        BrokenJob(config, 2, 1, H100, before=mutants.norm_of_this_rank_alone),
+    ]
     one, other = processes.perform(jobs)
     (found, *_) = mismatches({0: one.calls, 1: other.calls})
     assert "on rank 0" in found and "on rank 1" in found

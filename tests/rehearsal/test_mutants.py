@@ -4,16 +4,15 @@ from functools import partial
 
 import pytest
 
-from tests.rehearsal.programs import H100, one_rank, plain_waits, program
-from training.rehearsal.rank import Job
+from tests.rehearsal import mutants
+from tests.rehearsal.programs import H100, BrokenJob, one_rank, plain_waits, program
 
-MUTANTS = "tests.rehearsal.mutants:"
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def broken(processes, config, world, mutant):
     """The report of rank 0 of the program that `mutant` breaks."""
-    return one_rank(processes, config, world, before=MUTANTS + mutant)
+    return one_rank(processes, config, world, before=getattr(mutants, mutant))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, p
 )
 def test_waits_of_the_host_are_found(mutant, place, changes, processes, tmp_path):
     config = program(tmp_path, 2, **changes)
-    (report,) = processes.perform([Job(config, 2, 0, H100, before=MUTANTS + mutant)])
+    (report,) = processes.perform([BrokenJob(config, 2, 0, H100, before=getattr(mutants, mutant))])
     assert any(each.startswith(place) for each in plain_waits(report)), report.error
 
 

@@ -4,10 +4,9 @@ them, and the FLOPs of products in place and of factorisations."""
 import pytest
 import torch
 
-from tests.rehearsal.programs import H100
+from tests.rehearsal.programs import TracedCall
 from training.rehearsal.operations import kernels_of, kind_of
 from training.rehearsal.processes import Processes
-from training.rehearsal.rank import TracedCall
 
 aten = torch.ops.aten
 
@@ -48,7 +47,7 @@ def add_in_place() -> None:
 
 
 def test_an_operation_in_place_on_lists_is_counted(processes: Processes) -> None:
-    call = TracedCall(f"{__name__}:add_in_place", (), H100)
+    call = TracedCall(add_in_place)
     (report,) = processes.perform([call])
     assert report.error is None
     counts = report.counts[0, "optimizer"]
@@ -68,7 +67,7 @@ def products_in_place() -> None:
 
 
 def test_products_in_place_and_factorisations_have_flops(processes: Processes) -> None:
-    (report,) = processes.perform([TracedCall(f"{__name__}:products_in_place", (), H100)])
+    (report,) = processes.perform([TracedCall(products_in_place)])
     assert report.error is None
     products, factors, solutions = 4 * (2 * 8 * 4 * 6), 3 * 6**3 / 3, 3 * 6**2 * 4
     assert report.counts[0, "optimizer"].flops == products + factors + solutions
@@ -85,7 +84,7 @@ def factorisations() -> None:
 
 
 def test_factorisations_are_far_slower_than_products(processes: Processes) -> None:
-    (report,) = processes.perform([TracedCall(f"{__name__}:factorisations", (), H100)])
+    (report,) = processes.perform([TracedCall(factorisations)])
     assert report.error is None
     # At 1 TFLOP/s, and half of it in halves of the size.
     seconds = 90 * 512**3 / 3 / 1e12 + 90 * 256**3 / 3 / 0.5e12

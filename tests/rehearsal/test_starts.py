@@ -4,8 +4,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from parallel.comm import groups
-from tests.rehearsal.programs import H100
-from training.rehearsal.rank import TracedCall
+from tests.rehearsal.programs import TracedCall
 
 
 def one_group_of_the_hosts() -> None:
@@ -19,5 +18,5 @@ def one_group_of_the_hosts() -> None:
 def test_hosts_have_one_group_of_their_own(processes):
     """Megatron makes a twin over gloo of most of its groups unless it is told not to: each is a
     mesh of sockets of its own."""
-    (report,) = processes.perform([TracedCall(f"{__name__}:one_group_of_the_hosts", (), H100)])
+    (report,) = processes.perform([TracedCall(one_group_of_the_hosts)])
     assert report.error is None, report.error

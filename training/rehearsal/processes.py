@@ -11,7 +11,7 @@ from typing import IO
 
 from training.rehearsal.guard import GuardError
 from training.rehearsal.places import ROOT
-from training.rehearsal.rank import Job, RankReport, TracedCall
+from training.rehearsal.rank import Job, RankReport
 
 
 class RehearsalError(RuntimeError):
@@ -50,7 +50,7 @@ class Processes:
         self._output.close()
         self._folder.cleanup()
 
-    def perform(self, jobs: Sequence[Job | TracedCall]) -> list[RankReport]:
+    def perform(self, jobs: Sequence[Job]) -> list[RankReport]:
         """The report of every job, in order. Raises RehearsalError if there is none of one."""
         waiting = [self._prepared(job) for job in jobs]
         paths = list(waiting)
@@ -67,7 +67,7 @@ class Processes:
                 raise RehearsalError(f"a rehearsal ended with {status}: {said[-2000:]}")
         return [pickle.loads(path.with_suffix(".out").read_bytes()) for path in paths]
 
-    def _prepared(self, job: Job | TracedCall) -> Path:
+    def _prepared(self, job: Job) -> Path:
         """The file of a job that is to be performed."""
         self._count += 1
         path = Path(self._folder.name) / f"{self._count}.job"

@@ -4,9 +4,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +27,6 @@ from training.rehearsal.replacement import replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
 from training.run import train
-
-
-@dataclass(frozen=True)
-class Job:
-    """One rank of one config.
-
-    compiled   whether Triton's kernels are compiled for the device as well
-    before     `module:function` that is called first, None for nothing: tests break things by it
-    """
-
-    config: Config
-    world: int
-    rank: int
-    device: Device
-    compiled: bool = False
-    before: str | None = None
-
-
-@dataclass(frozen=True)
-class TracedCall:
-    """A function that is called on one pretended device, with nothing of a run around it.
-
-    function   `module:name`
-    arguments  of the call
-    """
-
-    function: str
-    arguments: tuple[Any, ...]
-    device: Device
 
 
 @dataclass
@@ -87,60 +56,44 @@ class RankReport:
     processor_seconds: float = 0.0
 
 
-def perform(job: Job | TracedCall) -> RankReport:
-    """Rehearse it, in this process."""
-    if isinstance(job, TracedCall):
-        return rehearse_call(job)
-    if job.before is not None:
-        called(job.before)()
-    return rehearse_rank(job)
+@dataclass(frozen=True)
+class Job:
+    """One rank of one config.
 
+    compiled   whether Triton's kernels are compiled for the device as well
+    """
 
-def called(name: str) -> Callable[..., Any]:
-    """Return the function `module:name`."""
-    module, attribute = name.split(":")
-    function: Callable[..., Any] = getattr(import_module(module), attribute)
-    return function
+    config: Config
+    world: int
+    rank: int
+    device: Device
+    compiled: bool = False
 
-
-def rehearse_rank(job: Job) -> RankReport:
-    """Rehearse one rank of a run."""
-    began = time.process_time()
-    trace = Trace(job.device, job.rank)
-    mode = install(trace, job.world, compiled=job.compiled)
-    report = RankReport(job.rank, job.world)
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        report.scenario = scenario(job.config, job.world, Path(folder))
-        try:
-            with mode, torch.autograd.set_multithreading_enabled(False):
-                run(report.scenario, trace)
-        except Exception as error:
-            report.error = described(error)
-    trace.finish()
-    report.counts = trace.counts
-    report.marks = trace.marks.get(PLAIN_STEP, [])
-    report.findings = [str(finding) for finding in trace.order.findings] + sorted(trace.imprecise)
-    report.calls = trace.calls
-    report.specialisations = len(trace.specialisations)
-    pools = trace.memory.pools
-    report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
-    report.processor_seconds = time.process_time() - began
-    return report
-
-
-def rehearse_call(call: TracedCall) -> RankReport:
-    """Call a function where tensors of the device have no values, and count what it launches."""
-    trace = Trace(call.device)
-    mode = install(trace, 1)
-    report = RankReport(0)
-    try:
-        with mode:
-            called(call.function)(*call.arguments)
-    except Exception as error:
-        report.error = described(error)
-    trace.finish()
-    report.counts = trace.counts
-    return report
+    def perform(self) -> RankReport:
+        """Rehearse it, in this process."""
+        began = time.process_time()
+        trace = Trace(self.device, self.rank)
+        mode = install(trace, self.world, compiled=self.compiled)
+        report = RankReport(self.rank, self.world)
+        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+            report.scenario = scenario(self.config, self.world, Path(folder))
+            try:
+                with mode, torch.autograd.set_multithreading_enabled(False):
+                    run(report.scenario, trace)
+            except Exception as error:
+                report.error = described(error)
+        trace.finish()
+        report.counts = trace.counts
+        report.marks = trace.marks.get(PLAIN_STEP, [])
+        report.findings = [str(finding) for finding in trace.order.findings] + sorted(
+            trace.imprecise
+        )
+        report.calls = trace.calls
+        report.specialisations = len(trace.specialisations)
+        pools = trace.memory.pools
+        report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
+        report.processor_seconds = time.process_time() - began
+        return report
 
 
 def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:

@@ -66,7 +66,7 @@ def reap(child: int, path: Path, under_way: set[int]) -> None:
 
 def work(path: Path) -> None:
     """Rehearse one job, write its report, and end this process."""
-    from training.rehearsal.rank import Job, perform
+    from training.rehearsal.rank import Job
 
     said = os.open(path.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
@@ -74,8 +74,7 @@ def work(path: Path) -> None:
     status = 1
     try:
         job: Job = pickle.loads(path.read_bytes())
-        report = perform(job)
-        path.with_suffix(".out").write_bytes(pickle.dumps(report))
+        path.with_suffix(".out").write_bytes(pickle.dumps(job.perform()))
         status = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
