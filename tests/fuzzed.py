@@ -1,11 +1,12 @@
 """Generated inputs that nobody would write on purpose: configs, and files with damaged bytes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.config_values import Keys, leaves
+Keys = tuple[str, ...]
 
 EXTREMES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**15, 10**30, -(10**30), 0.0, -0.5, 0.5,
@@ -14,6 +15,22 @@ EXTREMES: list[Any] = [
     [[]], [None], {}, {"x": 1}, {"x": {"y": {}}}, [0, 1], [3, 1], "2026-01-01", "1e5", "0x10",
 ]  # fmt: skip
 """Values of any key: right ones, wrong ones, and absurd ones."""
+
+
+def leaves(content: dict[str, Any], path: Keys = ()) -> Iterator[Keys]:
+    """Yield the path of every key of nested mappings that is not a section."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def replaced(content: dict[str, Any], path: Keys, value: Any) -> dict[str, Any]:
+    """Return `content` with another value at `path`."""
+    first, *rest = path
+    inner = replaced(content.get(first) or {}, tuple(rest), value) if rest else value
+    return {**content, first: inner}
 
 
 def changes(content: dict[str, Any], more: list[Keys]) -> st.SearchStrategy[dict[Keys, Any]]:

@@ -69,7 +69,7 @@ def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     trainer.leave_out(left_out)
     lifecycle.saver.last_saved = info.step
     if log is not None:
-        checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
+        checkpoint.set_aside_after(run_dir, info.step)
         checkpoint.name_latest(run_dir, info.path.name)
         log.rewind(info.step, f"rewinding to {info.path}: {error}")
     return True

@@ -95,14 +95,6 @@ def test_options_that_do_not_fit_are_said_and_exit_with_2(options, words, rehear
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--rank", "0"], ["--compile-kernels"]])
-def test_options_of_rehearsals_need_one(options, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        pretrain.main(["--config", str(tmp_path / "config.yaml"), *options])
-    assert ended.value.code == 2
-    assert f"{options[0]} needs --rehearse" in capsys.readouterr().err
-
-
 def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -17,8 +17,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 import pretrain
-from tests.config_values import Keys, replaced
-from tests.fuzzed import changes
+from tests.fuzzed import Keys, changes, replaced
 from tests.run_configs import tiny_config
 from tests.unit.training.checkpoint.test_identity import EVERY_SECTION
 from training.config import check, load_config, to_yaml

@@ -106,6 +106,8 @@ def test_script_trains_without_torchrun(folder):
         (["--gpus", "4"], "--gpus needs --dry-run, --fit or --rehearse"),
         (["--fit", "--json", "plan.json"], "--json needs --dry-run or --rehearse"),
         (["--dry-run", "--write", "mine.yaml"], "--write needs --fit"),
+        (["--rank", "0"], "--rank needs --rehearse"),
+        (["--compile-kernels"], "--compile-kernels needs --rehearse"),
         (["--dry-run", "--resume", "none"], "--resume needs a run that trains"),
         (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
     ],

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -404,13 +404,13 @@ def sweep(run_dir: str | Path) -> list[str]:
     return names
 
 
-def set_aside_after(run_dir: str | Path, step: int, found: Iterable[int]) -> Path | None:
-    """Move the checkpoints of steps after `step`, of those in `found`, out of the way.
+def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
+    """Move the checkpoints of steps after `step` out of the way.
 
     A run that returned to `step` must never continue from them. Returns their new folder, None if
     there are no such checkpoints.
     """
-    later = [each for each in found if each > step]
+    later = [each for each in steps(run_dir) if each > step]
     if not later:
         return None
     aside = free_name(Path(run_dir) / f"{FOLDER}-left-at-{step:08d}")

@@ -38,10 +38,25 @@ class Start:
         if self.resume == "none":
             start_over(run_dir)
             return
-        announce_sweep(run_dir)
-        if self.info is not None:
-            _settle(run_dir, self.info, self.broken, self.resume)
-            print(f"continuing from {self.info.path}", flush=True)
+        if names := checkpoint.sweep(run_dir):
+            print(f"removed {len(names)} unfinished checkpoints: {', '.join(names)}", flush=True)
+        if self.info is None:
+            return
+        for step, problem in self.broken.items():
+            aside = checkpoint.quarantine(checkpoint.step_folder(run_dir, step))
+            print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
+        path = self.info.path
+        latest = path.parent / checkpoint.LATEST
+        named = latest.read_text(errors="replace").strip() if latest.is_file() else None
+        if named not in (None, path.name):
+            print(f"{latest} named {named!r:.80}, not {path.name}", flush=True)
+        if self.resume != "latest":
+            later = checkpoint.set_aside_after(run_dir, self.info.step)
+            if later is not None:
+                print(f"checkpoints of later steps are now in {later}", flush=True)
+        if named != path.name:
+            checkpoint.name_latest(run_dir, path.name)
+        print(f"continuing from {path}", flush=True)
 
 
 def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
@@ -92,13 +107,6 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
     return there[::-1]
 
 
-def announce_sweep(run_dir: str | Path) -> None:
-    """Remove what an interrupted save left, and print its names."""
-    names = checkpoint.sweep(run_dir)
-    if names:
-        print(f"removed {len(names)} unfinished checkpoints: {', '.join(names)}", flush=True)
-
-
 def start_over(run_dir: str | Path) -> None:
     """Move all checkpoints of the run folder out of the way."""
     folder = Path(run_dir) / checkpoint.FOLDER
@@ -125,25 +133,6 @@ def check_content(info: CheckpointInfo) -> None:
         found = [text for texts in from_all(list(find(info, share))) for text in texts]
         if found:
             raise BrokenCheckpointError("; ".join(found))
-
-
-def _settle(
-    run_dir: str | Path, info: CheckpointInfo, broken: Mapping[int, str], resume: str
-) -> None:
-    """Move aside what must not be continued later, and print it."""
-    for step, problem in broken.items():
-        aside = checkpoint.quarantine(checkpoint.step_folder(run_dir, step))
-        print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
-    latest = info.path.parent / checkpoint.LATEST
-    named = latest.read_text(errors="replace").strip() if latest.is_file() else None
-    if named not in (None, info.path.name):
-        print(f"{latest} named {named!r:.80}, not {info.path.name}", flush=True)
-    if resume != "latest":
-        later = checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
-        if later is not None:
-            print(f"checkpoints of later steps are now in {later}", flush=True)
-    if named != info.path.name:
-        checkpoint.name_latest(run_dir, info.path.name)
 
 
 def run_id(meta: Mapping[str, Any]) -> str:

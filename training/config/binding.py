@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_orig
 
 from pydantic import TypeAdapter, ValidationError
 
-from models.section import closest, shown
+from models.section import Section, closest, shown
 from training.config.removed import removal
 from training.errors import ConfigError
 
@@ -65,11 +65,17 @@ def bind(kind: type[T], mapping: object, *, check: bool = True) -> T:
     Without `check`, only keys, types and bounds count, not what must hold between fields. Raises
     InvalidConfigError with all problems.
     """
-    text = json.dumps(mapping, default=str)
+    adapter, text, problems = _adapter(cast(Any, kind)), json.dumps(mapping, default=str), []
     try:
-        bound: T = _adapter(cast(Any, kind)).validate_json(text, context=check)
-    except ValidationError as error:
-        raise InvalidConfigError(list(_lines(kind, error))) from None
+        bound: T = adapter.validate_json(text)
+        problems += walk_problems(bound) if check else ()
+    except ValidationError:
+        try:  # again, for what sections that could be bound have to say of themselves
+            adapter.validate_json(text, context=check)
+        except ValidationError as error:
+            problems += _lines(kind, error)
+    if problems:
+        raise InvalidConfigError(problems)
     return bound
 
 
@@ -157,6 +163,17 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
         else:
             break  # a member of a union
     return path, kind
+
+
+def walk_problems(section: object, path: str = "") -> Iterator[str]:
+    """Yield the problems of a section, and of every section inside it, with dotted paths."""
+    inner: Mapping[str, object] = section if isinstance(section, Mapping) else {}
+    if isinstance(section, Section):
+        inner = vars(section)
+        for line in section.problems():
+            yield placed(path, line, type(section))
+    for key, value in inner.items():
+        yield from walk_problems(value, join(path, key))
 
 
 def placed(path: str, sentence: str, kind: Any) -> str:

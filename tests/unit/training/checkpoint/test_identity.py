@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tests.config_values import leaves
 from tests.run_configs import tiny_config
 from training.checkpoint.identity import differences, settings
 from training.config import load_saved_config, to_yaml
@@ -26,22 +24,6 @@ def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     if not rest:
         return {key: value for key, value in content.items() if key != first}
     return {**content, first: without(content[first], tuple(rest))}
-
-
-@pytest.mark.slow
-def test_a_key_that_a_saved_config_lacks_has_its_default(tmp_path: Path) -> None:
-    """Each key that the config does not set takes the part of one that was added since."""
-    now = tiny_config(str(tmp_path), "muon", **EVERY_SECTION)
-    content = yaml.safe_load(to_yaml(now))
-    chosen = set(leaves(yaml.safe_load((tmp_path / "config.yaml").read_text())))
-    chosen |= {(*key.split("__"), name) for key, keys in EVERY_SECTION.items() for name in keys}
-    added = [path for path in leaves(content) if path not in chosen]
-    assert len(added) > 120
-    for path in added:
-        (tmp_path / "saved.yaml").write_text(yaml.safe_dump(without(content, path)))
-        before = load_saved_config(tmp_path / "saved.yaml")
-        assert before == now
-        assert differences(settings(before), settings(now), ()) == {}
 
 
 def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path) -> None:
