@@ -12,6 +12,7 @@ from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
 from training.build import config_routes
 from training.config import Config
+from training.report.opening import layout
 from training.report.table import table
 
 SHOWN_STAGES: Final = 8
@@ -45,24 +46,11 @@ def run_table(config: Config, planned: Plan) -> str:
     """Return layout, batch, tokens and FLOPs."""
     train, parallel = config.train, config.parallel
     size = model_size(config.model, train.sequence_length)
-    sizes = {
-        "data": planned.data // parallel.context,
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "virtual": parallel.virtual_pipeline,
-        "context": parallel.context,
-    }
-    layout = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "data")
-    if config.model.moe is not None:
-        sharing = parallel.expert * parallel.expert_tensor
-        copies = planned.gpus // (parallel.pipeline * sharing)
-        layout += f"; experts: copies {copies} x expert {parallel.expert}"
-        layout += f" x expert tensor {parallel.expert_tensor}"
-    microbatches = train.global_batch // (train.micro_batch * sizes["data"])
+    microbatches = train.global_batch // (train.micro_batch * planned.data // parallel.context)
     total = planned.tokens * train.steps
     rows = [
         ("parameters", f"{size.parameters:,}, {size.active_parameters:,} per token"),
-        (f"{planned.gpus} x {planned.device.name}", layout),
+        ("device", f"{planned.device.name}, {layout(config, planned.gpus)}"),
         (
             "batch",
             f"{train.global_batch} sequences of {train.sequence_length}: {microbatches} "

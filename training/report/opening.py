@@ -42,8 +42,10 @@ def layout(config: Config, ranks: int) -> str:
         "data": ranks // (parallel.model_ranks),
         "tensor": parallel.tensor,
         "pipeline": parallel.pipeline,
+        "virtual pipeline": parallel.virtual_pipeline,
         "context": parallel.context,
         "expert": parallel.expert,
+        "expert tensor": parallel.expert_tensor,
     }
     axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return f"{ranks} ranks ({', '.join(axes)})" if axes else "1 rank"

@@ -22,7 +22,7 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
         assert all(line[start - 1] == " " != line[start] for start in columns[1:])
     assert pretrain.main(["--config", written, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "4 x NVIDIA A100" in printed and "fits: " in printed
+    assert "NVIDIA A100" in printed and "4 ranks (" in printed and "fits: " in printed
     mine = load_config(written)
     assert mine.run.name == "mine" and mine.model.vocab_size == 512
     assert (mine.plan.gpus, mine.plan.device) == (4, "a100")
