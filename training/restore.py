@@ -1,5 +1,9 @@
 """Restoring a trainer from a checkpoint: when a run continues, or returns to an earlier step."""
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
@@ -21,29 +25,31 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
     Raises ResumeError if the checkpoint does not fit the model, DisagreementError if copies differ.
     """
-    try:
-        generators = torch.load(info.path / checkpoint.RNG, weights_only=True)
-    except Exception as error:  # of any kind: the file may be anything
-        reason = (str(error) or "it is empty").splitlines()[0]
-        raise ResumeError(f"{info.path / checkpoint.RNG} is not trusted: {reason}") from error
-    try:
+    rng, meta = info.path / checkpoint.RNG, info.path / checkpoint.META
+    with refusing(rng, Exception):  # of any kind: the file may be anything
+        generators = torch.load(rng, weights_only=True)
+    with refusing(info.path, StateError):
         extra = load_state(info.state, trainer.model, trainer.optimizer)
-    except StateError as error:
-        raise ResumeError(f"{info.path} cannot be loaded: {last_line(error)}") from error
     if extra.get("step") != info.step:
         raise ResumeError(
             f"{info.path}: the step of the state must be {info.step}, got {extra.get('step')}"
         )
     check_replicas(trainer.model)
-    try:
+    with refusing(meta, KeyError, TypeError, ValueError):
         trainer.restore(info.meta["progress"], info.meta["trainer"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ResumeError(f"{info.path / checkpoint.META} cannot be used: {error!r}") from error
-    try:
+    with refusing(rng, LookupError, TypeError, ValueError, RuntimeError):
         if len(generators) == dist.get_world_size():
             set_rng_state(generators[dist.get_rank()])
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ResumeError(f"{info.path / checkpoint.RNG} cannot be used: {error!r:.200}") from error
+
+
+@contextlib.contextmanager
+def refusing(place: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Context in which errors of these kinds are a ResumeError that names the place."""
+    try:
+        yield
+    except kinds as error:
+        said = last_line(error) if isinstance(error, StateError) else repr(error)
+        raise ResumeError(f"{place} cannot be loaded: {said:.200}") from error
 
 
 def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:

@@ -1,10 +1,8 @@
 """The identity of a run: what a checkpoint and the run that continues it must agree in."""
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 from models.size import all_units
@@ -14,8 +12,10 @@ from training.checkpoint.files import CheckpointInfo
 from training.config import Config
 from training.config.files import flat
 from training.config.sections.optimizer import GROUPS
+from training.data.hashes import file_sha256
 from training.data.manifest import Manifest
 from training.data.order import TrainingData, ValidationData
+from training.data.token_bytes import tokenizer_file
 
 SHOWN: Final = 6
 BACKENDS: Final = {"attention_backend", "moe.backend"}
@@ -197,9 +197,8 @@ def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
     """The sha256 of the tokenizer's file, None if there is no file."""
     if config.data.tokenizer is None:
         return None if manifest is None else manifest.tokenizer.sha256
-    path = Path(config.data.tokenizer)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    path = tokenizer_file(config.data.tokenizer)
+    return file_sha256(path) if path.exists() else None
 
 
 def _optimizer(config: Config) -> dict[str, Any]:

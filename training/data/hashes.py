@@ -42,14 +42,13 @@ def file_sha256(path: str | Path) -> str:
 
 
 class BlockHashes:
-    """Comparison of PREFIX.bin with PREFIX.blocks, of every block once.
+    """Comparison of PREFIX.bin with PREFIX.blocks, itself compared already, of every block once.
 
     prefix  path of both files without suffix
     size    bytes of PREFIX.bin
     read    function from (offset, count) to so many bytes of PREFIX.bin, `[count]` uint8
 
-    Raises DataError, here and in its methods, for a file of hashes of another length or a block
-    that is not what was written.
+    Its methods raise DataError for a block that is not what was written.
     """
 
     def __init__(
@@ -59,13 +58,7 @@ class BlockHashes:
         self._size = size
         self._read = read
         blocks = -(-size // BLOCK)
-        path = Path(prefix + SUFFIX)
-        if path.stat().st_size != blocks * DIGEST:
-            raise DataError(
-                f"{path} must have {DIGEST} bytes for each of {blocks} blocks, "
-                f"got {path.stat().st_size}"
-            )
-        self._hashes = np.memmap(path, np.uint8, "r", shape=(blocks, DIGEST))
+        self._hashes = np.memmap(prefix + SUFFIX, np.uint8, "r", shape=(blocks, DIGEST))
         self._seen = np.zeros(blocks, dtype=bool)
 
     def __len__(self) -> int:

@@ -1,5 +1,6 @@
 """Heartbeat of a run, and stack traces of ranks that hang."""
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -51,8 +52,8 @@ class Watchdog:
         self._file.close()
         if not hung:
             self.stacks.unlink(missing_ok=True)
-            if self.rank == 0:
-                _remove_if_empty(self.stacks.parent)
+            with contextlib.suppress(OSError):  # other ranks have files there
+                self.stacks.parent.rmdir()
         elif self.rank == 0:
             print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
 
@@ -74,11 +75,3 @@ def write_heartbeat(folder: Path, step: int) -> None:
     temporary = folder / f".{HEARTBEAT}"
     temporary.write_text(json.dumps(content) + "\n")
     temporary.replace(folder / HEARTBEAT)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder unless it has files, as of other ranks."""
-    try:
-        folder.rmdir()
-    except OSError:
-        return
