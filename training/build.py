@@ -89,14 +89,11 @@ def with_vocabulary(config: Config) -> Config:
 
 def on_mock_tokens(config: Config) -> Config:
     """Return `config` on made tokens, with a vocabulary, and without samples of text."""
-    section = config.validation
     return with_vocabulary(
         replace(
             config,
             data=replace(config.data, mock=True),
-            validation=replace(
-                section, samples_interval=0, samples_tokens=type(section).samples_tokens
-            ),
+            validation=replace(config.validation, samples_interval=0),
         )
     )
 
@@ -171,22 +168,19 @@ def check_backend(config: Config) -> None:
         )
 
 
-def compile_backend(config: Config, device: torch.device) -> str | None:
-    """Return the backend of torch.compile for a device, None to compile nothing."""
+def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
+    """Return the backend of torch.compile for a device, None to compile nothing, and what to say of
+    it: of auto, why nothing is compiled."""
     if config.train.compile != "auto":
-        return config.train.compile
-    fused = config.model.attention_backend != "sdpa" or device.type == "cpu"
-    return None if fused or missing_compiler(device) is not None else "inductor"
-
-
-def described_backend(config: Config, device: torch.device) -> str:
-    """Say what compiles the elementwise parts of a layer, and why nothing does under auto."""
-    backend = compile_backend(config, device)
-    if backend is not None or config.train.compile != "auto" or device.type == "cpu":
-        return backend or "none"
+        return config.train.compile, config.train.compile or "none"
+    if device.type == "cpu":
+        return None, "none"
     if config.model.attention_backend != "sdpa":
-        return f"none, {config.model.attention_backend} fuses them"
-    return f"none, inductor needs {missing_compiler(device)}"
+        return None, f"none, {config.model.attention_backend} fuses them"
+    missing = missing_compiler(device)
+    if missing is not None:
+        return None, f"none, inductor needs {missing}"
+    return "inductor", "inductor"
 
 
 def fused_loss(config: Config, device: torch.device) -> bool:
@@ -359,7 +353,7 @@ def build_parallel_model(
         fused_loss=fused_loss(config, groups.device),
         recompute=train.recompute,
         fp8=train.fp8,
-        compile_backend=compile_backend(config, groups.device),
+        compile_backend=compile_backend(config, groups.device)[0],
         **unit_options(config),
     )
     model = build_model(config.model, groups, options)

@@ -21,9 +21,9 @@ from training.build import (
     build_trainer,
     check_backend,
     check_device,
+    compile_backend,
     config_routes,
     data_manifest,
-    described_backend,
     fused_loss,
     kernel_of,
 )
@@ -173,8 +173,8 @@ def open_log(
         data,
         progress.step - bool(progress.unreported),  # a report that a stop prevented is made again
         counts,
-        run_id=beginning.run_id,
-        progress=progress,
+        beginning.run_id,
+        progress,
     )
     trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
     for kind, text in opening_notes(config, trainer.groups.device, beginning, kernel):
@@ -201,7 +201,7 @@ def opening_notes(
             yield "changed", f"changed since step {start.step}: {text}"
     loss = "liger" if fused_loss(config, device) else "the engine's"
     yield "loss", f"loss kernels: {loss}"
-    yield "compile", f"compiled parts: {described_backend(config, device)}"
+    yield "compile", f"compiled parts: {compile_backend(config, device)[1]}"
     if kernel is not None:
         slow = slow_attention(kernel, device)
         yield "attention", f"attention kernel: {kernel if slow is None else f'{kernel}; {slow}'}"

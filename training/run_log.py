@@ -44,10 +44,10 @@ class RunLog:
         config: Config,
         routes: Sequence[Route],
         data: TrainingData,
-        step: int = 0,
-        counted: Mapping[str, float] | None = None,
-        run_id: str = "",
-        progress: Progress | None = None,
+        step: int,
+        counted: Mapping[str, float],
+        run_id: str,
+        progress: Progress,
     ) -> None:
         """Open the folder of a run that continues after `step`.
 
@@ -55,7 +55,6 @@ class RunLog:
         run_id     id of the run for trackers
         progress   of the run; its step is `step`, or the one after if that is still to be reported
         """
-        progress = progress or Progress()
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +89,7 @@ class RunLog:
         self.note("continued" if step else "started", step, "")
         for text in damaged:
             self.note("warning", step, text)
-        self.counted = dict(counted or {})
+        self.counted = dict(counted)
         self.data = data
         self.rewritten: set[str] = set()
 
