@@ -2,13 +2,10 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from parallel.comm.agreement import disagreements
-from training.config import Config
-from training.config.files import flat
 from training.errors import InputError
 from training.machine.facts import library_versions
 
@@ -18,11 +15,6 @@ PACKAGES: Final = ("spectral", "models", "parallel", "training")
 
 class RanksDifferError(InputError):
     """Ranks of one run that were given different settings, code, versions or data."""
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """Return every key of a config with its value."""
-    return dict(flat(asdict(config)))
 
 
 def program() -> dict[str, Any]:

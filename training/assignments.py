@@ -57,8 +57,9 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
     """Return the penalty on `unit`, None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
+    assert section.coefficient is not None  # `load_config` puts the paper's choice there
     return Penalty(
-        coefficient=section.resolved_coefficient,
+        coefficient=section.coefficient,
         power=section.power,
         side=section.side,
         normalize=section.normalize,

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
-from training.agreement import program, require_agreement, settings
+from training.agreement import program, require_agreement
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
 from training.config import Config
+from training.config.files import flat
 from training.config.sections.data import DataConfig, TrainSet, ValidationSet
 from training.data.manifest import (
     MANIFEST_FILE,
@@ -107,7 +108,7 @@ def start_groups(config: Config, **options: str) -> Groups:
     """
     check_restarts()
     allow_open_files()
-    facts = {**settings(config), **options, **program()}
+    facts = {**dict(flat(asdict(config))), **options, **program()}
     agree = partial(require_agreement, facts)
     return initialize(
         config.parallel.layout,

@@ -181,4 +181,4 @@ def test_the_penalty_is_that_of_the_gram_papers_matrices(
     figures = trainer.optimizer.add_penalty(acts=True, measured=True)
     assert figures is not None
     # Sums of squares in float32.
-    assert figures.value == pytest.approx(penalty.resolved_coefficient * expected, rel=1e-5)
+    assert figures.value == pytest.approx(penalty.coefficient * expected, rel=1e-5)

@@ -35,14 +35,6 @@ class GramPenaltyConfig(Section):
     normalize: Normalize | None = None
     """Divisor of the squared norm: ||W||_F^4 (frobenius) or n (n - 1) (size); null = 1."""
 
-    @property
-    def resolved_coefficient(self) -> float:
-        """The coefficient. Raises ValueError if it is null: `load_config` puts the paper's choice
-        there."""
-        if self.coefficient is None:
-            raise ValueError("coefficient must be a number, got null")
-        return self.coefficient
-
     def last_step(self, steps: int) -> int:
         """Return the last step of the horizon, counted from 1, in a run of `steps`."""
         return max(1, round(self.horizon * steps))
