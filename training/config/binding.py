@@ -65,7 +65,8 @@ def bind(kind: type[T], mapping: object, *, check: bool = True) -> T:
     Without `check`, only keys, types and bounds count, not what must hold between fields. Raises
     InvalidConfigError with all problems.
     """
-    adapter, text, problems = _adapter(cast(Any, kind)), json.dumps(mapping, default=str), []
+    adapter, text = _adapter(cast(Any, kind)), json.dumps(mapping, default=str)
+    problems: list[str] = []
     try:
         bound: T = adapter.validate_json(text)
         problems += walk_problems(bound) if check else ()
