@@ -24,6 +24,7 @@ from parallel.optimizer.routing import Assign, Route, route
 from training.agreement import program, require_agreement
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
+from training.checkpoint.progress import Progress
 from training.config import Config
 from training.config.files import flat
 from training.config.sections.data import DataConfig, TrainSet, ValidationSet
@@ -45,7 +46,6 @@ from training.data.order import (
 from training.data.token_bytes import token_byte_lengths, tokenizer_file
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError, MissingSetError
-from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
 from training.machine.environment import allow_open_files
 from training.machine.kernels import check_kernels

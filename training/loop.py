@@ -15,6 +15,7 @@ from parallel.observe.weight_watch import WeightWatch
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.ieee_products import ieee_products
+from training.checkpoint.progress import Progress
 from training.config import Config
 from training.config.binding import bind
 from training.config.sections.optimizer import GROUPS
@@ -25,7 +26,6 @@ from training.evaluate import as_batch, evaluate
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import Pace
 from training.lifecycle.phase import phase
-from training.lifecycle.progress import Progress
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics

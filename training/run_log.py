@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from parallel.comm.collectives import CollectiveError
 from parallel.optimizer.routing import Route
+from training.checkpoint.progress import Progress
 from training.config import Config, to_yaml
 from training.data.order import TrainingData
-from training.lifecycle.progress import Progress
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.log_lines import drop_later_lines, drop_unfinished_line

@@ -38,12 +38,12 @@ from parallel.checkpoint.safe_index import (
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import delete, sync
 from parallel.errors import described
+from training.checkpoint.progress import Progress
 from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, load_saved_config
 from training.config.binding import bind
 from training.errors import BrokenCheckpointError, InputError
 from training.json_file import parse_json, read_regular
-from training.lifecycle.progress import Progress
 
 FORMAT: Final = 2
 """Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
