@@ -3,10 +3,9 @@
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
 Every hyper-parameter of a group's rule is a plain value in the group, so schedulers and state_dict
-see all of them. Matrices of equal shape are stepped together, also those of groups that differ
-only in their learning rate. A group's `units` says how its parameters are divided into matrices
-(`spectral.division`); without it each parameter is one, and whole-matrix rules see a convolution
-weight `[out, in, ...]` as `[out, in * ...]`.
+see all of them. Matrices of equal shape and rates are stepped together. A group's `units` says how
+its parameters are divided into matrices (`spectral.division`); without it each parameter is one,
+and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.sharded.matrices`.
 """
@@ -28,7 +27,7 @@ from .local_part import is_dtensor, local_gradient, local_of
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
-from .rules.base import decay_problem, step_of_stack
+from .rules.base import decay_problem
 from .stepped_unit import SteppedUnit
 from .stepping import Units, accumulated, step_units
 
@@ -382,26 +381,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._share()
         active = self._gate()
         self.last_reports = []
-        for (rule, _), groups in grouped(self.param_groups, _rule_and_decay).items():
-            steps = {
-                p: step
-                for group in groups
-                for step in (Step(group["lr"], group["weight_decay"], active),)
-                for p in group["params"]
-                if p.grad is not None
-            }
+        steps = {
+            p: Step(group["lr"], group["weight_decay"], _on(p.device, active))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        for rule, groups in grouped(self.param_groups, rule_of).items():
+            members = [(p, group) for group in groups for p in group["params"] if p in steps]
             if not rule.whole_matrix:
-                self._step_elementwise(rule, steps)
+                self._step_elementwise(rule, {p: steps[p] for p, _ in members})
                 continue
-            self._step_shared(rule, [p for p in steps if self._is_shared(p, rule)], steps)
+            shared = [p for p, _ in members if self._is_shared(p, rule)]
+            self._step_shared(rule, shared, steps)
             units = [
                 unit
-                for group in groups
-                for p in group["params"]
-                if p.grad is not None and not self._is_shared(p, rule)
+                for p, group in members
+                if not self._is_shared(p, rule)
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
             ]
-            kinds = grouped(units, lambda u: (u.shape, u.parameter.dtype, u.parameter.device))
+            kinds = grouped(units, lambda u: (u.kind, steps[u.parameter].rates))
             shapes = [*kinds.values()]
             stepped = [parameter_units(members, self.state, steps) for members in shapes]
             for members, report in zip(shapes, step_units(rule, stepped), strict=True):
@@ -423,8 +422,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         copies = not isinstance(rule, AdamWRule)  # other rules may overwrite gradients
         for parameter, step in steps.items():
             weight, state = self._whole(parameter)
-            if step.active is not None and step.active.device != weight.device:
-                step = step._replace(active=step.active.to(weight.device))
             grad = local_gradient(parameter)
             if copies or grad.dtype != weight.dtype:
                 grad = grad.to(weight.dtype, copy=copies)
@@ -501,7 +498,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 def parameter_units(
     units: list[SteppedUnit], state: Mapping[Tensor, State], steps: Mapping[Tensor, Step]
 ) -> Units:
-    """Return units of one shape under one rule, which this rank steps alone.
+    """Return units of one shape and step under one rule, which this rank steps alone.
 
     `state` is the optimizer's, by parameter, as are `steps`.
     """
@@ -517,9 +514,8 @@ def parameter_units(
         }
         weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
-        step = step_of_stack([steps[unit.parameter] for unit in members], weight)
         grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
-        return Stack(weight, grad, stacks, step)
+        return Stack(weight, grad, stacks, steps[first])
 
     def put(part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""
@@ -566,10 +562,9 @@ def rule_of(group: dict[str, Any]) -> Rule:
     return kind(**{f.name: group[f.name] for f in fields(kind)})
 
 
-def _rule_and_decay(group: dict[str, Any]) -> tuple[Rule, object]:
-    """Return what groups that are stepped together have in common: all but lr."""
-    decay = group["weight_decay"]
-    return rule_of(group), id(decay) if isinstance(decay, Tensor) else decay
+def _on(device: torch.device, active: Tensor | None) -> Tensor | None:
+    """Return the predicate of a step on a device."""
+    return None if active is None else active.to(device)
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
@@ -666,7 +661,10 @@ def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
     """Raise ValueError for rates that are not finite or less than `least`; no tensor is read."""
     for name in ("lr", "weight_decay"):
         value = group[name]
-        if not isinstance(value, Tensor) and (not math.isfinite(value) or value < least):
+        if isinstance(value, Tensor):
+            if value.ndim:
+                raise ValueError(f"{name} must be a number or 0-d, got shape {tuple(value.shape)}")
+        elif not math.isfinite(value) or value < least:
             raise ValueError(f"{name} must be finite and not negative, got {value}")
 
 

@@ -80,6 +80,11 @@ class SteppedUnit:
             found.append(cls(parameter, division, box, shape, entries))
         return found
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What units that are stacked have in common."""
+        return self.shape, self.parameter.dtype, self.parameter.device
+
     def matrix(self, part: Tensor) -> Tensor:
         """Return the part of the parameter in `box` as the unit, a view where there is one."""
         return self.division.matrix(part)

@@ -89,6 +89,6 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
         waits = waiting_field(stack.rule)
         if waits is not None:
             raise ValueError(
-                f"{waits} of rule {stack.assigned[0].rule_name} must not be True "
+                f"{waits} of rule {stack.assigned.rule_name} must not be True "
                 "with cuda_graph: it waits for the device"
             )

@@ -6,25 +6,13 @@ steps: the optimizer looks at the gradients, and a checkpoint is checked when it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..grouped import grouped
-from .base import (
-    Rate,
-    Report,
-    Rule,
-    Stack,
-    State,
-    Step,
-    decay_,
-    per_unit,
-    require,
-    require_fraction,
-)
+from .base import Report, Rule, Stack, State, decay_, require, require_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +47,8 @@ class AdamWRule(Rule):
         """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
         active = stacks[0].step.active
         stepped = None if active is None else active.float()
-        for members in grouped(stacks, lambda stack: rates_of(stack.step)).values():
-            if any(isinstance(rate, Tensor) and rate.ndim for rate in members[0].step[:2]):
-                for part in chain.from_iterable(map(parts_of, members)):
-                    self.advance_([part], stepped)
-            else:
-                self.advance_(members, stepped)
+        for members in grouped(stacks, lambda stack: stack.step.rates).values():
+            self.advance_(members, stepped)
         return [{} for _ in stacks]
 
     def advance_(self, stacks: Sequence[Stack], stepped: Tensor | None) -> None:
@@ -113,33 +97,3 @@ class AdamWRule(Rule):
 def units(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the units of tensors `[batch, ...]`, which have counters of their own."""
     return [unit for x in tensors for unit in x.unbind()]
-
-
-def parts_of(stack: Stack) -> list[Stack]:
-    """Return the units of a stack, whose rates may differ.
-
-    Raises ValueError for a rate of another shape than `[]` or `[batch]`.
-    """
-    lr, weight_decay, _ = stack.step
-    per_unit(lr, stack.weight), per_unit(weight_decay, stack.weight)
-    wide = torch.promote_types(stack.weight.dtype, torch.float32)
-    parts = [stack.part(slice(i, i + 1)) for i in range(len(stack.weight))]
-    rates = [[_number(rate, wide) for rate in part.step[:2]] for part in parts]
-    return [
-        part._replace(step=part.step._replace(lr=lr, weight_decay=decay))
-        for part, (lr, decay) in zip(parts, rates, strict=True)
-    ]
-
-
-def _number(rate: Rate, dtype: torch.dtype) -> Rate:
-    """Return a rate of one unit, `[1]` or not, as a number or a 0-d tensor."""
-    return rate.to(dtype)[0] if isinstance(rate, Tensor) and rate.ndim else rate
-
-
-def rates_of(step: Step) -> tuple[object, object]:
-    """Return what steps with equal rates have in common, without reading a tensor."""
-    lr, weight_decay, _ = step
-    return (
-        id(lr) if isinstance(lr, Tensor) else lr,
-        id(weight_decay) if isinstance(weight_decay, Tensor) else weight_decay,
-    )

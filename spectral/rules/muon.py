@@ -21,7 +21,6 @@ from .base import (
     require_choice,
     subtract_,
     taken,
-    units_of,
     unless_all,
 )
 from .momentum import MomentumRule
@@ -106,13 +105,11 @@ class PolarRule(MomentumRule, MsignRule):
         for w, d in cache_slices(stack.weight, polar.direction):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
-            part = slice(first, first + len(w))
-            acting = unless_all(gate[part])
+            acting = unless_all(gate[first : first + len(w)])
             if decays:
-                signs = d if self.cautious else None
-                decay_(w, units_of(lr, part), units_of(weight_decay, part), acting, signs)
-            subtract_(w, d, units_of(lr, part) * scale, acting)
-            first = part.stop
+                decay_(w, lr, weight_decay, acting, d if self.cautious else None)
+            subtract_(w, d, lr * scale, acting)
+            first += len(w)
         return together(norms)
 
     def rms_of_norm(self, weight: Tensor) -> float:

@@ -21,7 +21,7 @@ from ..division import Box, Division, intersection, numel_of, relative
 from ..grouped import grouped
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
-from ..rules.base import decay_, step_of_stack, unless_all
+from ..rules.base import decay_, unless_all
 from ..stepped_unit import SteppedUnit
 from ..stepping import Units, step_units
 from .copies import copy_all_
@@ -238,9 +238,13 @@ class SharedMatrices:
     def _run(
         self, rule: Rule, owned: dict[Key, Tensor], steps: Mapping[Tensor, Step]
     ) -> list[tuple[list[Tensor], Report]]:
-        """Step the matrices that this rank owns, those of one shape together."""
-        pairs = ((i, j) for i, j, name in owned if name == MOMENTUM)
-        shapes = grouped(pairs, lambda pair: self.parameters[pair[0]].units[pair[1]].shape)
+        """Step the matrices that this rank owns, those of one shape and rate together."""
+
+        def kind(pair: tuple[int, int]) -> tuple[object, ...]:
+            unit = self.parameters[pair[0]].units[pair[1]]
+            return unit.shape, steps[unit.parameter].rates
+
+        shapes = grouped(((i, j) for i, j, name in owned if name == MOMENTUM), kind)
         groups = [self._units(rule, members, owned, steps) for members in shapes.values()]
         reports = step_units(rule, groups, accumulates=False)
         return [
@@ -255,7 +259,7 @@ class SharedMatrices:
         owned: dict[Key, Tensor],
         steps: Mapping[Tensor, Step],
     ) -> Units:
-        """Return matrices of one shape, each by parameter and number, to be stepped in `owned`.
+        """Return matrices of one kind, each by parameter and number, to be stepped in `owned`.
 
         From momenta, weights and entries of the state there. New weights, or changes of them, and
         new state take their place.
@@ -277,8 +281,7 @@ class SharedMatrices:
                 )
                 for name, entry in units[0].entries.items()
             }
-            step = step_of_stack([steps[unit.parameter] for unit in units[part]], weight)
-            return Stack(weight, momentum, state, step)
+            return Stack(weight, momentum, state, steps[units[0].parameter])
 
         def put(part: slice, stack: Stack, report: Report) -> None:
             """Keep new weights and state, or NaN as the change of a weight that was refused."""

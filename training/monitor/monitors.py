@@ -283,8 +283,8 @@ class Monitors:
         """
         for stack in materialized_stacks(self.optimizer):
             found = figures.weight_figures(stack.weight)
-            if stack.preconditioner.spectral_norm != "none":
-                tracked = stack.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
+            if stack.pc.preconditioner.spectral_norm != "none":
+                tracked = stack.pc.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
                 found["pc_tracked_norm"] = tracked
             self._keep(stack.units, found)
         for unit, effective, gamma, tracked in self.model.effective_in_graph():
