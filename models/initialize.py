@@ -10,7 +10,7 @@ from torch import Tensor
 from models.config import InitConfig
 from models.units import Unit
 from spectral.power_iteration import COLD_STEPS, top_singular
-from spectral.sphere import radius
+from spectral.sphere import shape_scale
 
 RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
@@ -59,8 +59,9 @@ def initialize_(
                 return spectral_norms(units, init, seed=seed, layers=layers, device=some.device)
 
             drawn = together(spheres, norms)
-            goals = [radius(matrix_shape(u), init.radius, init.radius_scaler) for u in spheres]
-            scaled = torch.tensor(goals, dtype=drawn.dtype, device=drawn.device) / drawn
+            scales = [shape_scale(matrix_shape(u), init.radius) for u in spheres]
+            goals = init.radius_scaler * torch.tensor(scales, dtype=drawn.dtype)
+            scaled = goals.to(drawn.device) / drawn
             factors = {u.name: factor for u, factor in zip(spheres, scaled.float(), strict=True)}
         for unit in units:
             target = unit.view(parameters[unit.parameter])

@@ -388,15 +388,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if p.grad is not None
         }
         for rule, groups in grouped(self.param_groups, rule_of).items():
-            members = [(p, group) for group in groups for p in group["params"] if p in steps]
+            pairs = [(p, group) for group in groups for p in group["params"] if p in steps]
             if not rule.whole_matrix:
-                self._step_elementwise(rule, {p: steps[p] for p, _ in members})
+                self._step_elementwise(rule, {p: steps[p] for p, _ in pairs})
                 continue
-            shared = [p for p, _ in members if self._is_shared(p, rule)]
-            self._step_shared(rule, shared, steps)
+            self._step_shared(rule, [p for p, _ in pairs if self._is_shared(p, rule)], steps)
             units = [
                 unit
-                for p, group in members
+                for p, group in pairs
                 if not self._is_shared(p, rule)
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
             ]

@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .. import kernels, scaling
+from .. import kernels
 from ..joined_stacks import apart, numbers, together
 from ..polar import Polar, cache_slices, polars_of
+from ..sphere import SCALES, shape_scale
 from .base import (
     Report,
     Stack,
@@ -38,7 +39,7 @@ class PolarRule(MomentumRule, MsignRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("scale", self.scale, scaling.MODES)
+        require_choice("scale", self.scale, tuple(SCALES))
         require(self.scale_factor > 0, f"scale_factor must be positive, got {self.scale_factor}")
 
     def apply(
@@ -123,7 +124,7 @@ class PolarRule(MomentumRule, MsignRule):
 
     def update_scale(self, shape: tuple[int, int]) -> float:
         """Return what `lr` times the direction is multiplied by."""
-        return self.scale_factor * scaling.update_scale(shape, self.scale)
+        return self.scale_factor * shape_scale(shape, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

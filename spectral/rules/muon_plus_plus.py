@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import sphere
 from ..cost import tangent_cost, triplet_cost
 from ..measures import correlation
 from ..polar import Polar, normalize_, polars_of
 from ..power_iteration import cold_start, top_singular
+from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver, TangentProblem, tolerance_for
 from .base import Rate, Report, Stack, State, decay_, require, require_choice
-from .muon import matrix_shape
+from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
@@ -199,7 +199,8 @@ class MuonPlusPlusRule(RadiusRule):
         }
         _store_(state, new, active)
         norm = torch.maximum(sigma, other)
-        sphere.retract_hard_(weight, norm, self.radius_of(matrix_shape(weight)), active=active)
+        factor = hard_factor(norm, self.radius_of(matrix_shape(weight)), active=active)
+        scale_([weight], factor)
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, active: Tensor | None) -> Report:

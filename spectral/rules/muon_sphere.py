@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import scaling, sphere
 from ..cost import triplet_cost
 from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
+from ..sphere import SCALES, dynamic_factor, hard_factor, shape_scale
 from .base import Report, Stack, State, decay_, rate_of_stacks, require, require_choice, taken
 from .muon import PolarRule, matrix_shape
 
@@ -29,13 +29,13 @@ class RadiusRule(PolarRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("radius", self.radius, scaling.MODES)
+        require_choice("radius", self.radius, tuple(SCALES))
         require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
         require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
 
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
-        return sphere.radius(shape, self.radius, self.radius_scaler)
+        return self.radius_scaler * shape_scale(shape, self.radius)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +128,10 @@ class MuonSphereRule(RadiusRule):
         target = numbers([self.radius_of(matrix_shape(w)) for w in weights], weights)
         gate = taken(active, sound)
         if self.retraction == "hard":
-            factor = sphere.hard_factor(sigma, target, active=gate)
+            factor = hard_factor(sigma, target, active=gate)
         else:
             lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
-            factor = sphere.dynamic_factor(
-                sigma, target, rate=self.retraction_rate, lr=lr, active=gate
-            )
+            factor = dynamic_factor(sigma, target, rate=self.retraction_rate, lr=lr, active=gate)
         figures = zip(apart(sigma, weights), apart(target, weights), strict=True)
         return [{"sigma": each, "radius": radius} for each, radius in figures], sound, factor
 

@@ -14,7 +14,7 @@ ZERO_FOR_ZERO = [
     measures.spectral_norm,
     measures.stable_rank,
     measures.nuclear_rank,
-    measures.effective_rank,
+    lambda w: measures.effective_rank_of(measures.singular_values(w)),
     measures.correlation,
 ]
 
@@ -29,7 +29,7 @@ def test_measures_are_their_formulas_on_numpy_singular_values(shape: tuple[int, 
         measures.spectral_norm: s[..., 0],
         measures.stable_rank: (s**2).sum(-1) / s[..., 0] ** 2,
         measures.nuclear_rank: s.sum(-1) ** 2 / (s**2).sum(-1),
-        measures.effective_rank: np.exp(-(share * np.log(share)).sum(-1)),
+        ZERO_FOR_ZERO[3]: np.exp(-(share * np.log(share)).sum(-1)),
         measures.modified_condition_number: s[..., 0] / smallest.mean(-1),
     }
     for measure, value in expected.items():
@@ -51,8 +51,7 @@ def test_zero_and_nan_matrices(measure: object) -> None:
 def test_modified_condition_number() -> None:
     assert measures.modified_condition_number(torch.diag(torch.tensor([1.0, 0.0]))) == math.inf
     assert measures.modified_condition_number(torch.zeros(3, 3)).isnan()
-    with pytest.raises(ValueError, match="fraction must be in"):
-        measures.modified_condition_number(torch.eye(3), fraction=0)
+    assert measures.modified_condition_number_of(torch.arange(11.0, 0, -1)) == 11 / 1.5
 
 
 def test_global_condition_number_is_a_geometric_mean_of_the_usable() -> None:
