@@ -83,7 +83,7 @@ def msign(
     Args:
         x: matrices `[..., rows, cols]` of any scale.
         schedule: key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat its
-            last step (sets that converge) or start over (quintic, simple, aol).
+            last step (sets that converge) or start over (quintic, simple).
         steps: number of quintic steps, at least 1.
         dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
             least float32.

@@ -22,7 +22,7 @@ from . import tangent_model
 from .joined_stacks import apart, together
 from .polar import is_tall, polars_of
 from .schedules import Coefficients, coefficients
-from .tangent_model import SPACES, Model, spread
+from .tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
 DEGENERATE_EPS = 32
@@ -112,7 +112,6 @@ class Solver:
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise
             exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
-        shifts: number of resolvents in the model; None takes the space of `dtype`.
         overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
     """
 
@@ -122,7 +121,6 @@ class Solver:
     schedule: str = "polar_express"
     steps: int = 8
     dtype: torch.dtype | None = None
-    shifts: int | None = None
     overwrite: bool = False
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
@@ -137,9 +135,8 @@ class Solver:
         """
         m = problems[0].m
         dtype = m.dtype if self.dtype is None else self.dtype
-        space = SPACES[dtype] if self.shifts is None else spread(self.shifts)
         for problem in problems:
-            _check(*problem, self.tolerance, self.max_evaluations, len(space.shifts))
+            _check(*problem, self.tolerance, self.max_evaluations)
         short = [min(problem.m.shape[1:]) for problem in problems]
         if len(set(short)) > 1:
             raise ValueError(f"problems must have equal shorter sides, got {short}")
@@ -151,7 +148,6 @@ class Solver:
             together([problem.u for problem in wide]),
             [problem.v for problem in wide],
             polynomials,
-            space,
             dtype,
         )
         refinement = _Refinement(wide, model, self, polynomials, dtype)
@@ -178,16 +174,14 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
         options: those of `Solver`.
 
     Raises:
-        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`, `shifts < 1`,
+        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`,
             `steps < 1`, or an unknown schedule.
     """
     (solution,) = Solver(**options).solve([TangentProblem(m, u, v)])
     return solution
 
 
-def _check(
-    m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int, shifts: int
-) -> None:
+def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
         raise ValueError(f"m, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
@@ -197,8 +191,6 @@ def _check(
         raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations}")
     if not tolerance > 0:
         raise ValueError(f"tolerance must be positive, got {tolerance}")
-    if shifts < 1:
-        raise ValueError(f"shifts must be at least 1, got {shifts}")
 
 
 class _Refinement:

@@ -53,17 +53,13 @@ class Space(NamedTuple):
     products: int = 0  # powers of N N^T itself
 
 
-def spread(count: int) -> Space:
-    """Return one power of so many resolvents; msign's polynomial is nearly linear below them."""
-    exponents = [-3.6 + 3.2 * i / max(1, count - 1) for i in range(count)]
-    return Space(tuple(10.0**exponent for exponent in exponents))
-
-
+EXACT = Space(tuple(10.0 ** (-3.6 + 3.2 * i / 9) for i in range(10)))
+"""Of one power of each resolvent; msign's polynomial is nearly linear below them."""
 SPACES = {
     torch.bfloat16: Space((10**-2.8,), 5, 3),
     torch.float16: Space((1e-2, 1e-3), 4, 4),
-    torch.float32: spread(10),
-    torch.float64: spread(10),
+    torch.float32: EXACT,
+    torch.float64: EXACT,
 }
 """By the dtype of msign's products. A resolvent costs a factorisation, its powers little more; in
 32 bits and more they would lose digits that several resolvents, solved together, keep."""
@@ -99,8 +95,8 @@ def partial_fractions(
     """Fit residues and nodes `(c, t)` with `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
     Uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error is
-    2.5e-5 for polar_express, 7e-4 for polar_express_upstream and 3e-2 for cans; schedules that
-    oscillate are smoothed.
+    2.5e-5 for polar_express, 7e-4 for polar_express_upstream; schedules that oscillate are
+    smoothed.
     """
     small = torch.logspace(-7, -4.5, 200, dtype=torch.float64)
     s = torch.cat((small, torch.logspace(-4.5, 0, 1500, dtype=torch.float64)))
@@ -131,17 +127,15 @@ def build(
     u: Tensor,
     v: Sequence[Tensor],
     steps: tuple[Coefficients, ...],
-    space: Space,
     dtype: torch.dtype,
 ) -> Model:
-    """Build the model of the matrices `M` of all stacks, projected on a `space` of each.
+    """Build the model of the matrices `M` of all stacks, projected on a space of each.
 
     Args:
         stacks: `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
         u: `[matrices, rows]`, of all stacks, unit or zero vectors, as are those of `v`.
         v: `[batch, cols]`, of each stack.
         steps, dtype: of msign.
-        space: from whose basis.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
     u, v = unit(u.double()), [unit(each.double()) for each in v]
@@ -159,7 +153,7 @@ def build(
         reduced = Reduced(gram, pair.mT)
     else:
         most = max(rows * m.shape[2] for m in stacks)
-        basis = _basis(gram, unit(pair), scale, space, most)
+        basis = _basis(gram, unit(pair), scale, SPACES[dtype], most)
         if wide:
             small = basis @ gram @ basis.mT
         else:

@@ -56,9 +56,9 @@ class Update:
         comm_volume = self.optimizer.model.comm_volume
         before = comm_volume.copy()
         if self._captured():
-            self._sent = comm_volume.difference(before)
+            self._sent = comm_volume - before
         else:
-            comm_volume.include(self._sent)
+            comm_volume.update(self._sent)
         assert self._norm is not None and self._active is not None
         # The next replay writes where this one did.
         norm = GradientNorm(self._norm.total.clone(), self._norm.coefficient.clone())
