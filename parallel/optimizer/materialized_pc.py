@@ -191,8 +191,11 @@ class MaterializedUnits:
             whole = assemble_stack(stack.transfers, weights)
             self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
 
-    def take_gradients(self) -> None:
-        """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
+    def _taken(self) -> dict[str, Tensor]:
+        """Send the gradients of PC(W) to their owners and turn them into those of W and gamma, once
+        per step."""
+        if self._gradients is not None:
+            return self._gradients
         shards = self.buffers.gradient_shards()
         # Those of a unit that is one part of this rank's shard stay there.
         gradients = {
@@ -207,22 +210,19 @@ class MaterializedUnits:
         for stack in self.stacks:
             stack.pull_back_(gradients)
         self._gradients = gradients
+        return gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
         """Each stack with its units' gradients of W, to be measured and scaled in place."""
-        if self._gradients is None:
-            self.take_gradients()
-        assert self._gradients is not None
+        gradients = self._taken()
         for stack in self.stacks:
-            yield stack, [self._gradients[unit.name] for unit in stack.units]
+            yield stack, [gradients[unit.name] for unit in stack.units]
 
     def step(self, rate: Callable[[float], Rate], active: Tensor) -> None:
         """Update W and gamma once, and write the new PC(W) to the masters."""
-        if self._gradients is None:
-            self.take_gradients()
-        assert self._gradients is not None
+        gradients = self._taken()
         for stack in self.stacks:
-            stack.step(self._gradients, rate, active)
+            stack.step(gradients, rate, active)
         self._gradients = None
         self.publish()
 

@@ -19,7 +19,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -161,18 +160,11 @@ class BucketLayout:
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
         """Sum over units of elements times weight, in the shard of each data-parallel rank."""
-        # Differences of neighbouring ranks, so that a unit takes equally long on any number.
-        steps = [0] * (self.ranks + 1)
-        edges = [0] * self.ranks
+        found = [0] * self.ranks
         for unit, weight in weighted:
-            for span in self.spans(unit):
-                size, end = self.shard_numel(span.bucket), span.start + span.length
-                first, last = span.start // size, (end - 1) // size
-                steps[first] += size * weight
-                steps[last + 1] -= size * weight
-                edges[first] -= (span.start - first * size) * weight
-                edges[last] -= ((last + 1) * size - end) * weight
-        return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
+            for rank, numel in self.holders(unit).items():
+                found[rank] += numel * weight
+        return found
 
     def shard_numel(self, bucket: int) -> int:
         """Elements of each shard of bucket number `bucket`."""
@@ -243,9 +235,6 @@ class BucketPlanner:
         exchange_bytes: per element of momentum, and of update, that is sent.
         preconditioned: whether a unit is a PC layer whose owner keeps W; None if none is. It
             matters for parameters narrower than float32 alone, since wider ones need no master.
-
-    Raises:
-        ValueError: ranks, tensor_size or alignment below 1, or an unknown storage.
     """
 
     ranks: int
@@ -256,14 +245,6 @@ class BucketPlanner:
     parameter_bytes: int = 2
     exchange_bytes: int = 2
     preconditioned: Callable[[Unit], bool] | None = None
-
-    def __post_init__(self) -> None:
-        counts = {"ranks": self.ranks, "tensor_size": self.tensor_size, "alignment": self.alignment}
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if self.storage not in ("auto", "even", "owner"):
-            raise ValueError(f"storage must be one of auto, even, owner, got {self.storage!r}")
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
         """Lay out the parameters that hold `units`, which are in forward order.

@@ -270,6 +270,14 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
     return None if known and bool(predicate.all()) else predicate
 
 
+def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
+    """Overwrite `old` where `active`."""
+    if active is None:
+        old.copy_(new)
+    else:
+        torch.where(active, new.to(old.dtype), old, out=old)
+
+
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:
     """Return whether each unit takes its step `[batch]`: it is `sound` and the step `active`."""
     return sound if active is None else sound & active

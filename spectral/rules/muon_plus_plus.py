@@ -20,7 +20,7 @@ from ..polar import Polar, normalize_, polars_of
 from ..power_iteration import cold_start, top_singular
 from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver, TangentProblem, tolerance_for
-from .base import Rate, Report, Stack, State, decay_, require, require_choice
+from .base import Rate, Report, Stack, State, decay_, require, require_choice, store_
 from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
 
@@ -146,7 +146,8 @@ class MuonPlusPlusRule(RadiusRule):
         new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
         norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in new]
         sound = torch.isfinite(torch.stack([sigma.square(), *norms]).sum(0))
-        _store_(state, {k: torch.where(sound[:, None], x, 0) for k, x in new.items()}, active)
+        for name, x in new.items():
+            store_(state[name], torch.where(sound[:, None], x, 0), active)
         gap = (sigma - second).clamp_min(0)
         report = {
             "sigma": sigma,
@@ -191,13 +192,11 @@ class MuonPlusPlusRule(RadiusRule):
         """
         other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
         overtaken = (other > sigma)[:, None]
-        new = {
-            "u": torch.where(overtaken, u, state["u"]),
-            "v": torch.where(overtaken, v, state["v"]),
-            "second_u": torch.where(overtaken, state["u"], u),
-            "second_v": torch.where(overtaken, state["v"], v),
-        }
-        _store_(state, new, active)
+        for name, new in (("u", u), ("v", v)):
+            old = state[name]
+            first, second = torch.where(overtaken, new, old), torch.where(overtaken, old, new)
+            store_(old, first, active)
+            store_(state[f"second_{name}"], second, active)
         norm = torch.maximum(sigma, other)
         factor = hard_factor(norm, self.radius_of(matrix_shape(weight)), active=active)
         scale_([weight], factor)
@@ -207,7 +206,6 @@ class MuonPlusPlusRule(RadiusRule):
         """Report the `correlation` of the updated weight; with correlation_rescale rescale once."""
         rows, cols = matrix_shape(weight)
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
-        new = {"correlation": now}
         if self.correlation_rescale:
             threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
             # Below 1 / (rows cols) the estimate is noise of either sign, and a ratio means nothing.
@@ -217,8 +215,8 @@ class MuonPlusPlusRule(RadiusRule):
             due = due & last.isfinite()
             factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
             weight.mul_(factor[:, None, None])
-            new["rescaled"] = torch.where(due, 1, state["rescaled"])
-        _store_(state, new, active)
+            store_(state["rescaled"], torch.where(due, 1, state["rescaled"]), active)
+        store_(last, now, active)
         return {"correlation": now}
 
 
@@ -231,8 +229,3 @@ def project_(m: Tensor, u: Tensor, v: Tensor) -> Tensor:
 def _outer(sigma: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Compute sigma u v^T `[batch, rows, cols]`."""
     return (sigma[:, None] * u)[:, :, None] * v[:, None, :]
-
-
-def _store_(state: State, new: dict[str, Tensor], active: Tensor | None) -> None:
-    for name, value in new.items():
-        state[name].copy_(value if active is None else torch.where(active, value, state[name]))

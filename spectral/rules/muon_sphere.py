@@ -12,7 +12,17 @@ from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from ..sphere import SCALES, dynamic_factor, hard_factor, shape_scale
-from .base import Report, Stack, State, decay_, rate_of_stacks, require, require_choice, taken
+from .base import (
+    Report,
+    Stack,
+    State,
+    decay_,
+    rate_of_stacks,
+    require,
+    require_choice,
+    store_,
+    taken,
+)
 from .muon import PolarRule, matrix_shape
 
 
@@ -120,11 +130,11 @@ class MuonSphereRule(RadiusRule):
             x.masked_fill_(each, 0)
         for state, new in zip(states, zip(apart(short, weights), long, strict=True), strict=True):
             for old, vector in zip(state, new, strict=True):
-                _store_(old, vector, active)
+                store_(old, vector, active)
         assert found.nearby is not None
         others = found.nearby.masked_fill_(unsound[:, :, None], 0)
         for stack, each in zip(stacks, apart(others, weights), strict=True):
-            _store_(stack.state["nearby"], each, active)
+            store_(stack.state["nearby"], each, active)
         target = numbers([self.radius_of(matrix_shape(w)) for w in weights], weights)
         gate = taken(active, sound)
         if self.retraction == "hard":
@@ -140,11 +150,3 @@ def _norm(x: Tensor) -> Tensor:
     """Norms `[batch]` of vectors `[batch, n]`."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return norm
-
-
-def _store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
-    """Overwrite `old` where `active`."""
-    if active is None:
-        old.copy_(new)
-    else:
-        torch.where(active, new.to(old.dtype), old, out=old)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..polar import Polar, polars_of
-from .base import Report, Stack, State, require_fraction, taken
+from .base import Report, Stack, State, require_fraction, store_, taken
 from .muon import MuonRule
 
 EPSILON = 1e-8
@@ -49,7 +49,7 @@ class NorMuonRule(MuonRule):
         norm = torch.linalg.vector_norm(divided, dim=(1, 2))
         bounded = polar.bounded & norm.isfinite() & mean.isfinite().flatten(1).all(1)
         gate = taken(stack.step.active, bounded)[:, None, None]
-        torch.where(gate, mean, square, out=square)
+        store_(square, mean, gate)
         size = self.norm_of(direction) / norm.clamp_min(EPSILON)
         return Polar(divided.mul_(size[:, None, None]), bounded)
 

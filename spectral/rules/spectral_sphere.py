@@ -13,7 +13,7 @@ from ..cost import tangent_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalize_
 from ..tangent import EVALUATIONS, Solver, TangentProblem, TangentSolution, tolerance_for
-from .base import Report, Stack, State, require, taken
+from .base import Report, Stack, State, require, store_, taken
 from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -81,8 +81,7 @@ class SpectralSphereRule(MuonSphereRule):
         polar = Polar(solution.direction, solution.bounded & sound)
         gate = taken(stack.step.active, polar.bounded)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
-            old = stack.state[name]
-            torch.where(gate, new.to(old.dtype), old, out=old)
+            store_(stack.state[name], new, gate)
         return polar
 
     @property

@@ -279,8 +279,3 @@ def test_nan_stays_in_its_matrix_of_its_stack() -> None:
     result = grouped.grams(stacks, TILE)
     assert torch.equal(result.isnan(), library.grams(stacks).isnan())
     assert result[1, 16].isnan().all() and not result[[0, 2]].isnan().any()
-
-
-def test_stacks_that_do_not_fit_together() -> None:
-    with pytest.raises(ValueError, match="agree in rows, dtype and device"):
-        grouped.grams([torch.ones(1, 4, 5), torch.ones(1, 3, 5)], TILE)
