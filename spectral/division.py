@@ -7,6 +7,7 @@ division says, as data, where each matrix lies.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Self
 
 from torch import Tensor
@@ -140,7 +141,4 @@ def relative(box: Box, outer: Box) -> Box:
 
 def numel_of(box: Box) -> int:
     """Count the elements of a part."""
-    count = 1
-    for _, length in box:
-        count *= length
-    return count
+    return prod(length for _, length in box)

@@ -80,17 +80,12 @@ def effective_rank_of(values: Tensor) -> Tensor:
     return torch.where(total[..., 0] == 0, 0, rank)
 
 
-def modified_condition_number(w: Tensor) -> Tensor:
-    """Compute sigma_1 over the mean of the smallest tenth of the singular values `[...]`.
-
-    It is at least 1, inf where they all vanish, NaN for a zero matrix. Source: "PC Layer", kappa
-    tilde.
-    """
-    return modified_condition_number_of(singular_values(w))
-
-
 def modified_condition_number_of(values: Tensor) -> Tensor:
-    """Compute the same `[...]` from descending singular values `[..., n]`."""
+    """Compute sigma_1 over the mean of the smallest tenth of singular values `[..., n]`, `[...]`.
+
+    They descend. It is at least 1, inf where the smallest vanish, NaN for a zero matrix. Source:
+    "PC Layer", kappa tilde.
+    """
     return values[..., 0] / values[..., -values.shape[-1] // 10 :].mean(-1)
 
 

@@ -18,8 +18,8 @@ from . import kernels
 from .joined_stacks import apart
 from .kernels.library import fused, product
 from .schedules import (
+    GRAM_GAIN,
     Coefficients,
-    allows_gram,
     coefficients,
     largest_value,
     restart_steps,
@@ -93,7 +93,8 @@ def msign(
     """
     work = working_dtype(x, dtype)
     steps_coefficients = coefficients(schedule, steps, work)
-    check_matrices(x)
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
     rows, cols = x.shape[-2:]
     if x.numel() == 0:
         return x.clone()
@@ -137,12 +138,6 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
         else:
             normalized(source, out=target)  # the scratch stays in the cache, unlike x
     return y
-
-
-def check_matrices(x: Tensor) -> None:
-    """Raise ValueError unless `x` is `[..., rows, cols]`."""
-    if x.ndim < 2:
-        raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
 
 
 def polars_of(
@@ -248,7 +243,7 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     FLOPs are counted for general products, without the symmetric kernels. Below aspect ratio 2 the
     Gram form saves little and would hold more scratch than the plain form.
     """
-    if 2 * rows > cols or not allows_gram(dtype):
+    if 2 * rows > cols or dtype not in GRAM_GAIN:
         return False
     count, ratio = len(steps), cols / rows
     segments = 1 + len(restart_steps(steps, dtype))

@@ -124,11 +124,6 @@ def coefficients(
     return (*((a / m, b / m**3, c / m**5) for a, b, c in found[:-1]), found[-1])
 
 
-def allows_gram(dtype: torch.dtype) -> bool:
-    """Return whether the Gram form is stable in `dtype`."""
-    return dtype in GRAM_GAIN
-
-
 @constant_result
 def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Return the numbers of completed steps after which the Gram form restarts in `dtype`.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .constant_result import constant_result
+from .constant_result import constant, constant_result
 from .joined_stacks import apart, images, preimages, together
 from .krylov import DEPENDENT, extended, orthonormal, unit
 from .polar import CACHE_ELEMENTS, workspace_units
@@ -110,18 +110,6 @@ def partial_fractions(
     return tuple(residues.tolist()), tuple(t.tolist())
 
 
-@constant_result
-def fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Return `partial_fractions` as `[2, nodes]`, float64, on `device`."""
-    return torch.tensor(partial_fractions(steps), dtype=torch.float64, device=device)
-
-
-@constant_result
-def shifts_on(device: torch.device, shifts: tuple[float, ...]) -> Tensor:
-    """Return shifts as a float64 tensor on `device`."""
-    return torch.tensor(shifts, dtype=torch.float64, device=device)
-
-
 def build(
     stacks: Sequence[Tensor],
     u: Tensor,
@@ -164,7 +152,7 @@ def build(
     first = reduced.pair[:, :, :1]
     p = (first.mT @ reduced.gram @ first)[:, 0, 0].clamp(min=0).sqrt()
     reach = p + torch.linalg.vector_norm(q, dim=-1)
-    residues, nodes = fractions_on(device, steps)
+    residues, nodes = (constant(x, torch.float64, device) for x in partial_fractions(steps))
     return Model(
         block=_blocks(reduced, (scale[:, None] * nodes).square()),
         weight=scale[:, None] * residues,
@@ -229,7 +217,8 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     have no more than `elements`, those of a matrix, or what the device's limit allows.
     """
     rows, shifts = gram.shape[1], space.shifts
-    squares = (scale[:, None] * shifts_on(gram.device, shifts)).square_().to(gram.dtype)
+    squares = scale[:, None] * constant(shifts, torch.float64, gram.device)
+    squares = squares.square_().to(gram.dtype)
     start = pair.to(gram.dtype)
     least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
     limit = max(elements, least) // rows**2
