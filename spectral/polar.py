@@ -128,7 +128,8 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     wide = x.dtype in (torch.float32, torch.float64)
     if wide and dtype == x.dtype:
         for (part,) in cache_slices(x):
-            normalize_(part)
+            part.div_(_divisor(part))
+            part.div_(_norm(part))
         return x
     y = torch.empty_like(x, dtype=dtype)
     for source, target in cache_slices(x, y):
@@ -212,12 +213,6 @@ def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     y = x / _divisor(x)
     # In place if somebody follows the gradient, which `out` does not pass on.
     return y.div_(_norm(y)) if out is None else torch.div(y, _norm(y), out=out)
-
-
-def normalize_(x: Tensor) -> Tensor:
-    """Divide `x` `[..., rows, cols]`, float32 or float64, by its Frobenius norms in place."""
-    x.div_(_divisor(x))
-    return x.div_(_norm(x))
 
 
 def _divisor(x: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..cost import tangent_cost, triplet_cost
 from ..measures import correlation
-from ..polar import Polar, normalize_, polars_of
+from ..polar import Polar, normalized_, polars_of
 from ..power_iteration import cold_start, top_singular
 from ..sphere import hard_factor
-from ..tangent import EVALUATIONS, Solver, TangentProblem, tolerance_for
+from ..tangent import EVALUATIONS
 from .base import Rate, Report, Stack, State, decay_, require, require_choice, store_
 from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
@@ -41,7 +41,7 @@ class MuonPlusPlusRule(RadiusRule):
     """Block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = field(
         default=None,
-        metadata={"acts": lambda rule: rule.solver_tolerance if rule.algorithm == "dual" else None},
+        metadata={"acts": lambda r: r.accepted(r.tolerance) if r.algorithm == "dual" else None},
     )
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16 and 5e-3 with bfloat16."""
@@ -57,7 +57,7 @@ class MuonPlusPlusRule(RadiusRule):
         super().__post_init__()
         require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
         if self.algorithm == "dual" or self.tolerance is not None:
-            tolerance_for(self.dtype or torch.float32, self.tolerance)
+            self.accepted(self.tolerance)
         threshold, most = self.correlation_threshold, self.max_evaluations
         require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")
         require(most >= 1, f"max_evaluations must be at least 1, got {most}")
@@ -78,11 +78,6 @@ class MuonPlusPlusRule(RadiusRule):
         state["correlation"] = correlation(weight.detach()).to(weight.dtype)
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
-
-    @property
-    def solver_tolerance(self) -> float:
-        """Tolerance of a solve, the default filled in; of algorithm dual alone."""
-        return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
     @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
@@ -171,17 +166,12 @@ class MuonPlusPlusRule(RadiusRule):
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
-        momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        u, v = state["u"].to(momentum.dtype), state["v"].to(momentum.dtype)
-        solver = Solver(
-            tolerance=self.solver_tolerance,
+        momentum = normalized_(momentum, torch.promote_types(momentum.dtype, torch.float32))
+        (solution,) = self.tangents(
+            [(momentum, state["u"], state["v"])],
+            tolerance=self.accepted(self.tolerance),
             max_evaluations=self.max_evaluations,
-            schedule=self.schedule,
-            steps=self.steps,
-            dtype=self.dtype,
-            overwrite=True,
         )
-        (solution,) = solver.solve([TangentProblem(momentum, u, v)])
         return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:

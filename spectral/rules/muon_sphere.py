@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from ..sphere import SCALES, dynamic_factor, hard_factor, shape_scale
+from ..tangent import Solver, TangentProblem, TangentSolution, tolerance_for
 from .base import (
     Report,
     Stack,
@@ -46,6 +47,25 @@ class RadiusRule(PolarRule):
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
         return self.radius_scaler * shape_scale(shape, self.radius)
+
+    def accepted(self, tolerance: float | None) -> float:
+        """Return the tolerance of a solve for tangent directions, the default filled in."""
+        return tolerance_for(self.dtype or torch.float32, tolerance)
+
+    def tangents(
+        self, problems: Sequence[tuple[Tensor, Tensor, Tensor]], **options: Any
+    ) -> list[TangentSolution]:
+        """Find multipliers and directions of normalised momenta with their singular vectors.
+
+        They take the buffers of the momenta; `options` are further ones of `Solver`.
+        """
+        each = [TangentProblem(m, u.to(m.dtype), v.to(m.dtype)) for m, u, v in problems]
+        msign: dict[str, Any] = {
+            "schedule": self.schedule,
+            "steps": self.steps,
+            "dtype": self.dtype,
+        }
+        return Solver(**msign, **options, overwrite=True).solve(each)
 
 
 @dataclass(frozen=True, kw_only=True)
