@@ -10,7 +10,7 @@ from torch import Tensor
 from models.config import InitConfig
 from models.units import Unit
 from spectral.power_iteration import cold_start
-from spectral.sphere import shape_scale
+from spectral.sphere import radius
 
 RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
@@ -59,9 +59,8 @@ def initialize_(
                 return spectral_norms(units, init, seed=seed, layers=layers, device=some.device)
 
             drawn = together(spheres, norms)
-            scales = [shape_scale(matrix_shape(u), init.radius) for u in spheres]
-            goals = init.radius_scaler * torch.tensor(scales, dtype=drawn.dtype)
-            scaled = goals.to(drawn.device) / drawn
+            goals = [radius(matrix_shape(u), init.radius, init.radius_scaler) for u in spheres]
+            scaled = torch.tensor(goals, dtype=drawn.dtype, device=drawn.device) / drawn
             factors = {u.name: factor for u, factor in zip(spheres, scaled.float(), strict=True)}
         for unit in units:
             target = unit.view(parameters[unit.parameter])

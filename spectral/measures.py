@@ -71,21 +71,30 @@ def nuclear_rank_of(values: Tensor) -> Tensor:
     return _ratio(values.sum(-1).square(), values.square().sum(-1))
 
 
+def effective_rank(w: Tensor) -> Tensor:
+    """Compute exp(entropy of the singular values over their sum) `[...]` (Roy, Vetterli, 2007)."""
+    return effective_rank_of(singular_values(w))
+
+
 def effective_rank_of(values: Tensor) -> Tensor:
-    """Compute exp(entropy of the singular values `[..., n]` over their sum) `[...]` (Roy, Vetterli,
-    2007)."""
+    """Compute the effective rank `[...]` from singular values `[..., n]`."""
     total = values.sum(-1, keepdim=True)
     share = _ratio(values, total)
     rank = torch.special.entr(share).sum(-1).exp()
     return torch.where(total[..., 0] == 0, 0, rank)
 
 
-def modified_condition_number_of(values: Tensor) -> Tensor:
-    """Compute sigma_1 over the mean of the smallest tenth of singular values `[..., n]`, `[...]`.
+def modified_condition_number(w: Tensor) -> Tensor:
+    """Compute sigma_1 over the mean of the smallest tenth of the singular values `[...]`.
 
-    They descend. It is at least 1, inf where the smallest vanish, NaN for a zero matrix. Source:
-    "PC Layer", kappa tilde.
+    It is at least 1, inf where they all vanish, NaN for a zero matrix. Source: "PC Layer", kappa
+    tilde.
     """
+    return modified_condition_number_of(singular_values(w))
+
+
+def modified_condition_number_of(values: Tensor) -> Tensor:
+    """Compute the same `[...]` from descending singular values `[..., n]`."""
     return values[..., 0] / values[..., -values.shape[-1] // 10 :].mean(-1)
 
 

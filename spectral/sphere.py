@@ -1,4 +1,4 @@
-"""The spectral sphere `||W||_2 = R`: its radius, which is a scale of the shape, and retractions."""
+"""The spectral sphere `||W||_2 = R`: its radius, retractions to it, and initialisation on it."""
 
 import math
 from collections.abc import Callable
@@ -19,6 +19,11 @@ with align_adam_rms an update has AdamW's typical RMS of 0.2."""
 def shape_scale(shape: tuple[int, int], mode: str) -> float:
     """Compute the scale of a whole unit of `shape`, never of a shard; `mode` is one of `SCALES`."""
     return SCALES[mode](*shape)
+
+
+def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
+    """Compute the radius of a `[rows, cols]` unit, its scale times `scaler`."""
+    return scaler * shape_scale(shape, mode)
 
 
 def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
@@ -50,3 +55,18 @@ def dynamic_factor(
     radius`, where `sigma` is not finite, and where `active`, as of `hard_factor`, is False.
     """
     return _gate((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype), active)
+
+
+@torch.no_grad()
+def spectral_init_(
+    weight: Tensor, *, mode: str = "spectral_mup", generator: torch.Generator | None = None
+) -> Tensor:
+    """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
+
+    `W = R G / ||G||_2` with exact norms from a float64 SVD; the scale of the Gaussian cancels (SSO
+    paper, section on initialisation). Each matrix of the stack is a unit by itself.
+    """
+    rows, cols = weight.shape[-2:]
+    weight.normal_(generator=generator)
+    sigma = torch.linalg.matrix_norm(weight.double(), ord=2, keepdim=True)
+    return weight.mul_((radius((rows, cols), mode) / sigma).to(weight.dtype))

@@ -11,7 +11,7 @@ from ..cost import triplet_cost
 from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
-from ..sphere import SCALES, dynamic_factor, hard_factor, shape_scale
+from ..sphere import SCALES, dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, TangentSolution, tolerance_for
 from .base import (
     Report,
@@ -46,7 +46,7 @@ class RadiusRule(PolarRule):
 
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
-        return self.radius_scaler * shape_scale(shape, self.radius)
+        return radius(shape, self.radius, self.radius_scaler)
 
     def accepted(self, tolerance: float | None) -> float:
         """Return the tolerance of a solve for tangent directions, the default filled in."""

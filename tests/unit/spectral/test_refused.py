@@ -10,7 +10,7 @@ from spectral.polar import is_bounded
 from spectral.rules import RULES, Rule
 from spectral.rules.base import refused, take_step, taken
 from spectral.schedules import SCHEDULES, coefficients, largest_value
-from tests.spheres import on_sphere
+from spectral.sphere import spectral_init_
 
 BATCH, ROWS, COLS = 3, 12, 40
 POISONS = [float("nan"), float("inf"), 1e30]
@@ -40,7 +40,9 @@ def gradient(step: int) -> Tensor:
 def run(rule: Rule, place: str, poison: float, at: int, steps: int = 4) -> tuple[Tensor, Tensor]:
     """The weights after some steps, and how often each unit was refused; before step `at` an entry
     of unit 1 of `place` is made `poison`."""
-    weight = on_sphere(BATCH, ROWS, COLS)
+    weight = spectral_init_(
+        torch.empty(BATCH, ROWS, COLS), generator=torch.Generator().manual_seed(0)
+    )
     state, count = rule.init_state(weight), torch.zeros(BATCH)
     for step in range(steps):
         grad = gradient(step)

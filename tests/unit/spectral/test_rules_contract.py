@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectral.rules import RULES, Report, Rule, State
 from spectral.rules.base import take_step, unless_all, waiting_field
-from tests.spheres import on_sphere
+from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
 
 SHAPE = (3, 24, 40)
@@ -31,8 +31,9 @@ def make(name: str) -> Rule:
 
 def start(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Weights on their spheres and a gradient."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    return on_sphere(*SHAPE, seed=seed), torch.randn(SHAPE, generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    weight = spectral_init_(torch.empty(SHAPE), generator=generator)
+    return weight, torch.randn(SHAPE, generator=generator)
 
 
 def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, Report]:
@@ -149,7 +150,7 @@ def test_update_has_the_reported_size(name: str) -> None:
 def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
     """What routing shows of a rule is what its step does."""
     rule = make(name)
-    weight = on_sphere(2, *shape, dtype=torch.float64)
+    weight = spectral_init_(torch.empty(2, *shape, dtype=torch.float64))
     before, grad = weight.clone(), torch.randn(2, *shape, dtype=torch.float64)
     report = take_step(rule, weight, grad, rule.init_state(weight), lr=1e-3)
     radius, scale = rule.radius_of(shape), rule.scale_of(shape)

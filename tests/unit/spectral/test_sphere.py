@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spectral.rules import MuonSphereRule
-from spectral.sphere import dynamic_factor, hard_factor, shape_scale
+from spectral.sphere import dynamic_factor, hard_factor, radius, shape_scale
 
 
 def test_scales_of_the_paper() -> None:
@@ -18,7 +18,8 @@ def test_scales_of_the_paper() -> None:
 
 def test_radius_has_the_scaler_and_the_update_scale_has_not() -> None:
     rule = MuonSphereRule(radius_scaler=2.0)
-    assert rule.radius_of((6144, 2048)) == pytest.approx(2 * math.sqrt(3))
+    assert rule.radius_of((6144, 2048)) == radius((6144, 2048), scaler=2.0)
+    assert radius((6144, 2048)) == pytest.approx(math.sqrt(3))
     assert rule.scale_of((6144, 2048)) == pytest.approx(math.sqrt(3))
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from spectral.optimizer import MuonSphere
 from spectral.rules import RULES, MuonSphereRule, SpectralSphereRule
 from spectral.rules.base import decay_problem, take_step
-from spectral.sphere import shape_scale
-from tests.spheres import on_sphere
+from spectral.sphere import radius, spectral_init_
 
 
 def norms(weight: Tensor) -> Tensor:
@@ -32,9 +31,9 @@ def test_every_step_ends_near_the_radius(
     exact, and a step of length lr R moves a singular value by at most lr R."""
     weight = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if initialised:
-        weight = on_sphere(*shape)
+        spectral_init_(weight, generator=torch.Generator().manual_seed(0))
     rule = RULES[name](radius_scaler=2.0)
-    state, target = rule.init_state(weight), 2 * shape_scale(shape[1:], "spectral_mup")
+    state, target = rule.init_state(weight), radius(shape[1:], scaler=2.0)
     for grad in gradients(shape, 15):
         before = norms(weight)
         report = take_step(rule, weight, grad.clone(), state, lr=5e-3, weight_decay=0.1)
@@ -46,7 +45,7 @@ def test_every_step_ends_near_the_radius(
 def test_spectral_sphere_steps_are_tangent() -> None:
     """After the step <Theta, W> has not moved from R to first order; a MuonSphere step moves it."""
     generator = torch.Generator().manual_seed(0)
-    start = on_sphere(2, 48, 64)
+    start = spectral_init_(torch.empty(2, 48, 64), generator=generator)
     u, _, vh = torch.linalg.svd(start.double(), full_matrices=False)
     theta = u[:, :, :1] @ vh[:, :1]
     grad = torch.randn(2, 48, 64, generator=generator) + 3 * theta.float()
@@ -55,7 +54,7 @@ def test_spectral_sphere_steps_are_tangent() -> None:
         weight = start.clone()
         take_step(rule, weight, grad.clone(), rule.init_state(weight), lr=1e-2)
         change = (theta * (weight.double() - start.double())).sum((-2, -1)).abs()
-        moved[type(rule).__name__] = change / (1e-2 * shape_scale((48, 64), "spectral_mup"))
+        moved[type(rule).__name__] = change / (1e-2 * radius((48, 64)))
     assert moved["SpectralSphereRule"].max() < 5e-4  # the tolerance, and sigma's accuracy
     assert moved["MuonSphereRule"].min() > 0.1
 
@@ -65,7 +64,7 @@ def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
     rule = MuonSphereRule(retraction="dynamic", retraction_rate=0.1)
     ends = {}
     for decay in (0.0, 0.1):
-        weight = 0.8 * on_sphere(1, 24, 24)
+        weight = 0.8 * spectral_init_(torch.empty(1, 24, 24), generator=torch.Generator())
         state = rule.init_state(weight)
         for _ in range(200):
             take_step(rule, weight, torch.zeros(1, 24, 24), state, lr=0.01, weight_decay=decay)
