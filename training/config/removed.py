@@ -11,8 +11,6 @@ REMOVED: Final[Mapping[str, str]] = {
     "optimizer.distributed.placement=longest_processing_time": "leave it at auto",
     "optimizer.distributed.placement=round_robin": "leave it at auto",
     "optimizer.distributed.tensor_mode=duplicated": "leave it at owner, whose result is the same",
-    "optimizer.rules.*.schedule=aol": "set polar_express, or quintic",
-    "optimizer.rules.*.schedule=cans": "set polar_express, which is as steep",
     "optimizer.rules.*.power_iteration_steps": "set krylov_steps, which needs about half as many",
     "checkpoint.asynchronous": "leave it out; training goes on while a checkpoint is written",
     "log.wandb.entity": "set WANDB_ENTITY in the environment",
