@@ -247,16 +247,11 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     return gram < plain
 
 
-class GramFactor(NamedTuple):
-    """What maps X to `Q X` by some steps, and the last of them."""
+def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the Q that maps X to `Q X` by the steps, from `gram` `[batch, rows, rows]`, `X X^T`.
 
-    factor: Tensor  # [batch, rows, rows], Q
-    gram: Tensor  # [batch, rows, rows], the Gram matrix R before the last step
-    step: Tensor  # [batch, rows, rows], a I + b R + c R^2 of the last step
-
-
-def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> GramFactor:
-    """Compute the factor of the steps from `gram` `[batch, rows, rows]`, `X X^T`."""
+    Also returns the Gram matrix R before the last step, and `a I + b R + c R^2` of that step.
+    """
     factor: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):
         step = kernels.polynomial(gram, b, c, a)
@@ -266,7 +261,7 @@ def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> GramFactor:
             gram = kernels.commuting(step, gram)
             gram = kernels.commuting(step, gram)
     assert factor is not None
-    return GramFactor(factor, gram, step)
+    return factor, gram, step
 
 
 @torch.no_grad()

@@ -69,7 +69,10 @@ class PolarRule(MomentumRule, MsignRule):
                 scale_(weights, scale)
             each = zip(stacks, polars, apart(gate, weights), strict=True)
             norm = together([self._update(*one, decays=decays) for one in each])
-        rms = norm * numbers([self.rms_of_norm(w) for w in weights], weights)
+        sizes = [
+            self.update_scale(matrix_shape(w)) / math.sqrt(w.shape[1:].numel()) for w in weights
+        ]
+        rms = norm * numbers(sizes, weights)
         figures = rms.masked_fill_(~bounded, 0), refused(active, bounded)
         parts = zip(*(apart(figure, weights) for figure in figures), strict=True)
         return [{"update_rms": size, "refused": missed} for size, missed in parts]
@@ -112,11 +115,6 @@ class PolarRule(MomentumRule, MsignRule):
             subtract_(w, d, lr * scale, acting)
             first += len(w)
         return together(norms)
-
-    def rms_of_norm(self, weight: Tensor) -> float:
-        """Return the ratio of the update's root mean square to its direction's Frobenius norm."""
-        shape = matrix_shape(weight)
-        return self.update_scale(shape) / math.sqrt(shape[0] * shape[1])
 
     def scale_of(self, shape: tuple[int, int]) -> float | None:
         """Return the factor between `lr` and the update; see `Rule.scale_of`."""
