@@ -381,9 +381,9 @@ def build_domain(
         buffers,
         own,
         domain,
+        comm_volume,
         tensor_sums=frozenset(u.parameter for u in own_units if u.summed_over_tensor(sequence)),
         overlap=options.overlap_reduce,
-        comm_volume=comm_volume,
     )
     return DomainModel(domain, units, buffers, reducer)
 
