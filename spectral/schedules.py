@@ -1,7 +1,7 @@
 """Polynomial sets of msign: coefficients of successive odd quintic steps, with their sources.
 
 Also what each floating point format can bear. Between the steps singular values reach almost 2,
-where the polynomials of Polar Express and CANS are steep: a rounding that lifts one above the end
+where the polynomials of Polar Express are steep: a rounding that lifts one above the end
 of its interval grows with every further step, until nothing is finite. `Schedule.half_margin` and
 `GRAM_GAIN` keep rounding inside: no singular value exceeded 1.007 in a search over 480,480
 adversarial matrices.
