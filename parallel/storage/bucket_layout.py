@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -160,11 +161,18 @@ class BucketLayout:
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
         """Sum over units of elements times weight, in the shard of each data-parallel rank."""
-        found = [0] * self.ranks
+        # Differences of neighbouring ranks, so that a unit takes equally long on any number.
+        steps = [0] * (self.ranks + 1)
+        edges = [0] * self.ranks
         for unit, weight in weighted:
-            for rank, numel in self.holders(unit).items():
-                found[rank] += numel * weight
-        return found
+            for span in self.spans(unit):
+                size, end = self.shard_numel(span.bucket), span.start + span.length
+                first, last = span.start // size, (end - 1) // size
+                steps[first] += size * weight
+                steps[last + 1] -= size * weight
+                edges[first] -= (span.start - first * size) * weight
+                edges[last] -= ((last + 1) * size - end) * weight
+        return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
 
     def shard_numel(self, bucket: int) -> int:
         """Elements of each shard of bucket number `bucket`."""
