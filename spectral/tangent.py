@@ -97,10 +97,6 @@ class TangentProblem(NamedTuple):
     u: Tensor  # [batch, rows]
     v: Tensor  # [batch, cols]
 
-    def flipped(self) -> "TangentProblem":
-        """Return the problem of the transposed matrices, views."""
-        return TangentProblem(self.m.mT, self.v, self.u)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
@@ -141,7 +137,10 @@ class Solver:
         if len(set(short)) > 1:
             raise ValueError(f"problems must have equal shorter sides, got {short}")
         tall = [is_tall(problem.m) for problem in problems]
-        wide = [each.flipped() if flip else each for each, flip in zip(problems, tall, strict=True)]
+        wide = [
+            TangentProblem(m.mT, v, u) if flip else TangentProblem(m, u, v)
+            for (m, u, v), flip in zip(problems, tall, strict=True)
+        ]
         polynomials = coefficients(self.schedule, self.steps, dtype)
         model = tangent_model.build(
             [problem.m for problem in wide],

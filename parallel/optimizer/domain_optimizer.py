@@ -36,7 +36,7 @@ from parallel.storage.domain_model import DomainModel
 from spectral.grouped import grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
-from spectral.sharded.exchange import Exchange
+from spectral.sharded.exchange import Exchange, local_pairs
 from spectral.stepping import accumulate, accumulated, elements_of, step_units
 
 
@@ -267,7 +267,7 @@ class DomainOptimizer:
         have 16 bits, and otherwise taken from the parameters.
         """
         pairs = [(weights[name], weight) for name, weight in group.kept.items()]
-        pairs += group.exchange.local_targets_in(weights, self.buffers.masters)
+        pairs += local_pairs(group.exchange.local_targets, weights, self.buffers.masters)
         copy_all_(pairs)
         if not self.narrow:
             group.weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
@@ -296,7 +296,7 @@ class DomainOptimizer:
         """
         weights = empty_pieces(owned, self.buffers.master.dtype, self.buffers.master.device)
         weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
-        copy_all_(exchange.local_targets_in(weights, self.buffers.masters))
+        copy_all_(local_pairs(exchange.local_targets, weights, self.buffers.masters))
         return weights
 
     def _new_group(

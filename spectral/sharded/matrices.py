@@ -26,7 +26,7 @@ from ..stepped_unit import SteppedUnit
 from ..stepping import Units, step_units
 from .copies import copy_all_
 from .dtensors import TensorLayout, flat_layout, flat_state, layout_of
-from .exchange import Exchange, Part, Transfer, unpacked
+from .exchange import Exchange, Part, Transfer, local_pairs, unpacked
 from .placement import Placement, Work, place
 from .ranks import RankGroup
 
@@ -354,7 +354,9 @@ class SharedMatrices:
         wire: torch.dtype | None,
     ) -> None:
         """Write what owners have of each matrix to the ranks that hold it, into `local`."""
-        copy_all_((place, part) for part, place in exchange.local_targets_in(owned, local))
+        copy_all_(
+            (place, part) for part, place in local_pairs(exchange.local_targets, owned, local)
+        )
         targets, received = exchange.scatter(owned, local, like, wire)
         copy_all_(zip(targets, unpacked(received, targets), strict=True))
 
