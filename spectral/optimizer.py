@@ -27,7 +27,7 @@ from .local_part import is_dtensor, local_gradient, local_of
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
-from .rules.base import decay_problem
+from .rules.base import check_rates, decay_problem
 from .stepped_unit import SteppedUnit
 from .stepping import Units, accumulated, step_units
 
@@ -658,12 +658,10 @@ def _are_float64(params: Sequence[Any]) -> bool:
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
     """Raise ValueError for rates that are not finite or less than `least`; no tensor is read."""
+    check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
         value = group[name]
-        if isinstance(value, Tensor):
-            if value.ndim:
-                raise ValueError(f"{name} must be a number or 0-d, got shape {tuple(value.shape)}")
-        elif not math.isfinite(value) or value < least:
+        if not isinstance(value, Tensor) and (not math.isfinite(value) or value < least):
             raise ValueError(f"{name} must be finite and not negative, got {value}")
 
 

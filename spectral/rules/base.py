@@ -148,10 +148,21 @@ def take_step(
     weight_decay: Rate = 0.0,
     active: Tensor | None = None,
 ) -> Report:
-    """Step one stack by `rule` in place and return its report; arguments as of `Stack`."""
+    """Step one stack by `rule` in place and return its report; arguments as of `Stack`.
+
+    Raises ValueError for a rate that is a tensor of another shape than `[]`.
+    """
+    check_rates(lr, weight_decay)
     (momentum,) = rule.accumulate([grad], [state], active)
     (report,) = rule.update([Stack(weight, momentum, state, Step(lr, weight_decay, active))])
     return report
+
+
+def check_rates(lr: Rate, weight_decay: Rate) -> None:
+    """Raise ValueError for rates that are tensors of another shape than `[]`."""
+    for name, rate in (("lr", lr), ("weight_decay", weight_decay)):
+        if isinstance(rate, Tensor) and rate.ndim:
+            raise ValueError(f"{name} must be a number or 0-d, got shape {tuple(rate.shape)}")
 
 
 def settings(rule: Rule) -> dict[str, Any]:

@@ -146,6 +146,14 @@ def test_update_has_the_reported_size(name: str) -> None:
 
 
 @ALL
+def test_rates_of_single_matrices_are_refused(name: str) -> None:
+    weight, grad = start()
+    rule, rates = make(name), torch.ones(len(weight))
+    with pytest.raises(ValueError, match=r"lr must be a number or 0-d, got shape \(3,\)"):
+        take_step(rule, weight, grad, rule.init_state(weight), lr=rates)
+
+
+@ALL
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
     """What routing shows of a rule is what its step does."""
