@@ -6,8 +6,7 @@ division says, as data, where each matrix lies.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor
@@ -44,11 +43,15 @@ class Division:
         rows = tuple(value.get("rows", ()))
         if any(n < 1 for n in rows):
             raise ValueError(f"rows of units must be positive, got {rows}")
-        return cls(**{**value, "rows": rows})
+        return cls(
+            rows=rows,
+            transposed=value.get("transposed", False),
+            stacked=value.get("stacked", False),
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return what `of` reads, as plain values."""
-        return asdict(self) | {"rows": list(self.rows)}
+        return {"rows": list(self.rows), "transposed": self.transposed, "stacked": self.stacked}
 
     @property
     def whole(self) -> bool:
@@ -137,4 +140,7 @@ def relative(box: Box, outer: Box) -> Box:
 
 def numel_of(box: Box) -> int:
     """Count the elements of a part."""
-    return prod(length for _, length in box)
+    count = 1
+    for _, length in box:
+        count *= length
+    return count

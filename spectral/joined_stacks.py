@@ -5,12 +5,11 @@ stacks; products with the matrices, `[batch, rows, cols]` each, are launched for
 """
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from .constant_result import constant
+from .constant_result import constant_result
 
 
 def together(parts: Sequence[Tensor]) -> Tensor:
@@ -44,5 +43,13 @@ def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
 
     In the dtype and on the device of the stacks; not to be written to.
     """
-    each = ((value,) * len(stack) for value, stack in zip(values, stacks, strict=True))
-    return constant(tuple(chain.from_iterable(each)), stacks[0].dtype, stacks[0].device)
+    w, counts = stacks[0], tuple(len(stack) for stack in stacks)
+    return _numbers(tuple(values), counts, w.dtype, w.device)
+
+
+@constant_result
+def _numbers(
+    values: tuple[float, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    each = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+    return torch.tensor(each, dtype=dtype, device=device)

@@ -55,6 +55,14 @@ class PenaltyFigures:
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
 
+@dataclass(frozen=True)
+class PenalisedStack:
+    """Units of one shape and penalty that this rank penalises as one stack."""
+
+    transfers: list[UnitTransfer]
+    penalty: Penalty
+
+
 class PenalisedUnits:
     """The penalised units of one step group, on one rank."""
 
@@ -79,7 +87,7 @@ class PenalisedUnits:
             for part in transfer.sources
             if part.rank == domain.stage.rank
         ]
-        self.stacks = grouped(self.owned, lambda each: (assign(each.unit).penalty, each.unit.shape))
+        self.stacks = penalised_stacks(self.owned, assign)
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if it `acts`.
@@ -98,17 +106,15 @@ class PenalisedUnits:
         weights = empty_pieces(self.owned, some.dtype, some.device)
         self.weight_exchange.gather(self.weights, weights, some)
         gradients = empty_pieces(self.owned, shards[0].dtype, shards[0].device)
-        for (penalty, _), stack in self.stacks.items():
-            if penalty is not None:
-                sums[:4] += self._penalise(penalty, stack, weights, gradients, measured=measured)
+        for stack in self.stacks:
+            sums[:4] += self._penalise(stack, weights, gradients, measured=measured)
         if acts:
             add_(self.exchange, gradients, shards, shards[0])
         return sums if measured else None
 
     def _penalise(
         self,
-        penalty: Penalty,
-        transfers: Sequence[UnitTransfer],
+        stack: PenalisedStack,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         *,
@@ -118,21 +124,28 @@ class PenalisedUnits:
 
         Returns the stack's value, shares, number of units and squared gradient norm, `[SUMS - 1]`.
         """
-        matrices = assemble_stack(transfers, weights)
+        penalty = stack.penalty
+        matrices = assemble_stack(stack.transfers, weights)
         matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         value, gradient = gram_penalty_and_grad(
             matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
         )
         gradient.mul_(penalty.coefficient)
-        disassemble_stack_(transfers, gradient, gradients)
+        disassemble_stack_(stack.transfers, gradient, gradients)
         found = self._zeros()[:4]
         if measured:
             share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")
             found[0] = penalty.coefficient * value.double().sum()
             found[1] = share.double().sum()
-            found[2] = len(transfers)
+            found[2] = len(stack.transfers)
             found[3] = gradient.double().square().sum()
         return found
 
     def _zeros(self) -> Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)
+
+
+def penalised_stacks(transfers: Sequence[UnitTransfer], assign: Assign) -> list[PenalisedStack]:
+    """Group the transfers of penalised units into stacks."""
+    found = grouped(transfers, lambda each: (assign(each.unit).penalty, each.unit.shape))
+    return [PenalisedStack(some, penalty) for (penalty, _), some in found.items() if penalty]

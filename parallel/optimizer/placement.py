@@ -1,7 +1,7 @@
 """Placement: which rank of a pipeline stage owns each unit and runs its rule.
 
 `spectral.sharded.placement` chooses; this file says what it costs and who holds what. Ranks are
-numbered within a pipeline stage; tensor ranks are neighbours, as in megatron-core.
+numbered within a pipeline stage: `stage_rank`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,11 @@ from collections.abc import Callable, Sequence
 from models.units import Unit
 from parallel.storage.bucket_layout import BucketLayout, Elementwise
 from spectral.sharded.placement import Work
+
+
+def stage_rank(data_rank: int, tensor_rank: int, tensor_size: int) -> int:
+    """Rank within the pipeline stage: tensor ranks are neighbours, as in megatron-core."""
+    return data_rank * tensor_size + tensor_rank
 
 
 def unit_work(
@@ -38,5 +43,5 @@ def unit_work(
                 costs[unit.name] = cost(unit)
             holders = found.setdefault(unit.name, {})
             for data_rank, numel in local[unit.name].items():
-                holders[data_rank * len(units) + tensor_rank] = numel
+                holders[stage_rank(data_rank, tensor_rank, len(units))] = numel
     return [Work(name, costs[name], found[name]) for name in sorted(found)]

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -68,8 +67,7 @@ class MockTokens(TokenSet):
         shares = np.diff(edges)
         return float(-(shares * np.log(shares)).sum())
 
-    @cached_property
     def digest(self) -> str:
-        """A sha256 that tells one set from another."""
+        """Return a sha256 that tells one set from another."""
         facts = f"mock {self.name} {self.vocabulary} {self.tokens}"
         return hashlib.sha256(facts.encode()).hexdigest()
