@@ -54,28 +54,6 @@ def test_permutation_hits_every_element_once(size: int, key: str) -> None:
     assert sorted(permutation[i] for i in range(size)) == list(range(size))
 
 
-@pytest.mark.parametrize("size", [2, 3, 7, 16, 20])
-def test_permutations_are_uniform_over_keys(size: int) -> None:
-    keys = 300 * size
-    counts = np.zeros((size, size))
-    for key in range(keys):
-        permutation = Permutation(size, str(key))
-        for i in range(size):
-            counts[i, permutation[i]] += 1
-    chi2 = ((counts - keys / size) ** 2 / (keys / size)).sum()
-    # Pearson's statistic of a permutation matrix has (size-1)^2 degrees of freedom; mean f,
-    # variance 2f. Five standard deviations above the mean are not reached by chance.
-    freedom = (size - 1) ** 2
-    assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
-
-
-def test_neighbours_are_scattered() -> None:
-    permutation = Permutation(100_000, "key")
-    values = np.array([permutation[i] for i in range(2000)], dtype=float)
-    # Correlation of independent pairs is of order 1/sqrt(2000) = 0.022; four times that.
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.09
-
-
 def test_order_is_the_same_for_ever() -> None:
     """A changed order would break the resume of every run in progress."""
     permutation = Permutation(1000, "1234/0/kjv")
