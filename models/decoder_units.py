@@ -11,11 +11,11 @@ from models.units import (
     ALL,
     Index,
     Unit,
+    column_parallel_unit,
     gain_unit,
     gated_mlp_units,
     mlp_units,
     row_parallel_unit,
-    vocabulary_unit,
 )
 
 
@@ -240,7 +240,8 @@ def decoder_units(
         return gain_unit(name, model.hidden, start=gain_start)
 
     def vocabulary(role: str) -> Unit:
-        return vocabulary_unit(role, (model.padded_vocab, model.hidden), split.tensor_size)
+        shape = (model.padded_vocab, model.hidden)
+        return column_parallel_unit(role, role, role, shape, split.tensor_size)
 
     units = [vocabulary("embedding")] if chunk.embedding else []
     attention = attention_units if model.latent is None else latent_attention_units

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.config import InitConfig
 from models.units import Unit
-from spectral.power_iteration import COLD_STEPS, top_singular
+from spectral.power_iteration import cold_start
 from spectral.sphere import radius
 
 RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
@@ -91,9 +91,7 @@ def spectral_norms(
             some = members[first : first + count]
             drawn = [draw(units[i], init, seed=seed, layers=layers) for i in some]
             whole = torch.stack(drawn).to(device).double()
-            cold = whole.new_zeros(len(some), rows), whole.new_zeros(len(some), cols)
-            sigma, _, _ = top_singular(whole, *cold, steps=COLD_STEPS)
-            norms[torch.tensor(some, device=device)] = sigma
+            norms[torch.tensor(some, device=device)], _, _ = cold_start(whole)
     return norms
 
 

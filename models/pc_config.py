@@ -134,7 +134,8 @@ class PCConfig(Section):
         level = self.level
         for override in self.overrides.values():
             named = override.roles is None or unit.role in override.roles
-            if named and (override.layers is None or _within(unit.layer, override.layers)):
+            layers = override.layers
+            if named and (layers is None or unit.layer in range(layers[0], layers[1] + 1)):
                 level = override.level
         return level
 
@@ -145,7 +146,3 @@ class PCConfig(Section):
             yield f"overrides need polynomial.kind preset, which has levels, got {kind}"
         if self.polynomial.kind != "preset":
             yield from ignored(self, "level", when=f"with polynomial.kind {self.polynomial.kind}")
-
-
-def _within(layer: int | None, layers: tuple[int, int]) -> bool:
-    return layer is not None and layers[0] <= layer <= layers[1]

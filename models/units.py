@@ -183,11 +183,6 @@ def _cut_parameter(
     )
 
 
-def vocabulary_unit(role: str, shape: tuple[int, int], tensor_size: int) -> Unit:
-    """Return the embedding or the head, `[rows, hidden]`, which tensor parallelism cuts by rows."""
-    return column_parallel_unit(role, role, role, shape, tensor_size)
-
-
 def gain_unit(
     name: str, size: int, *, start: float = 1.0, partial_over_tensor: bool = False
 ) -> Unit:

@@ -233,7 +233,7 @@ class ModelOptions:
 
     seed                of the initial weights
     sequence_length     tokens of a sample
-    elementwise, preconditioned, storage, bucket_numel, exchange_bytes   as in `BucketPlanner`
+    elementwise, preconditioned, storage, exchange_bytes   as in `BucketPlanner`
     dtype               of weights and activations
     qkv_units, split_gate_up   as in `Split`
     overlap_reduce      whether reduce-scatters start during the backward pass
@@ -254,7 +254,6 @@ class ModelOptions:
     qkv_units: QKVUnits = "head"
     split_gate_up: bool = True
     storage: Storage = "auto"
-    bucket_numel: int | None = None
     exchange_bytes: int = 4
     overlap_reduce: bool = True
     gradient_dtype: torch.dtype | None = None
@@ -372,7 +371,6 @@ def build_domain(
         elementwise=options.elementwise,
         tensor_size=domain.tensor.size,
         storage=options.storage,
-        bucket_numel=options.bucket_numel,
         parameter_bytes=options.dtype.itemsize,
         exchange_bytes=options.exchange_bytes,
         preconditioned=options.preconditioned,
@@ -383,9 +381,9 @@ def build_domain(
         buffers,
         own,
         domain,
+        comm_volume,
         tensor_sums=frozenset(u.parameter for u in own_units if u.summed_over_tensor(sequence)),
         overlap=options.overlap_reduce,
-        comm_volume=comm_volume,
     )
     return DomainModel(domain, units, buffers, reducer)
 

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import ParamSpec, Protocol, TypeVar
 
+import torch
+from torch import Tensor
+
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
@@ -36,3 +39,9 @@ def constant_result(function: Callable[P, R]) -> Constant[P, R]:
     result._dynamo_marked_constant = True  # type: ignore[attr-defined]
     result.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return result  # type: ignore[return-value]
+
+
+@constant_result
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor; not to be written to."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -97,12 +97,13 @@ class CapturedStep:
         check_capturable(optimizer)
         self.optimizer = optimizer
         device = optimizer.param_groups[0]["params"][0].device
-        self._captured = CapturedCall(self._step, device)
+        self._captured = CapturedCall(lambda: optimizer.step(), device)
         self._gradients: list[int] | None = None
 
     def __call__(self) -> None:
         """Take one step; raises RuntimeError if gradients have moved since the first one."""
-        places = [0 if p.grad is None else p.grad.data_ptr() for p in self._parameters()]
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        places = [0 if p.grad is None else p.grad.data_ptr() for p in parameters]
         if self._gradients is None:
             self._gradients = places
         elif self._gradients != places:
@@ -116,12 +117,6 @@ class CapturedStep:
         """Free the graph; the next call may find the gradients elsewhere."""
         self._captured.release()
         self._gradients = None
-
-    def _step(self) -> None:
-        self.optimizer.step()
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:

@@ -6,7 +6,8 @@ division says, as data, where each matrix lies.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, Self
 
 from torch import Tensor
@@ -43,15 +44,11 @@ class Division:
         rows = tuple(value.get("rows", ()))
         if any(n < 1 for n in rows):
             raise ValueError(f"rows of units must be positive, got {rows}")
-        return cls(
-            rows=rows,
-            transposed=value.get("transposed", False),
-            stacked=value.get("stacked", False),
-        )
+        return cls(**{**value, "rows": rows})
 
     def settings(self) -> dict[str, Any]:
         """Return what `of` reads, as plain values."""
-        return {"rows": list(self.rows), "transposed": self.transposed, "stacked": self.stacked}
+        return asdict(self) | {"rows": list(self.rows)}
 
     @property
     def whole(self) -> bool:
@@ -140,7 +137,4 @@ def relative(box: Box, outer: Box) -> Box:
 
 def numel_of(box: Box) -> int:
     """Count the elements of a part."""
-    count = 1
-    for _, length in box:
-        count *= length
-    return count
+    return prod(length for _, length in box)

@@ -34,7 +34,7 @@ from .odd_polynomial import (
     stage_vjp,
     stages,
 )
-from .power_iteration import COLD_STEPS, top_singular
+from .power_iteration import cold_start, top_singular
 
 __all__ = [
     "COMPOSITES",
@@ -162,9 +162,7 @@ class Preconditioner:
     @torch.no_grad()
     def cold_pair(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Compute u and v of weights without a cached pair."""
-        u, v = w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2])
-        _, u, v = top_singular(w, u, v, steps=COLD_STEPS)
-        return u, v
+        return cold_start(w)[1:]
 
     @torch.no_grad()
     def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
@@ -200,8 +198,7 @@ class Preconditioner:
         it finds values that the tracked pair may miss. Where the figure is outside `[0, DOMAIN]`,
         on which the map is defined, `u` and `v` are replaced in place by the pair that was found.
         """
-        cold = torch.zeros_like(u), torch.zeros_like(v)
-        exact, new_u, new_v = top_singular(w, *cold, steps=COLD_STEPS)
+        exact, new_u, new_v = cold_start(w)
         if self.spectral_norm == "none":
             return exact
         tracked = self.tracked_norm(w, u, v)

@@ -5,11 +5,12 @@ stacks; products with the matrices, `[batch, rows, cols]` each, are launched for
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from .constant_result import constant_result
+from .constant_result import constant
 
 
 def together(parts: Sequence[Tensor]) -> Tensor:
@@ -43,13 +44,5 @@ def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
 
     In the dtype and on the device of the stacks; not to be written to.
     """
-    w, counts = stacks[0], tuple(len(stack) for stack in stacks)
-    return _numbers(tuple(values), counts, w.dtype, w.device)
-
-
-@constant_result
-def _numbers(
-    values: tuple[float, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    each = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
-    return torch.tensor(each, dtype=dtype, device=device)
+    each = ((value,) * len(stack) for value, stack in zip(values, stacks, strict=True))
+    return constant(tuple(chain.from_iterable(each)), stacks[0].dtype, stacks[0].device)

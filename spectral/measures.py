@@ -7,7 +7,6 @@ a matrix with NaN has NaN. For several figures of one matrix, the functions that
 its singular values.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -85,23 +84,18 @@ def effective_rank_of(values: Tensor) -> Tensor:
     return torch.where(total[..., 0] == 0, 0, rank)
 
 
-def modified_condition_number(w: Tensor, *, fraction: float = 0.1) -> Tensor:
-    """Compute sigma_1 over the mean of the smallest singular values `[...]`, at least 1.
+def modified_condition_number(w: Tensor) -> Tensor:
+    """Compute sigma_1 over the mean of the smallest tenth of the singular values `[...]`.
 
-    The mean is of ceil(`fraction` min(rows, cols)) values. The number is inf where they all vanish,
-    NaN for a zero matrix. Raises ValueError unless 0 < fraction <= 1. Source: "PC Layer", kappa
+    It is at least 1, inf where they all vanish, NaN for a zero matrix. Source: "PC Layer", kappa
     tilde.
     """
-    return modified_condition_number_of(singular_values(w), fraction=fraction)
+    return modified_condition_number_of(singular_values(w))
 
 
-def modified_condition_number_of(values: Tensor, *, fraction: float = 0.1) -> Tensor:
+def modified_condition_number_of(values: Tensor) -> Tensor:
     """Compute the same `[...]` from descending singular values `[..., n]`."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
-    # Rounding must not turn ceil(0.1 * 30) = 3 into 4.
-    count = max(1, math.ceil(fraction * values.shape[-1] - 1e-9))
-    return values[..., 0] / values[..., -count:].mean(-1)
+    return values[..., 0] / values[..., -values.shape[-1] // 10 :].mean(-1)
 
 
 def global_modified_condition_number(numbers: Tensor) -> Tensor:

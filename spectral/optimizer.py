@@ -3,10 +3,9 @@
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
 Every hyper-parameter of a group's rule is a plain value in the group, so schedulers and state_dict
-see all of them. Matrices of equal shape are stepped together, also those of groups that differ
-only in their learning rate. A group's `units` says how its parameters are divided into matrices
-(`spectral.division`); without it each parameter is one, and whole-matrix rules see a convolution
-weight `[out, in, ...]` as `[out, in * ...]`.
+see all of them. Matrices of equal shape and rates are stepped together. A group's `units` says how
+its parameters are divided into matrices (`spectral.division`); without it each parameter is one,
+and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.sharded.matrices`.
 """
@@ -15,7 +14,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,10 +27,9 @@ from .local_part import is_dtensor, local_gradient, local_of
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
-from .rules.adamw import ENTRIES
-from .rules.base import decay_problem, step_of_stack
+from .rules.base import check_rates, decay_problem
 from .stepped_unit import SteppedUnit
-from .stepping import Units, step_units
+from .stepping import Units, accumulated, step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -139,10 +136,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Of the parameters that several ranks share, made when they are first needed.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
-        # Parameters and states of the last step, for which owners are up to date.
-        self._held: list[Tensor] = []
-        self._states: list[State] = []
-        self._sharded = False  # whether a parameter is a DTensor
+        self._held: set[Tensor] = set()  # parameters for which state and owners are up to date
+        # Of parameters under elementwise rules, and where they and their state lie.
+        self._views: dict[Tensor, tuple[list[int], Tensor, State]] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -266,18 +262,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Bring state and owners up to date with the parameters, which may have been replaced."""
-        listed, states = _listed_in(self.param_groups, "params"), [*self.state.values()]
-        same = _same(listed, self._held)
-        if same and _same(states, self._states) and _are_wide(listed, states):
-            return
+        held = {p for group in self.param_groups for p in group["params"]}
         for group in self.param_groups:
             self._initialise(group)
-        self._states = [*self.state.values()]
-        if same:
+        if held == self._held:
             return
-        held = set(listed)
         for parameter in [p for p in self.state if p not in held]:
             del self.state[parameter]
+            self._views.pop(parameter, None)
         members = [
             (p, rule, Division.of(group["units"]))
             for group in self.param_groups
@@ -293,8 +285,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
         if self._ranks is None:
             self._ranks = self._all_ranks(held)
-        self._held, self._states = listed, [*self.state.values()]
-        self._sharded = any(map(is_dtensor, listed))
+        self._held = held
 
     def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
         """Return all ranks that share any parameter, None if there are none."""
@@ -332,7 +323,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._check_state(state_dict)
         settings = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
-        self._held = []
+        self._held = set()
         for group, before in zip(self.param_groups, settings, strict=True):
             own = {f.name: f.default for f in fields(RULES[group["rule"]])}
             if group["rule"] == before["rule"]:
@@ -390,27 +381,25 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._share()
         active = self._gate()
         self.last_reports = []
-        for (rule, _), groups in grouped(self.param_groups, _rule_and_decay).items():
-            if type(rule) is AdamWRule:
-                for group in groups:
-                    self._step_adamw(rule, group, active)
+        steps = {
+            p: Step(group["lr"], group["weight_decay"], _on(p.device, active))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        for rule, groups in grouped(self.param_groups, rule_of).items():
+            pairs = [(p, group) for group in groups for p in group["params"] if p in steps]
+            if not rule.whole_matrix:
+                self._step_elementwise(rule, {p: steps[p] for p, _ in pairs})
                 continue
-            steps = {
-                p: step
-                for group in groups
-                for step in (Step(group["lr"], group["weight_decay"], active),)
-                for p in group["params"]
-                if p.grad is not None
-            }
-            self._step_shared(rule, [p for p in steps if self._is_shared(p, rule)], steps)
+            self._step_shared(rule, [p for p, _ in pairs if self._is_shared(p, rule)], steps)
             units = [
                 unit
-                for group in groups
-                for p in group["params"]
-                if p.grad is not None and not self._is_shared(p, rule)
+                for p, group in pairs
+                if not self._is_shared(p, rule)
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
             ]
-            kinds = grouped(units, lambda u: (u.shape, u.parameter.dtype, u.parameter.device))
+            kinds = grouped(units, lambda u: (u.kind, steps[u.parameter].rates))
             shapes = [*kinds.values()]
             stepped = [parameter_units(members, self.state, steps) for members in shapes]
             for members, report in zip(shapes, step_units(rule, stepped), strict=True):
@@ -426,32 +415,38 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not finite:
             raise FloatingPointError("a gradient is not finite; nothing was updated")
 
-    def _step_adamw(self, rule: AdamWRule, group: dict[str, Any], active: Tensor | None) -> None:
-        """Step the parameters of a group, all of one dtype and device in one call.
+    def _step_elementwise(self, rule: Rule, steps: Mapping[Tensor, Step]) -> None:
+        """Step parameters by an elementwise rule, all of one dtype and device in one call."""
+        kinds: dict[object, tuple[list[Tensor], list[Stack]]] = {}
+        copies = not isinstance(rule, AdamWRule)  # other rules may overwrite gradients
+        for parameter, step in steps.items():
+            weight, state = self._whole(parameter)
+            grad = local_gradient(parameter)
+            if copies or grad.dtype != weight.dtype:
+                grad = grad.to(weight.dtype, copy=copies)
+            parameters, stacks = kinds.setdefault((weight.dtype, weight.device), ([], []))
+            parameters.append(parameter)
+            stacks.append(Stack(weight, grad.unsqueeze(0), state, step))
+        for parameters, stacks in kinds.values():
+            reports = rule.update(accumulated(rule, stacks))
+            for parameter, report in zip(parameters, reports, strict=True):
+                self.last_reports.append(([parameter], report))
+                if parameter.dtype in HALF and MASTER in self.state[parameter]:
+                    local_of(parameter).copy_(self._weight(parameter))
 
-        What is done for each of them is most of the time of a step of many small ones.
-        """
-        kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-        stepped = [p for p in group["params"] if p.grad is not None]
-        for parameter in stepped:
-            state = self.state[parameter]
-            weight, grad = state.get(MASTER, parameter), parameter.grad
-            if self._sharded:
-                grad = local_gradient(parameter)
-            if grad.dtype != weight.dtype:
-                grad = grad.to(weight.dtype)
-            own = [weight, grad, *[state[name] for name in ENTRIES]]
-            if self._sharded:
-                own = [*map(local_of, own)]
-            kinds.setdefault((weight.dtype, weight.device), []).append(own)
-        for (_, device), members in kinds.items():
-            gate = None if active is None else active.to(device)
-            step = Step(group["lr"], group["weight_decay"], gate)
-            rule.advance_([*map(list, zip(*members, strict=True))], step)
-        self.last_reports.append((stepped, {}))
-        for parameter in stepped:
-            if parameter.dtype in HALF and MASTER in self.state[parameter]:
-                local_of(parameter).copy_(self._weight(parameter))
+    def _whole(self, parameter: Tensor) -> tuple[Tensor, State]:
+        """Return this rank's part of weight and state as one unit, views that are kept."""
+        state = self.state[parameter]
+        if is_dtensor(parameter):
+            own = {k: local_of(v).unsqueeze(0) for k, v in state.items() if k != MASTER}
+            return self._weight(parameter).unsqueeze(0), own
+        places = [parameter.data_ptr(), *[value.data_ptr() for value in state.values()]]
+        known = self._views.get(parameter)
+        if known is None or known[0] != places:
+            own = {k: v.unsqueeze(0) for k, v in state.items() if k != MASTER}
+            known = places, self._weight(parameter).unsqueeze(0), own
+            self._views[parameter] = known
+        return known[1:]
 
     def _step_shared(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
@@ -480,8 +475,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         parameters = _listed_in(self.param_groups, "params")
         grads = [p.grad for p in parameters if p.grad is not None]
-        if self._sharded:
-            grads = [local_of(g) for g in grads]
+        grads = [local_of(g) if is_dtensor(g) else g for g in grads]
         for grad in grads:
             if grad.is_sparse:
                 raise ValueError("gradients must be dense, got a sparse one")
@@ -503,7 +497,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 def parameter_units(
     units: list[SteppedUnit], state: Mapping[Tensor, State], steps: Mapping[Tensor, Step]
 ) -> Units:
-    """Return units of one shape under one rule, which this rank steps alone.
+    """Return units of one shape and step under one rule, which this rank steps alone.
 
     `state` is the optimizer's, by parameter, as are `steps`.
     """
@@ -519,9 +513,8 @@ def parameter_units(
         }
         weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
-        step = step_of_stack([steps[unit.parameter] for unit in members], weight)
         grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
-        return Stack(weight, grad, stacks, step)
+        return Stack(weight, grad, stacks, steps[first])
 
     def put(part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""
@@ -568,10 +561,9 @@ def rule_of(group: dict[str, Any]) -> Rule:
     return kind(**{f.name: group[f.name] for f in fields(kind)})
 
 
-def _rule_and_decay(group: dict[str, Any]) -> tuple[Rule, object]:
-    """Return what groups that are stepped together have in common: all but lr."""
-    decay = group["weight_decay"]
-    return rule_of(group), id(decay) if isinstance(decay, Tensor) else decay
+def _on(device: torch.device, active: Tensor | None) -> Tensor | None:
+    """Return the predicate of a step on a device."""
+    return None if active is None else active.to(device)
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
@@ -664,19 +656,9 @@ def _are_float64(params: Sequence[Any]) -> bool:
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists have the same objects in the same order; no tensor is compared."""
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _are_wide(parameters: Sequence[Tensor], states: Sequence[State]) -> bool:
-    """Whether nothing is in 16 bits, and no state has a master."""
-    kinds = {p.dtype for p in parameters} | {v.dtype for s in states for v in s.values()}
-    return kinds.isdisjoint(HALF) and not any(MASTER in state for state in states)
-
-
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
     """Raise ValueError for rates that are not finite or less than `least`; no tensor is read."""
+    check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
         value = group[name]
         if not isinstance(value, Tensor) and (not math.isfinite(value) or value < least):

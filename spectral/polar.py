@@ -18,8 +18,8 @@ from . import kernels
 from .joined_stacks import apart
 from .kernels.library import fused, product
 from .schedules import (
+    GRAM_GAIN,
     Coefficients,
-    allows_gram,
     coefficients,
     largest_value,
     restart_steps,
@@ -83,7 +83,7 @@ def msign(
     Args:
         x: matrices `[..., rows, cols]` of any scale.
         schedule: key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat its
-            last step (sets that converge) or start over (quintic, simple, aol).
+            last step (sets that converge) or start over (quintic, simple).
         steps: number of quintic steps, at least 1.
         dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
             least float32.
@@ -93,7 +93,8 @@ def msign(
     """
     work = working_dtype(x, dtype)
     steps_coefficients = coefficients(schedule, steps, work)
-    check_matrices(x)
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
     rows, cols = x.shape[-2:]
     if x.numel() == 0:
         return x.clone()
@@ -127,7 +128,8 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     wide = x.dtype in (torch.float32, torch.float64)
     if wide and dtype == x.dtype:
         for (part,) in cache_slices(x):
-            normalize_(part)
+            part.div_(_divisor(part))
+            part.div_(_norm(part))
         return x
     y = torch.empty_like(x, dtype=dtype)
     for source, target in cache_slices(x, y):
@@ -137,12 +139,6 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
         else:
             normalized(source, out=target)  # the scratch stays in the cache, unlike x
     return y
-
-
-def check_matrices(x: Tensor) -> None:
-    """Raise ValueError unless `x` is `[..., rows, cols]`."""
-    if x.ndim < 2:
-        raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
 
 
 def polars_of(
@@ -219,12 +215,6 @@ def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     return y.div_(_norm(y)) if out is None else torch.div(y, _norm(y), out=out)
 
 
-def normalize_(x: Tensor) -> Tensor:
-    """Divide `x` `[..., rows, cols]`, float32 or float64, by its Frobenius norms in place."""
-    x.div_(_divisor(x))
-    return x.div_(_norm(x))
-
-
 def _divisor(x: Tensor) -> Tensor:
     """Largest magnitude per matrix `[..., 1, 1]`, 1 for a zero matrix."""
     dims = (-2, -1)
@@ -248,7 +238,7 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     FLOPs are counted for general products, without the symmetric kernels. Below aspect ratio 2 the
     Gram form saves little and would hold more scratch than the plain form.
     """
-    if 2 * rows > cols or not allows_gram(dtype):
+    if 2 * rows > cols or dtype not in GRAM_GAIN:
         return False
     count, ratio = len(steps), cols / rows
     segments = 1 + len(restart_steps(steps, dtype))
@@ -257,16 +247,11 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     return gram < plain
 
 
-class GramFactor(NamedTuple):
-    """What maps X to `Q X` by some steps, and the last of them."""
+def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the Q that maps X to `Q X` by the steps, from `gram` `[batch, rows, rows]`, `X X^T`.
 
-    factor: Tensor  # [batch, rows, rows], Q
-    gram: Tensor  # [batch, rows, rows], the Gram matrix R before the last step
-    step: Tensor  # [batch, rows, rows], a I + b R + c R^2 of the last step
-
-
-def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> GramFactor:
-    """Compute the factor of the steps from `gram` `[batch, rows, rows]`, `X X^T`."""
+    Also returns the Gram matrix R before the last step, and `a I + b R + c R^2` of that step.
+    """
     factor: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):
         step = kernels.polynomial(gram, b, c, a)
@@ -276,7 +261,7 @@ def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> GramFactor:
             gram = kernels.commuting(step, gram)
             gram = kernels.commuting(step, gram)
     assert factor is not None
-    return GramFactor(factor, gram, step)
+    return factor, gram, step
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Polynomial sets of msign: coefficients of successive odd quintic steps, with their sources.
 
 Also what each floating point format can bear. Between the steps singular values reach almost 2,
-where the polynomials of Polar Express and CANS are steep: a rounding that lifts one above the end
+where the polynomials of Polar Express are steep: a rounding that lifts one above the end
 of its interval grows with every further step, until nothing is finite. `Schedule.half_margin` and
 `GRAM_GAIN` keep rounding inside: no singular value exceeded 1.007 in a search over 480,480
 adversarial matrices.
@@ -90,29 +90,6 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # T. Boissin, "flash-newton-schulz": the four steps tuned for AOL-preconditioned input.
-    "aol": Schedule(
-        (
-            (4.0098, -7.0585, 2.4635),
-            (3.4585, -5.5479, 2.5959),
-            (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ),
-        "cycle",
-        half_margin=1.02,
-    ),
-    # Chebyshev-type optimal odd polynomials (CANS, arXiv 2506.10935, algorithm 1), five steps.
-    "cans": Schedule(
-        (
-            (8.4703, -25.1081, 18.6293),
-            (4.1828, -3.1087, 0.5806),
-            (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074),
-            (2.2737, -1.6447, 0.4162),
-        ),
-        "repeat_last",
-        half_margin=1.02,
-    ),
     # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two that settle at 1.
     "deepseek": Schedule((_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2, "repeat_last"),
 }
@@ -145,11 +122,6 @@ def coefficients(
         return found
     m = SCHEDULES[schedule].half_margin
     return (*((a / m, b / m**3, c / m**5) for a, b, c in found[:-1]), found[-1])
-
-
-def allows_gram(dtype: torch.dtype) -> bool:
-    """Return whether the Gram form is stable in `dtype`."""
-    return dtype in GRAM_GAIN
 
 
 @constant_result

@@ -1,22 +1,29 @@
 """The spectral sphere `||W||_2 = R`: its radius, retractions to it, and initialisation on it."""
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .scaling import update_scale
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral_mup": lambda rows, cols: math.sqrt(rows / cols),
+    "align_adam_rms": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    "spectral_kaiming": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
+}
+"""Scale of a `[rows, cols]` matrix: of its update and, times a factor, its radius (SSO paper,
+eqs. 7 and 16). With spectral_mup updates change hidden features by the same RMS at every width;
+with align_adam_rms an update has AdamW's typical RMS of 0.2."""
+
+
+def shape_scale(shape: tuple[int, int], mode: str) -> float:
+    """Compute the scale of a whole unit of `shape`, never of a shard; `mode` is one of `SCALES`."""
+    return SCALES[mode](*shape)
 
 
 def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
-    """Compute the radius of a `[rows, cols]` unit times `scaler` (SSO paper, eqs. 7 and 16).
-
-    `shape` is that of the whole unit, never of a shard.
-
-    Raises:
-        ValueError: unknown mode, or `scaler <= 0`.
-    """
-    if not scaler > 0:
-        raise ValueError(f"scaler must be positive, got {scaler}")
-    return scaler * update_scale(shape, mode)
+    """Compute the radius of a `[rows, cols]` unit, its scale times `scaler`."""
+    return scaler * shape_scale(shape, mode)
 
 
 def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
@@ -26,19 +33,11 @@ def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
     return factor.masked_fill(~usable, 1)
 
 
-def retract_hard_(
-    weight: Tensor, sigma: Tensor, radius: float | Tensor, *, active: Tensor | None = None
-) -> Tensor:
-    """Multiply `weight` `[batch, rows, cols]` by `radius / sigma` in place (SSO paper, eq. 13).
-
-    `sigma` is `[batch]`. A unit with `sigma` zero or not finite stays as it is. `active` is a bool
-    tensor, 0-d or `[batch]`; where it is False nothing changes.
-    """
-    return weight.mul_(hard_factor(sigma, radius, active=active).to(weight.dtype)[:, None, None])
-
-
 def hard_factor(sigma: Tensor, radius: float | Tensor, *, active: Tensor | None = None) -> Tensor:
-    """Compute the factor `[batch]` of `retract_hard_`; `radius` is a number or `[batch]`."""
+    """Compute `radius / sigma` `[batch]` (SSO paper, eq. 13); `radius` is a number or `[batch]`.
+
+    It is 1 where `sigma` is zero or not finite, and where `active`, 0-d or `[batch]`, is False.
+    """
     return _gate((radius / sigma).to(sigma.dtype), active)
 
 
@@ -53,18 +52,14 @@ def dynamic_factor(
     """Compute `1 + rate lr sign(radius - sigma)` `[batch]` (SSO paper, eq. 34).
 
     `radius` is a number or `[batch]`, `lr` a number, 0-d or `[batch]`. It is 1 at `sigma ==
-    radius`, where `sigma` is not finite, and where `active`, as of `retract_hard_`, is False.
+    radius`, where `sigma` is not finite, and where `active`, as of `hard_factor`, is False.
     """
     return _gate((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype), active)
 
 
 @torch.no_grad()
 def spectral_init_(
-    weight: Tensor,
-    *,
-    mode: str = "spectral_mup",
-    scaler: float = 1.0,
-    generator: torch.Generator | None = None,
+    weight: Tensor, *, mode: str = "spectral_mup", generator: torch.Generator | None = None
 ) -> Tensor:
     """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
 
@@ -72,7 +67,6 @@ def spectral_init_(
     paper, section on initialisation). Each matrix of the stack is a unit by itself.
     """
     rows, cols = weight.shape[-2:]
-    target = radius((rows, cols), mode, scaler)
     weight.normal_(generator=generator)
     sigma = torch.linalg.matrix_norm(weight.double(), ord=2, keepdim=True)
-    return weight.mul_((target / sigma).to(weight.dtype))
+    return weight.mul_((radius((rows, cols), mode) / sigma).to(weight.dtype))

@@ -29,8 +29,6 @@ class Entry(NamedTuple):
 
     def of(self, value: Tensor) -> Tensor:
         """Return the unit's part, a view."""
-        if value.numel() == self.shape.numel():
-            return value.view(self.shape)
         return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
 
 
@@ -81,6 +79,11 @@ class SteppedUnit:
                 starts[name] = starts.get(name, 0) + each.numel()
             found.append(cls(parameter, division, box, shape, entries))
         return found
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What units that are stacked have in common."""
+        return self.shape, self.parameter.dtype, self.parameter.device
 
     def matrix(self, part: Tensor) -> Tensor:
         """Return the part of the parameter in `box` as the unit, a view where there is one."""

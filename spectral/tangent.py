@@ -20,9 +20,9 @@ from torch import Tensor
 
 from . import tangent_model
 from .joined_stacks import apart, together
-from .polar import cache_slices, is_tall, polars_of
+from .polar import is_tall, polars_of
 from .schedules import Coefficients, coefficients
-from .tangent_model import SPACES, Model, spread
+from .tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
 DEGENERATE_EPS = 32
@@ -97,10 +97,6 @@ class TangentProblem(NamedTuple):
     u: Tensor  # [batch, rows]
     v: Tensor  # [batch, cols]
 
-    def flipped(self) -> "TangentProblem":
-        """Return the problem of the transposed matrices, views."""
-        return TangentProblem(self.m.mT, self.v, self.u)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
@@ -112,7 +108,6 @@ class Solver:
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise
             exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
-        shifts: number of resolvents in the model; None takes the space of `dtype`.
         overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
     """
 
@@ -122,7 +117,6 @@ class Solver:
     schedule: str = "polar_express"
     steps: int = 8
     dtype: torch.dtype | None = None
-    shifts: int | None = None
     overwrite: bool = False
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
@@ -137,21 +131,22 @@ class Solver:
         """
         m = problems[0].m
         dtype = m.dtype if self.dtype is None else self.dtype
-        space = SPACES[dtype] if self.shifts is None else spread(self.shifts)
         for problem in problems:
-            _check(*problem, self.tolerance, self.max_evaluations, len(space.shifts))
+            _check(*problem, self.tolerance, self.max_evaluations)
         short = [min(problem.m.shape[1:]) for problem in problems]
         if len(set(short)) > 1:
             raise ValueError(f"problems must have equal shorter sides, got {short}")
         tall = [is_tall(problem.m) for problem in problems]
-        wide = [each.flipped() if flip else each for each, flip in zip(problems, tall, strict=True)]
+        wide = [
+            TangentProblem(m.mT, v, u) if flip else TangentProblem(m, u, v)
+            for (m, u, v), flip in zip(problems, tall, strict=True)
+        ]
         polynomials = coefficients(self.schedule, self.steps, dtype)
         model = tangent_model.build(
             [problem.m for problem in wide],
             together([problem.u for problem in wide]),
             [problem.v for problem in wide],
             polynomials,
-            space,
             dtype,
         )
         refinement = _Refinement(wide, model, self, polynomials, dtype)
@@ -178,16 +173,14 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
         options: those of `Solver`.
 
     Raises:
-        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`, `shifts < 1`,
+        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`,
             `steps < 1`, or an unknown schedule.
     """
     (solution,) = Solver(**options).solve([TangentProblem(m, u, v)])
     return solution
 
 
-def _check(
-    m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int, shifts: int
-) -> None:
+def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
         raise ValueError(f"m, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
@@ -197,8 +190,6 @@ def _check(
         raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations}")
     if not tolerance > 0:
         raise ValueError(f"tolerance must be positive, got {tolerance}")
-    if shifts < 1:
-        raise ValueError(f"shifts must be at least 1, got {shifts}")
 
 
 class _Refinement:
@@ -270,9 +261,8 @@ class _Refinement:
         directions, values = [], []
         for m, u, v in zip(self.stacks, apart(self.u, self.stacks), self.v, strict=True):
             phi = found.pop(0).direction  # freed as soon as it is in the dtype of M
-            phi = m.copy_(phi) if self.last else phi
-            for part, left, right in cache_slices(phi, u, v):
-                values.append((left[:, None] @ part.to(self.dtype) @ right[:, :, None])[:, 0, 0])
+            phi = m.copy_(phi) if self.last else phi.to(self.dtype)
+            values.append((u[:, None] @ phi @ v[:, :, None])[:, 0, 0])
             directions.append(phi)
         return directions, together(values).double().masked_fill(~bounded, torch.nan)
 
@@ -283,27 +273,29 @@ class _Refinement:
         `kept` False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
-        left, floor = (apart(x, self.stacks) for x in (scaled, self.floor))
-        found = [self._sum(*each) for each in zip(self.stacks, left, self.v, floor, strict=True)]
-        self.kept = together([kept for _, kept in found])
-        return [z for z, _ in found]
+        left = apart(scaled, self.stacks)
+        found = [
+            self._sum(m, each, v) if m.is_contiguous() else self._sum(m.mT, v, each).mT
+            for m, each, v in zip(self.stacks, left, self.v, strict=True)
+        ]
+        norm = together([torch.linalg.vector_norm(z, dim=(-2, -1)) for z in found])
+        self.kept = norm > self.floor
+        norm = norm.masked_fill(~self.kept, float("inf"))[:, None, None]
+        return [self._divided(found.pop(0), each) for each in apart(norm, self.stacks)]
 
-    def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `M + left right^T` of one stack as `_shifted` does, in the order of memory and
-        slice by slice; in place if nobody needs M any more, which saves a stack."""
-        if m.mT.is_contiguous() and not m.is_contiguous():
-            z, kept = self._sum(m.mT, right, left, floor)
-            return z.mT, kept
-        same = self.msign_dtype == self.dtype
-        out = m if self.last and same else torch.empty_like(m, dtype=self.msign_dtype)
-        norms = []
-        for part, x, y, least, target in cache_slices(m, left, right, floor, out):
-            place = target if same else part if self.last else None
-            z = torch.baddbmm(part, x[:, :, None], y[:, None], out=place)
-            norms.append(torch.linalg.vector_norm(z, dim=(-2, -1)))
-            norm = norms[-1].masked_fill(norms[-1] <= least, float("inf"))
-            torch.div(z, norm[:, None, None], out=target)
-        return out, together(norms) > floor
+    def _sum(self, m: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Compute `M + left right^T`, in place if nobody needs M any more, which saves a stack."""
+        if self.last:
+            return m.baddbmm_(left[:, :, None], right[:, None])
+        return torch.baddbmm(m, left[:, :, None], right[:, None])
+
+    def _divided(self, z: Tensor, norm: Tensor) -> Tensor:
+        """Divide `z` and round it to the dtype of msign, in one pass in the order of memory."""
+        if self.msign_dtype == self.dtype:
+            return z.div_(norm)
+        if z.mT.is_contiguous() and not z.is_contiguous():
+            return self._divided(z.mT, norm).mT
+        return torch.div(z, norm, out=torch.empty_like(z, dtype=self.msign_dtype))
 
     def _narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""
@@ -329,15 +321,14 @@ class _Refinement:
     def _solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
-        if self.options.overwrite and not self.last:
-            both = zip(self.stacks, directions, strict=True)
-            directions = [m.copy_(direction) for m, direction in both]
-        directions = [direction.to(self.dtype) for direction in directions]
         removed = self._remove_rounding(directions, residual) if self.rounding else None
         if removed is not None:
             residual = residual - removed
         converged = (residual.abs() <= self.options.tolerance) & (kept | (self.floor == 0))
         missing = residual.isnan()
+        if self.options.overwrite and not self.last:
+            both = zip(self.stacks, directions, strict=True)
+            directions = [m.copy_(direction) for m, direction in both]
         figures = (
             best.to(self.dtype), residual.masked_fill(missing, 1).to(self.dtype), self.evaluations,
             self.slope.to(self.dtype), converged, ~missing,

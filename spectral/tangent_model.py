@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .constant_result import constant_result
-from .host_values import is_known
+from .constant_result import constant, constant_result
 from .joined_stacks import apart, images, preimages, together
 from .krylov import DEPENDENT, extended, orthonormal, unit
 from .polar import CACHE_ELEMENTS, workspace_units
@@ -40,9 +39,6 @@ CPU_GRID = (6, 8)
 
 DIRECT_ROWS = 32
 """Up to so many rows the model works on `N N^T` itself, without a basis."""
-SQUARED_ROWS = 64
-"""Up to how many rows the model of an msign in 16 bits projects `N N^T` instead of N, which takes
-no pass over M; its f then has an error of at most 6e-5 on recorded momenta."""
 WIDE_ROWS = {"cpu": 256}
 """Up to how many rows, by device, the model of an msign in 32 bits or more computes `N N^T` and its
 resolvents in float64, which keeps singular values below 3e-4 of the largest. Where float64 products
@@ -57,17 +53,13 @@ class Space(NamedTuple):
     products: int = 0  # powers of N N^T itself
 
 
-def spread(count: int) -> Space:
-    """Return one power of so many resolvents; msign's polynomial is nearly linear below them."""
-    exponents = [-3.6 + 3.2 * i / max(1, count - 1) for i in range(count)]
-    return Space(tuple(10.0**exponent for exponent in exponents))
-
-
+EXACT = Space(tuple(10.0 ** (-3.6 + 3.2 * i / 9) for i in range(10)))
+"""Of one power of each resolvent; msign's polynomial is nearly linear below them."""
 SPACES = {
     torch.bfloat16: Space((10**-2.8,), 5, 3),
     torch.float16: Space((1e-2, 1e-3), 4, 4),
-    torch.float32: spread(10),
-    torch.float64: spread(10),
+    torch.float32: EXACT,
+    torch.float64: EXACT,
 }
 """By the dtype of msign's products. A resolvent costs a factorisation, its powers little more; in
 32 bits and more they would lose digits that several resolvents, solved together, keep."""
@@ -103,8 +95,8 @@ def partial_fractions(
     """Fit residues and nodes `(c, t)` with `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
     Uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error is
-    2.5e-5 for polar_express, 7e-4 for polar_express_upstream and 3e-2 for cans; schedules that
-    oscillate are smoothed.
+    2.5e-5 for polar_express, 7e-4 for polar_express_upstream; schedules that oscillate are
+    smoothed.
     """
     small = torch.logspace(-7, -4.5, 200, dtype=torch.float64)
     s = torch.cat((small, torch.logspace(-4.5, 0, 1500, dtype=torch.float64)))
@@ -118,34 +110,20 @@ def partial_fractions(
     return tuple(residues.tolist()), tuple(t.tolist())
 
 
-@constant_result
-def fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Return `partial_fractions` as `[2, nodes]`, float64, on `device`."""
-    return torch.tensor(partial_fractions(steps), dtype=torch.float64, device=device)
-
-
-@constant_result
-def shifts_on(device: torch.device, shifts: tuple[float, ...]) -> Tensor:
-    """Return shifts as a float64 tensor on `device`."""
-    return torch.tensor(shifts, dtype=torch.float64, device=device)
-
-
 def build(
     stacks: Sequence[Tensor],
     u: Tensor,
     v: Sequence[Tensor],
     steps: tuple[Coefficients, ...],
-    space: Space,
     dtype: torch.dtype,
 ) -> Model:
-    """Build the model of the matrices `M` of all stacks, projected on a `space` of each.
+    """Build the model of the matrices `M` of all stacks, projected on a space of each.
 
     Args:
         stacks: `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
         u: `[matrices, rows]`, of all stacks, unit or zero vectors, as are those of `v`.
         v: `[batch, cols]`, of each stack.
         steps, dtype: of msign.
-        space: from whose basis.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
     u, v = unit(u.double()), [unit(each.double()) for each in v]
@@ -163,9 +141,9 @@ def build(
         reduced = Reduced(gram, pair.mT)
     else:
         most = max(rows * m.shape[2] for m in stacks)
-        basis = _basis(gram, unit(pair), scale, space, most)
-        if wide or rows <= SQUARED_ROWS:
-            small = basis @ gram.double() @ basis.mT
+        basis = _basis(gram, unit(pair), scale, SPACES[dtype], most)
+        if wide:
+            small = basis @ gram @ basis.mT
         else:
             del gram  # before the products with M
             small = _projected(stacks, v, w, basis)
@@ -174,7 +152,7 @@ def build(
     first = reduced.pair[:, :, :1]
     p = (first.mT @ reduced.gram @ first)[:, 0, 0].clamp(min=0).sqrt()
     reach = p + torch.linalg.vector_norm(q, dim=-1)
-    residues, nodes = fractions_on(device, steps)
+    residues, nodes = (constant(x, torch.float64, device) for x in partial_fractions(steps))
     return Model(
         block=_blocks(reduced, (scale[:, None] * nodes).square()),
         weight=scale[:, None] * residues,
@@ -239,7 +217,8 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     have no more than `elements`, those of a matrix, or what the device's limit allows.
     """
     rows, shifts = gram.shape[1], space.shifts
-    squares = (scale[:, None] * shifts_on(gram.device, shifts)).square_().to(gram.dtype)
+    squares = scale[:, None] * constant(shifts, torch.float64, gram.device)
+    squares = squares.square_().to(gram.dtype)
     start = pair.to(gram.dtype)
     least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
     limit = max(elements, least) // rows**2
@@ -304,11 +283,6 @@ def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: 
 
 def _blocks(reduced: Reduced, shift: Tensor) -> Tensor:
     """Compute entries uu, uq, qq of `[u, q]^T (T + shift)^-1 [u, q]`, `[3, batch, nodes]`."""
-    if is_known(shift):  # an eigensolver waits for a device
-        values, vectors = torch.linalg.eigh(reduced.gram.nan_to_num(0, 0, 0))
-        u, q = (vectors.mT @ reduced.pair).unbind(-1)
-        inverse = (values.clamp(min=0)[:, :, None] + shift[:, None]).reciprocal_()
-        return torch.bmm(torch.stack((u * u, u * q, q * q), dim=1), inverse).transpose(0, 1)
     batch, nodes = shift.shape
     k = reduced.gram[:, None].repeat(1, nodes, 1, 1)
     k.diagonal(dim1=-2, dim2=-1).add_(shift[:, :, None])

@@ -7,9 +7,8 @@ from typing import Any, Final
 
 from parallel.comm.agreement import disagreements
 from training.errors import InputError
-from training.machine.facts import library_versions
+from training.machine.facts import ROOT, library_versions
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGES: Final = ("spectral", "models", "parallel", "training")
 
 

@@ -173,7 +173,10 @@ class RunLog:
         steps, folder = self.config.train.steps, self.config.run.dir
         if outcome.stopped is not None:
             text = f"stopped by {outcome.stopped} after step {outcome.step} of {steps}"
-            self.note("stopped", outcome.step, f"{text}; {self.advice()}")
+            advice = "the same command continues the run"
+            if self.config.checkpoint.interval == 0:
+                advice = "nothing was saved, as checkpoint.interval is 0"
+            self.note("stopped", outcome.step, f"{text}; {advice}")
             return
         for name, loss, entropy in comparison:
             verdict = "below" if loss < entropy else "not yet below"
@@ -183,12 +186,6 @@ class RunLog:
         self.note("done", outcome.step, text)
         for command in next_commands(self.config):
             print(f"next: {command}", flush=True)
-
-    def advice(self) -> str:
-        """Return how to continue a run that was stopped."""
-        if self.config.checkpoint.interval == 0:
-            return "nothing was saved, as checkpoint.interval is 0"
-        return "the same command continues the run"
 
 
 def write_event(path: Path, kind: str, step: int, text: str, **facts: Any) -> None:

@@ -12,11 +12,7 @@ def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) 
     starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the
     first that is not taken; from there on the factor is constant. That is torch's CosineAnnealingLR
     or LinearLR over total_steps - warmup_steps steps.
-
-    Raises ValueError for a negative step.
     """
-    if step < 0:
-        raise ValueError(f"step must be at least 0, got {step}")
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant":

@@ -5,9 +5,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Thread
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -87,34 +87,8 @@ class Pending:
             self.work.wait()
 
 
-@dataclass
-class CommVolume:
-    """The communication volume of this rank, by kind of collective.
-
-    sent    bytes sent, counted for ring algorithms
-    calls   number of collectives
-    """
-
-    sent: Counter[str] = field(default_factory=Counter)
-    calls: Counter[str] = field(default_factory=Counter)
-
-    def add(self, kind: str, size: float) -> None:
-        """Count one collective that sends `size` bytes from this rank."""
-        self.sent[kind] += int(size)
-        self.calls[kind] += 1
-
-    def copy(self) -> Self:
-        """Copy the counts."""
-        return type(self)(self.sent.copy(), self.calls.copy())
-
-    def difference(self, before: Self) -> Self:
-        """Counts since `before`, an earlier copy."""
-        return type(self)(self.sent - before.sent, self.calls - before.calls)
-
-    def include(self, more: Self) -> None:
-        """Add counts of collectives that did not pass here, such as those of a replayed graph."""
-        self.sent.update(more.sent)
-        self.calls.update(more.calls)
+CommVolume = Counter[str]
+"""Bytes that this rank has sent, by kind of collective, counted for ring algorithms."""
 
 
 def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
@@ -123,7 +97,7 @@ def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pendin
     The shards are equal. Returns what to wait for, None on an axis of one rank.
     """
     size = flat.numel() // axis.size
-    comm_volume.add("reduce-scatter", size * flat.element_size() * (axis.size - 1))
+    comm_volume["reduce-scatter"] += size * flat.element_size() * (axis.size - 1)
     if axis.size == 1:
         return None
     shard = flat.narrow(0, axis.rank * size, size)
@@ -138,7 +112,7 @@ def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | 
     The shards are equal. Returns what to wait for, None on an axis of one rank.
     """
     size = flat.numel() // axis.size
-    comm_volume.add("all-gather", size * flat.element_size() * (axis.size - 1))
+    comm_volume["all-gather"] += size * flat.element_size() * (axis.size - 1)
     if axis.size == 1:
         return None
     shard = flat.narrow(0, axis.rank * size, size)
@@ -156,8 +130,7 @@ def all_to_all(
     `send` holds `send_counts[r]` elements for each rank r, and `receive_counts[r]` come from it.
     """
     received = send.new_empty(sum(receive_counts))
-    own = send_counts[axis.rank]
-    comm_volume.add(kind, (send.numel() - own) * send.element_size())
+    comm_volume[kind] += (send.numel() - send_counts[axis.rank]) * send.element_size()
     with named(kind):
         dist.all_to_all_single(received, send, receive_counts, send_counts, group=axis.group)
     return received
@@ -189,7 +162,7 @@ def all_reduce_(
 ) -> Tensor:
     """Reduce `tensor` in place over an axis, None for all ranks, and return it."""
     size = dist.get_world_size() if axis is None else axis.size
-    comm_volume.add(kind, 2 * tensor.nbytes * (size - 1) / size)
+    comm_volume[kind] += 2 * tensor.nbytes * (size - 1) // size
     if size > 1:
         with named(kind):
             dist.all_reduce(tensor, op, group=None if axis is None else axis.group)

@@ -5,7 +5,7 @@ tokens at a time; no activation is kept. Hooks exist in monitored steps only and
 What recomputation runs twice is counted once, in the pass that backward follows.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -182,7 +182,8 @@ class ActivationWatch:
             self._measure(layer, place, "residual")
             self._measure(layer.self_attention, place, "attention_output")
             self._measure(layer.mlp, place, "ffn_output")
-            self._measure_input(layer.pre_mlp_layernorm, place, "residual_after_attention")
+            norm = layer.pre_mlp_layernorm
+            self._measure(norm, place, "residual_after_attention", inputs=True)
         core = layer.self_attention.core_attention
         if attention and isinstance(core, CoreAttention):
             self._watch_scores(core, place)
@@ -198,33 +199,20 @@ class ActivationWatch:
 
         self._handles.append(core.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _measure(self, module: torch.nn.Module, place: str, name: str) -> None:
-        """Measure the output of `module`."""
-        add = self._adder(place, name)
-
-        def hook(module: Any, args: Any, output: Any) -> None:
-            add(output[0] if isinstance(output, tuple) else output)
-
-        self._handles.append(module.register_forward_hook(hook))
-
-    def _measure_input(self, module: torch.nn.Module, place: str, name: str) -> None:
-        """Measure the input of `module`."""
-        add = self._adder(place, name)
-
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            add(first(args, kwargs))
-
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _adder(self, place: str, name: str) -> Callable[[Tensor], None]:
+    def _measure(
+        self, module: torch.nn.Module, place: str, name: str, *, inputs: bool = False
+    ) -> None:
+        """Measure the output of `module`, or its input."""
         zeros = [torch.zeros((), dtype=torch.float64, device=self.groups.device) for _ in range(3)]
         size = self.sizes[place, name] = Size(*zeros)
 
-        def add(seen: Tensor) -> None:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
+            seen = first(args, kwargs) if inputs else output
             if torch.is_grad_enabled():
-                size.add(seen)
+                size.add(seen[0] if isinstance(seen, tuple) else seen)
 
-        return add
+        register = module.register_forward_pre_hook if inputs else module.register_forward_hook
+        self._handles.append(register(hook, with_kwargs=True))
 
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

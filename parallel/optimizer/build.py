@@ -52,8 +52,6 @@ def build_optimizer(
     """
     for unit in model.units:
         check_assignment(unit, assign(unit))
-    for part in model.domains:
-        check_stepped(part, assign)
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
     base: Sequence[float] | None = None
@@ -106,24 +104,6 @@ def place_units(
         cost=lambda unit: assign(unit).cost(unit.shape),
     )
     return place(strategy, works, model.domain.stage.size, base=base)
-
-
-def check_stepped(part: DomainModel, assign: Assign) -> None:
-    """Raise ValueError if a unit in a bucket without masters is not a PC layer.
-
-    Its steps would be rounded to the parameters' 16 bits.
-    """
-    by_owners = {
-        slot.parameter
-        for bucket in part.buffers.bucket_layout.buckets
-        if bucket.stepped_by_owners
-        for slot in bucket.slots
-    }
-    for unit in part.units:
-        if unit.parameter in by_owners and assign(unit).pc is None:
-            raise ValueError(
-                f"{unit.name} is in a bucket of PC layers, but its assignment has no PC layer"
-            )
 
 
 def check_agreement(digests: Sequence[str], stage: Axis) -> None:

@@ -38,9 +38,8 @@ class Update:
         # Written in place before each call, so that a recorded step reads the new values.
         self.factor = torch.ones((), device=device)
         self.allowed = torch.ones((), dtype=torch.bool, device=device)
-        self._captured = CapturedCall(self._keep, device) if cuda_graph else None
-        self._norm: GradientNorm | None = None
-        self._active: Tensor | None = None
+        self._captured = CapturedCall(self._run, device) if cuda_graph else None
+        self._done: tuple[GradientNorm, Tensor] | None = None
         self._sent = CommVolume()  # by the recorded call, so by every replay
 
     def __call__(self, factor: float, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
@@ -52,31 +51,29 @@ class Update:
         self.factor.fill_(factor)
         self.allowed.copy_(allowed)
         if self._captured is None:
-            return self._run()
+            self._run()
+            assert self._done is not None
+            return self._done
         comm_volume = self.optimizer.model.comm_volume
         before = comm_volume.copy()
         if self._captured():
-            self._sent = comm_volume.difference(before)
+            self._sent = comm_volume - before
         else:
-            comm_volume.include(self._sent)
-        assert self._norm is not None and self._active is not None
-        # The next replay writes where this one did.
-        norm = GradientNorm(self._norm.total.clone(), self._norm.coefficient.clone())
-        return norm, self._active.clone()
+            comm_volume.update(self._sent)
+        assert self._done is not None
+        norm, active = self._done  # the next replay writes where this one did
+        return GradientNorm(norm.total.clone(), norm.coefficient.clone()), active.clone()
 
     def release(self) -> None:
         """Free the graph; must be called before the process groups that it uses are destroyed."""
         if self._captured is not None:
             self._captured.release()
 
-    def _keep(self) -> None:
-        self._norm, self._active = self._run()
-
-    def _run(self) -> tuple[GradientNorm, Tensor]:
+    def _run(self) -> None:
         norm = self.optimizer.clip(self.max_norm)
         active = self.allowed & (norm.total < math.inf)  # not NaN either, in one launch
         self.optimizer.step(self.factor, active)
-        return norm, active
+        self._done = norm, active
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:
@@ -89,6 +86,6 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
         waits = waiting_field(stack.rule)
         if waits is not None:
             raise ValueError(
-                f"{waits} of rule {stack.assigned[0].rule_name} must not be True "
+                f"{waits} of rule {stack.assigned.rule_name} must not be True "
                 "with cuda_graph: it waits for the device"
             )

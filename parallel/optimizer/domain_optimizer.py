@@ -7,9 +7,9 @@ the buckets' new weights starts while the next step group runs. The rules are th
 `spectral.rules`, the same as in one process.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from parallel.optimizer.exchange import (
     weight_exchange,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
-from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks, rates_at, stepped_units
+from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks, stepped_units
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.storage.buffers import Buffers
@@ -36,7 +36,7 @@ from parallel.storage.domain_model import DomainModel
 from spectral.grouped import grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
-from spectral.sharded.exchange import Exchange
+from spectral.sharded.exchange import Exchange, local_pairs
 from spectral.stepping import accumulate, accumulated, elements_of, step_units
 
 
@@ -184,11 +184,11 @@ class DomainOptimizer:
 
     def step(self, factor: Tensor | float, active: Tensor) -> None:
         """Update every unit once and start the all-gathers of the new weights."""
-        rates: dict[float, Rate] = {}  # of elementwise rules, by their peaks
+        rate = cache(lambda peak: peak * factor)  # equal peaks share a tensor
         for group in self.step_groups:
-            self._step_regions(group, rates, factor, active)
-            self._step_matrices(group, factor, active)
-            group.materialized.step(factor, active)
+            self._step_regions(group, rate, active)
+            self._step_matrices(group, rate, active)
+            group.materialized.step(rate, active)
             self.buffers.write_parameters(group.buckets)
             for bucket in group.buckets:
                 self.model.gathers[bucket] = all_gather_(
@@ -215,11 +215,7 @@ class DomainOptimizer:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def _step_regions(
-        self,
-        group: StepGroup,
-        rates: dict[float, Rate],
-        factor: Tensor | float,
-        active: Tensor,
+        self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
     ) -> None:
         """Step elementwise units, and turn the gradients of matrices into momentum."""
         gradients, masters = self.buffers.gradient_shards(), self.buffers.masters
@@ -227,9 +223,7 @@ class DomainOptimizer:
             momenta = [region.of(gradients) for region in regions]
             accumulate_(rule, momenta, [region.state for region in regions], active)
         for (rule, lr, weight_decay), regions in group.elementwise_regions.items():
-            if lr not in rates:
-                rates[lr] = lr * factor
-            step = Step(rates[lr], weight_decay, active)
+            step = Step(rate(lr), weight_decay, active)
             stacks = [
                 Stack(
                     region.of(masters),
@@ -244,7 +238,9 @@ class DomainOptimizer:
                 region.report.clear()
                 region.report.update(report)
 
-    def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
+    def _step_matrices(
+        self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
+    ) -> None:
         """Step the matrices owned here, and add every owner's updates to the masters."""
         gradients, master = self.buffers.gradient_shards(), self.buffers.master
         stacks = [stack.transfers for stack in group.stacks]
@@ -254,8 +250,8 @@ class DomainOptimizer:
         self._fill_weights(group, changes.pieces)
         for rule, owned in group.stacks_by_rule.items():
             units = [
-                stepped_units(stack, momentum, changes, rates, active)
-                for stack, rates in zip(owned, rates_at(owned, factor), strict=True)
+                stepped_units(stack, momentum, changes, stack.assigned.step(rate, active))
+                for stack in owned
             ]
             spread = partial(self.streams.spread, elements=partial(elements_of, units))
             reports = step_units(rule, units, accumulates=False, spread=spread)
@@ -271,7 +267,7 @@ class DomainOptimizer:
         have 16 bits, and otherwise taken from the parameters.
         """
         pairs = [(weights[name], weight) for name, weight in group.kept.items()]
-        pairs += group.exchange.local_targets_in(weights, self.buffers.masters)
+        pairs += local_pairs(group.exchange.local_targets, weights, self.buffers.masters)
         copy_all_(pairs)
         if not self.narrow:
             group.weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
@@ -300,7 +296,7 @@ class DomainOptimizer:
         """
         weights = empty_pieces(owned, self.buffers.master.dtype, self.buffers.master.device)
         weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
-        copy_all_(exchange.local_targets_in(weights, self.buffers.masters))
+        copy_all_(local_pairs(exchange.local_targets, weights, self.buffers.masters))
         return weights
 
     def _new_group(
@@ -315,8 +311,7 @@ class DomainOptimizer:
         plain = [each for each in stepped if self.assign(each.unit).pc is None]
         pc = [each for each in stepped if self.assign(each.unit).pc is not None]
         penalised = [each for each in present if self.assign(each.unit).penalty is not None]
-        device = self.buffers.master.device
-        stacks = owned_stacks([each for each in plain if each.owner == rank], self.assign, device)
+        stacks = owned_stacks([each for each in plain if each.owner == rank], self.assign)
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
@@ -341,7 +336,7 @@ class DomainOptimizer:
             stack.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
         units = group.materialized
         units.start(
-            owned_stacks(units.owned, self.assign, device),
+            owned_stacks(units.owned, self.assign),
             self._whole_weights(units.owned, units.exchange, units.weight_exchange),
             self.momentum_dtype,
         )

@@ -19,7 +19,7 @@ from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.storage.bucket_layout import BucketLayout
 from spectral.sharded.copies import add_all_, copy_all_
-from spectral.sharded.exchange import Exchange, Held, Part, Transfer, unpacked
+from spectral.sharded.exchange import Exchange, Held, Part, Transfer, local_pairs, unpacked
 
 TensorMode = Literal["owner", "shardwise"]
 """Who steps a matrix that tensor parallelism cuts: its one owner, or each rank its own piece as a
@@ -168,7 +168,7 @@ def add_(
 
     `like` and `dtype` are as for `Exchange.gather`.
     """
-    add_all_((place, part) for part, place in exchange.local_targets_in(whole, shards))
+    add_all_((place, part) for part, place in local_pairs(exchange.local_targets, whole, shards))
     targets, received = exchange.scatter(whole, shards, like, dtype)
     if targets:
         new = received.to(targets[0].dtype)

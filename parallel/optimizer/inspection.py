@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from models.units import Unit
 from parallel.storage.bucket_layout import BucketLayout
 from spectral.grouped import grouped
+from spectral.sharded.placement import longest_processing_time
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
@@ -18,12 +19,9 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
         for unit in {each.name: each for each in members if each.is_matrix}.values():
             short, long = sorted(unit.shape)
             costs[unit.parameter] = costs.get(unit.parameter, 0) + short * short * (long + short)
-    loads = [0] * ranks
-    found: dict[str, int] = {}
-    for parameter, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
-        found[parameter] = rank = loads.index(min(loads))
-        loads[rank] += cost
-    return found
+    names = sorted(costs)
+    owners = longest_processing_time([costs[name] for name in names], ranks)
+    return dict(zip(names, owners, strict=True))
 
 
 def inspection_rounds(

@@ -8,7 +8,7 @@ by the ordinary all-gather. The model knows nothing of this. Source of the map: 
 Polynomial Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,11 +26,11 @@ from parallel.optimizer.exchange import (
     stage_exchange,
     weight_exchange,
 )
-from parallel.optimizer.owned_stacks import OwnedStack, UnitRates
+from parallel.optimizer.owned_stacks import OwnedStack
+from parallel.optimizer.routing import PCAssignment
 from parallel.storage.buffers import Buffers
 from spectral.division import narrowed
-from spectral.effective_weight import Preconditioner
-from spectral.rules.base import Report, Rule, Stack, State, Step
+from spectral.rules.base import Rate, Report, Stack, State, Step
 from spectral.stepping import Units, accumulated, step_units
 
 CHUNK_NUMEL = 2**24
@@ -42,33 +42,21 @@ class MaterializedStack(OwnedStack):
     """Preconditioned units of one shape and rule: W and its state.
 
     Attributes:
+        pc: how W becomes PC(W), and what trains gamma.
         weight: W, `[batch, rows, cols]`, float32 or wider.
         u, v: its top singular pair, `[batch, rows]` and `[batch, cols]`.
         gamma: `[batch, 1]`.
-        gamma_rates: of the rule that trains gamma.
-        gamma_state: of that rule, empty if gamma is fixed.
+        gamma_state: of the rule that trains gamma, empty if it is fixed.
         gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
     """
 
+    pc: PCAssignment = field(kw_only=True)
     weight: Tensor = field(kw_only=True)
     u: Tensor = field(kw_only=True)
     v: Tensor = field(kw_only=True)
     gamma: Tensor = field(kw_only=True)
-    gamma_rates: UnitRates = field(kw_only=True)
     gamma_state: State = field(kw_only=True)
     gamma_gradient: Tensor = field(kw_only=True)
-
-    @property
-    def preconditioner(self) -> Preconditioner:
-        """The map from W to the effective weight."""
-        assert self.pc is not None
-        return self.pc.preconditioner
-
-    @property
-    def gamma_rule(self) -> Rule | None:
-        """The rule that trains gamma, None if gamma is fixed."""
-        assert self.pc is not None
-        return self.pc.gamma_rule
 
     def tensors(self) -> list[Tensor]:
         """All tensors that outlive a step."""
@@ -102,7 +90,7 @@ class MaterializedStack(OwnedStack):
         `gradients[name]` are the unit's pieces, `[elements]`.
         """
         for part in self._chunks():
-            result = self.preconditioner.vjp(
+            result = self.pc.preconditioner.vjp(
                 self.stacked(part, gradients),
                 self.weight[part],
                 self.u[part],
@@ -112,9 +100,12 @@ class MaterializedStack(OwnedStack):
             self.gamma_gradient[part, 0] = result.gamma
             disassemble_stack_(self.transfers[part], result.weight, gradients)
 
-    def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
+    def step(
+        self, gradients: Mapping[str, Tensor], rate: Callable[[float], Rate], active: Tensor
+    ) -> None:
         """Step W and gamma on their gradients, and update u and v for the new W."""
-        whole = Stack(self.weight, self.weight, self.state, Step(*self.rates.at(factor), active))
+        step, pc = self.assigned.step(rate, active), self.pc
+        whole = Stack(self.weight, self.weight, self.state, step)
 
         def take(part: slice) -> Stack:
             return whole.part(part)._replace(grad=self.stacked(part, gradients))
@@ -125,14 +116,14 @@ class MaterializedStack(OwnedStack):
         shape, weight = self.units[0].shape, self.weight
         units = Units(shape, weight.dtype, weight.device, len(self.transfers), take, put)
         (self.report,) = step_units(self.rule, [units])
-        if self.gamma_rule is not None:
-            step = Step(*self.gamma_rates.at(factor), active)
+        if pc.gamma_rule is not None:
+            step = Step(rate(pc.gamma_lr), pc.gamma_weight_decay, active)
             stack = Stack(self.gamma, self.gamma_gradient, self.gamma_state, step)
-            (gamma,) = self.gamma_rule.update([accumulated(self.gamma_rule, [stack])[0]])
+            (gamma,) = pc.gamma_rule.update(accumulated(pc.gamma_rule, [stack]))
             if "refused" in gamma:
                 self.report["gamma_refused"] = gamma["refused"]
         for part in self._chunks():
-            self.preconditioner.refresh_(self.weight[part], self.u[part], self.v[part], active)
+            pc.preconditioner.refresh_(self.weight[part], self.u[part], self.v[part], active)
         self.report["gamma"] = self.gamma[:, 0]
 
     def guard_(self) -> Tensor:
@@ -140,14 +131,14 @@ class MaterializedStack(OwnedStack):
 
         A tracked pair that has lost it is replaced (`Preconditioner.guard_`).
         """
-        guard = self.preconditioner.guard_
+        guard = self.pc.preconditioner.guard_
         parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
         return torch.cat(parts)
 
     def effective(self) -> Iterator[tuple[UnitTransfer, Tensor]]:
         """Each unit with PC(W) `[rows, cols]`."""
         for part in self._chunks():
-            stack = self.preconditioner.effective(
+            stack = self.pc.preconditioner.effective(
                 self.weight[part], self.u[part], self.v[part], self.gamma[part, 0]
             )
             yield from zip(self.transfers[part], stack, strict=True)
@@ -200,8 +191,11 @@ class MaterializedUnits:
             whole = assemble_stack(stack.transfers, weights)
             self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
 
-    def take_gradients(self) -> None:
-        """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
+    def _taken(self) -> dict[str, Tensor]:
+        """Send the gradients of PC(W) to their owners and turn them into those of W and gamma, once
+        per step."""
+        if self._gradients is not None:
+            return self._gradients
         shards = self.buffers.gradient_shards()
         # Those of a unit that is one part of this rank's shard stay there.
         gradients = {
@@ -216,22 +210,19 @@ class MaterializedUnits:
         for stack in self.stacks:
             stack.pull_back_(gradients)
         self._gradients = gradients
+        return gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
         """Each stack with its units' gradients of W, to be measured and scaled in place."""
-        if self._gradients is None:
-            self.take_gradients()
-        assert self._gradients is not None
+        gradients = self._taken()
         for stack in self.stacks:
-            yield stack, [self._gradients[unit.name] for unit in stack.units]
+            yield stack, [gradients[unit.name] for unit in stack.units]
 
-    def step(self, factor: Tensor | float, active: Tensor) -> None:
+    def step(self, rate: Callable[[float], Rate], active: Tensor) -> None:
         """Update W and gamma once, and write the new PC(W) to the masters."""
-        if self._gradients is None:
-            self.take_gradients()
-        assert self._gradients is not None
+        gradients = self._taken()
         for stack in self.stacks:
-            stack.step(self._gradients, factor, active)
+            stack.step(gradients, rate, active)
         self._gradients = None
         self.publish()
 
@@ -267,28 +258,24 @@ def materialized_stack(
     stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
 ) -> MaterializedStack:
     """Make a stack that has taken no step, from W `[batch, rows, cols]` of its units."""
-    assert stack.pc is not None
-    preconditioner, rule = stack.pc.preconditioner, stack.pc.gamma_rule
+    pc = stack.assigned.pc
+    assert pc is not None
+    preconditioner = pc.preconditioner
     u, v = preconditioner.cold_pair(weight)
     gamma = preconditioner.initial_gamma(weight, u, v)[:, None]
     state = stack.rule.init_state(weight)
     if momentum_dtype is not None:
         for name in stack.rule.elementwise_state:
             state[name] = state[name].to(momentum_dtype)
-    gamma_rates = [
-        (each.pc.gamma_lr, each.pc.gamma_weight_decay) for each in stack.assigned if each.pc
-    ]
-    gamma_state = {} if rule is None else rule.init_state(gamma)
     return MaterializedStack(
-        list(stack.transfers),
+        stack.transfers,
         stack.assigned,
-        stack.rates,
         state,
+        pc=pc,
         weight=weight,
         u=u,
         v=v,
         gamma=gamma,
-        gamma_rates=UnitRates.of(gamma_rates, weight.device),
-        gamma_state=gamma_state,
+        gamma_state={} if pc.gamma_rule is None else pc.gamma_rule.init_state(gamma),
         gamma_gradient=torch.zeros_like(gamma),
     )

@@ -109,7 +109,7 @@ class DistributedOptimizer:
             for units in domain.materialized:
                 for stack, gradients in units.gradients():
                     yield from ((True, gradient) for gradient in gradients)
-                    if stack.gamma_rule is not None:
+                    if stack.pc.gamma_rule is not None:
                         yield True, stack.gamma_gradient
 
     @torch.no_grad()

@@ -55,14 +55,6 @@ class PenaltyFigures:
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
 
-@dataclass(frozen=True)
-class PenalisedStack:
-    """Units of one shape and penalty that this rank penalises as one stack."""
-
-    transfers: list[UnitTransfer]
-    penalty: Penalty
-
-
 class PenalisedUnits:
     """The penalised units of one step group, on one rank."""
 
@@ -87,7 +79,7 @@ class PenalisedUnits:
             for part in transfer.sources
             if part.rank == domain.stage.rank
         ]
-        self.stacks = penalised_stacks(self.owned, assign)
+        self.stacks = grouped(self.owned, lambda each: (assign(each.unit).penalty, each.unit.shape))
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if it `acts`.
@@ -106,15 +98,17 @@ class PenalisedUnits:
         weights = empty_pieces(self.owned, some.dtype, some.device)
         self.weight_exchange.gather(self.weights, weights, some)
         gradients = empty_pieces(self.owned, shards[0].dtype, shards[0].device)
-        for stack in self.stacks:
-            sums[:4] += self._penalise(stack, weights, gradients, measured=measured)
+        for (penalty, _), stack in self.stacks.items():
+            if penalty is not None:
+                sums[:4] += self._penalise(penalty, stack, weights, gradients, measured=measured)
         if acts:
             add_(self.exchange, gradients, shards, shards[0])
         return sums if measured else None
 
     def _penalise(
         self,
-        stack: PenalisedStack,
+        penalty: Penalty,
+        transfers: Sequence[UnitTransfer],
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         *,
@@ -124,28 +118,21 @@ class PenalisedUnits:
 
         Returns the stack's value, shares, number of units and squared gradient norm, `[SUMS - 1]`.
         """
-        penalty = stack.penalty
-        matrices = assemble_stack(stack.transfers, weights)
+        matrices = assemble_stack(transfers, weights)
         matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         value, gradient = gram_penalty_and_grad(
             matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
         )
         gradient.mul_(penalty.coefficient)
-        disassemble_stack_(stack.transfers, gradient, gradients)
+        disassemble_stack_(transfers, gradient, gradients)
         found = self._zeros()[:4]
         if measured:
             share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")
             found[0] = penalty.coefficient * value.double().sum()
             found[1] = share.double().sum()
-            found[2] = len(stack.transfers)
+            found[2] = len(transfers)
             found[3] = gradient.double().square().sum()
         return found
 
     def _zeros(self) -> Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)
-
-
-def penalised_stacks(transfers: Sequence[UnitTransfer], assign: Assign) -> list[PenalisedStack]:
-    """Group the transfers of penalised units into stacks."""
-    found = grouped(transfers, lambda each: (assign(each.unit).penalty, each.unit.shape))
-    return [PenalisedStack(some, penalty) for (penalty, _), some in found.items() if penalty]

@@ -1,7 +1,7 @@
 """Placement: which rank of a pipeline stage owns each unit and runs its rule.
 
 `spectral.sharded.placement` chooses; this file says what it costs and who holds what. Ranks are
-numbered within a pipeline stage: `stage_rank`.
+numbered within a pipeline stage; tensor ranks are neighbours, as in megatron-core.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +9,6 @@ from collections.abc import Callable, Sequence
 from models.units import Unit
 from parallel.storage.bucket_layout import BucketLayout, Elementwise
 from spectral.sharded.placement import Work
-
-
-def stage_rank(data_rank: int, tensor_rank: int, tensor_size: int) -> int:
-    """Rank within the pipeline stage: tensor ranks are neighbours, as in megatron-core."""
-    return data_rank * tensor_size + tensor_rank
 
 
 def unit_work(
@@ -43,5 +38,5 @@ def unit_work(
                 costs[unit.name] = cost(unit)
             holders = found.setdefault(unit.name, {})
             for data_rank, numel in local[unit.name].items():
-                holders[stage_rank(data_rank, tensor_rank, len(units))] = numel
+                holders[data_rank * len(units) + tensor_rank] = numel
     return [Work(name, costs[name], found[name]) for name in sorted(found)]

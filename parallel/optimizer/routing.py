@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from models.units import Unit
 from spectral.cost import product_flops
 from spectral.effective_weight import Preconditioner
 from spectral.gram_penalty import Normalize, Side
-from spectral.rules.base import Rule
+from spectral.rules.base import Rate, Rule, Step
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,10 @@ class Assignment:
         flops = self.rule.cost(shape)
         flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
+
+    def step(self, rate: Callable[[float], Rate], active: Tensor) -> Step:
+        """Return what a step is taken with; `rate` gives the learning rate of a peak."""
+        return Step(rate(self.lr), self.weight_decay, active)
 
     @property
     def has_owner(self) -> bool:

@@ -20,28 +20,9 @@ Owners = Mapping[str, int]
 
 @lru_cache(maxsize=1024)
 def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
-    """Bytes of a rule's state of one matrix, by name.
-
-    The bytes of a tensor are linear in rows and in cols, as long as the same side is the shorter,
-    so those of four small matrices say those of a large one, whose first singular vectors would
-    have to be sought otherwise.
-    """
-
-    def small(rows: int, cols: int) -> dict[str, int]:
-        state = rule.init_state(torch.empty(1, rows, cols, device="meta"))
-        return {name: tensor.nbytes for name, tensor in state.items()}
-
-    first, second = (4, 2) if shape[0] > shape[1] else (2, 4)
-    rows, cols = shape[0] - first, shape[1] - second
-    corner, taller = small(first, second), small(first + 1, second)
-    wider, both = small(first, second + 1), small(first + 1, second + 1)
-    return {
-        name: size
-        + rows * (taller[name] - size)
-        + cols * (wider[name] - size)
-        + rows * cols * (both[name] - taller[name] - wider[name] + size)
-        for name, size in corner.items()
-    }
+    """Bytes of a rule's state of one matrix, by name."""
+    state = rule.init_state(torch.empty(1, *shape, device="meta"))
+    return {name: tensor.nbytes for name, tensor in state.items()}
 
 
 def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:

@@ -49,26 +49,6 @@ class PlanInputs(Layout):
     placement: Strategy = "auto"
     step_groups: int | None = None
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for a number of ranks below 1, or experts that do not divide them."""
-        counts = {
-            "data": self.data,
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "virtual_pipeline": self.virtual_pipeline,
-            "expert": self.expert,
-            "expert_tensor": self.expert_tensor,
-            "step_groups": self.step_groups,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if self.stage_ranks % (self.expert * self.expert_tensor):
-            raise ValueError(
-                f"expert x expert_tensor must divide data x tensor = {self.stage_ranks}, "
-                f"got {self.expert} x {self.expert_tensor}"
-            )
-
     @property
     def stage_ranks(self) -> int:
         """Ranks of one pipeline stage."""

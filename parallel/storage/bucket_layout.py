@@ -41,6 +41,8 @@ GOLDEN = 618
 WORD = 8
 """Elements that kernels read at once: 16 bytes of bfloat16."""
 SMALLEST_ALIGNMENT = WORD
+GRADIENT_BYTES = 4
+"""Of an element in the reduce-scatter."""
 ALIGNMENT_PADDING = 0.005
 """Share of a bucket that may be padded for alignment before the alignment is halved."""
 OWNER_PADDING = 0.01
@@ -235,50 +237,29 @@ class BucketPlanner:
         tensor_size: ranks that share each cut unit; a unit that they cut is sent in any storage.
         storage: "even", "owner", or "auto": owner for a bucket that it pads by at most 1% and for
             which it sends fewer bytes per step than the exchange of the units that even cuts.
-        bucket_numel: elements at which a bucket is closed; None for
-            `grouping.default_bucket_numel`. A bucket never has parts of more than two layers.
         alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
             bucket that it would pad by more than half a percent.
-        gradient_bytes, parameter_bytes: per element, of the reduce-scatter and of the all-gather.
+        parameter_bytes: per element, of the all-gather.
         exchange_bytes: per element of momentum, and of update, that is sent.
         preconditioned: whether a unit is a PC layer whose owner keeps W; None if none is. It
             matters for parameters narrower than float32 alone, since wider ones need no master.
-
-    Raises:
-        ValueError: ranks, tensor_size, alignment or bucket_numel below 1, or an unknown storage.
     """
 
     ranks: int
     elementwise: Elementwise
     tensor_size: int
     storage: Storage = "auto"
-    bucket_numel: int | None = None
     alignment: int = 64
-    gradient_bytes: int = 4
     parameter_bytes: int = 2
     exchange_bytes: int = 2
     preconditioned: Callable[[Unit], bool] | None = None
-
-    def __post_init__(self) -> None:
-        counts = {
-            "ranks": self.ranks,
-            "tensor_size": self.tensor_size,
-            "alignment": self.alignment,
-            "bucket_numel": self.bucket_numel,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if self.storage not in ("auto", "even", "owner"):
-            raise ValueError(f"storage must be one of auto, even, owner, got {self.storage!r}")
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
         """Lay out the parameters that hold `units`, which are in forward order.
 
         Raises ValueError if units of one parameter disagree about its size.
         """
-        join_layers = self.storage == "owner"
-        contents = bucket_parameters(units, self.bucket_numel, join_layers=join_layers)
+        contents = bucket_parameters(units, join_layers=self.storage == "owner")
         by_parameter = units_by_parameter(units)
         kept, narrow = self.preconditioned, self.parameter_bytes < 4
         by_owners = {
@@ -315,7 +296,7 @@ class BucketPlanner:
             return owner
         # Over all ranks, each of which sends all shards but its own in both collectives.
         padding_bytes = (owner.numel - even.numel) * (self.ranks - 1)
-        padding_bytes *= self.gradient_bytes + self.parameter_bytes
+        padding_bytes *= GRADIENT_BYTES + self.parameter_bytes
         exchange_bytes = self._moved_elements(even, members) * 2 * self.exchange_bytes
         return owner if padding_bytes < exchange_bytes else even
 

@@ -31,17 +31,17 @@ class GradientReducer:
         buffers: Buffers,
         parameters: Mapping[str, torch.nn.Parameter],
         domain: Domain,
+        comm_volume: CommVolume,
         *,
         tensor_sums: frozenset[str] = frozenset(),
         overlap: bool = True,
-        comm_volume: CommVolume | None = None,
     ) -> None:
         self.buffers = buffers
         self.tensor = domain.tensor
         self.divisor = domain.divisor
         self.tensor_sums = tensor_sums
         self.overlap = overlap
-        self.comm_volume = comm_volume or CommVolume()
+        self.comm_volume = comm_volume
         self._names = [{slot.parameter for slot in b.slots} for b in buffers.bucket_layout.buckets]
         self._pending = [set(names) for names in self._names]
         self._handles: dict[int, Pending | None] = {}

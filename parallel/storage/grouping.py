@@ -31,30 +31,23 @@ def units_by_parameter(units: Sequence[Unit]) -> dict[str, list[Unit]]:
     return found
 
 
-def bucket_parameters(
-    units: Sequence[Unit], bucket_numel: int | None, *, join_layers: bool = False
-) -> list[list[str]]:
+def bucket_parameters(units: Sequence[Unit], *, join_layers: bool = False) -> list[list[str]]:
     """Names of the parameters of each bucket, in backward order.
 
     Whole layers, and the parameters between them, are joined up to `bucket_numel` elements and two
-    layers. A layer that is larger is split between its parameters. `bucket_numel` None stands for
-    `default_bucket_numel`, which `join_layers` is for.
+    layers.
     """
     sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
-    limit = default_bucket_numel(sizes, join_layers) if bucket_numel is None else bucket_numel
+    most = bucket_numel(sizes, join_layers) * (1 + NEGLIGIBLE)
     buckets: list[list[str]] = []
     layers = numel = 0
-    most = limit * (1 + NEGLIGIBLE)
     for layer, names in _blocks(reversed(list(sizes))):
-        size = sum(sizes[name] for name in names)
-        if buckets and numel + size <= most and layers + (layer is not None) <= LAYERS_PER_BUCKET:
-            buckets[-1] += names
-            numel, layers = numel + size, layers + (layer is not None)
-            continue
-        pieces = _split(names, sizes, limit)
-        buckets += pieces
-        numel = sum(sizes[name] for name in pieces[-1])
-        layers = 0 if layer is None else 1
+        size, own = sum(sizes[name] for name in names), int(layer is not None)
+        if not buckets or numel + size > most or layers + own > LAYERS_PER_BUCKET:
+            buckets.append([])
+            layers = numel = 0
+        buckets[-1] += names
+        numel, layers = numel + size, layers + own
     return buckets
 
 
@@ -64,8 +57,8 @@ def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[
     return [names for both in split for names in both if names]
 
 
-def default_bucket_numel(sizes: dict[str, int], join_layers: bool) -> int:
-    """Elements at which a bucket is closed by default.
+def bucket_numel(sizes: dict[str, int], join_layers: bool) -> int:
+    """Elements at which a bucket is closed.
 
     It is one layer, or 40M elements if a layer is smaller, but at most two layers. With
     `join_layers` it is always two layers, since more matrices can be packed more tightly.
@@ -95,23 +88,6 @@ def _blocks(names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
             blocks.append((layer, []))
         blocks[-1][1].append(name)
     return blocks
-
-
-def _split(names: list[str], sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Split `names` into consecutive lists of at most `limit` elements, or of one parameter.
-
-    Negligible parameters are added to the list before them.
-    """
-    found: list[list[str]] = []
-    numel = 0
-    for name in names:
-        tiny = sizes[name] <= NEGLIGIBLE * limit
-        if not found or (numel + sizes[name] > limit and not tiny):
-            found.append([])
-            numel = 0
-        found[-1].append(name)
-        numel += sizes[name]
-    return found
 
 
 def default_step_groups(shard_numel: int) -> int:

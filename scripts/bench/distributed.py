@@ -72,7 +72,7 @@ class Side:
     def turn(self) -> tuple[list[float], list[float]]:
         """Take a step; return wall and processor milliseconds of all ranks."""
         self.fill_gradients()
-        self.model.comm_volume.sent.clear()
+        self.model.comm_volume.clear()
         dist.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         self.update()
@@ -94,7 +94,7 @@ def measure(sides: Mapping[str, Side], repeats: int) -> dict[str, dict[str, Any]
     turns = in_turn({name: side.turn for name, side in sides.items()}, repeats, warm_up=1)
     found = {}
     for name, side in sides.items():
-        sent = from_all(dict(side.model.comm_volume.sent))
+        sent = from_all(dict(side.model.comm_volume))
         found[name] = {
             "milliseconds": statistics.median(max(walls) for walls, _ in turns[name]),
             "processor": statistics.median(max(spent) for _, spent in turns[name]),

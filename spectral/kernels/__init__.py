@@ -31,7 +31,6 @@ __all__ = [
     "listed",
     "mirrors",
     "orthonormal",
-    "per_matrix",
     "polynomial",
     "root",
     "top_eigenvector",
@@ -168,19 +167,6 @@ def updates(weights: Sequence[Tensor]) -> bool:
     """
     name = device_name(weights[0].device)
     return all(fused_update(w.dtype, name) and w.is_contiguous() for w in weights)
-
-
-def per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:
-    """Expand a rate to `[batch]`, in the dtype of `weight`.
-
-    Raises ValueError for a tensor of another shape than `[]` or `[batch]`.
-    """
-    batch = weight.shape[:1]
-    if isinstance(rate, Tensor) and rate.ndim and rate.shape != batch:
-        raise ValueError(f"a rate must be a number or {list(batch)}, got {list(rate.shape)}")
-    if isinstance(rate, Tensor):
-        return weight.new_empty(batch).copy_(rate)
-    return weight.new_full(batch, rate)
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:

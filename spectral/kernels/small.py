@@ -123,13 +123,10 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
 
 
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
-    """Compute the top eigenvector `[batch, k]` of symmetric `t` `[batch, k, k]`.
+    """Compute the top eigenvector `[batch, k]` of symmetric `t` `[batch, k, k]`, float64.
 
-    Raises ValueError for another dtype than float64, or counts of squarings that differ.
+    All `squarings` are equal.
     """
-    check_double(t)
-    if len(set(squarings)) != 1:
-        raise ValueError(f"squarings must be equal, got {squarings}")
     batch, size = t.shape[:2]
     found = t.new_empty(batch, size)
     rows = t.mT if t.mT.is_contiguous() else t.contiguous()  # solutions come as columns
@@ -151,10 +148,8 @@ def root(
 ) -> tuple[Tensor, Tensor]:
     """Find root and slope `[batch]` of models with `block` `[3, batch, nodes]`.
 
-    `weight` is `[batch, nodes]`, `half` `[batch]`. Raises ValueError for another dtype than
-    float64.
+    `weight` is `[batch, nodes]`, `half` `[batch]`; all float64.
     """
-    check_double(block, weight, half)
     batch, nodes = weight.shape
     offset, slope = torch.empty_like(half), torch.empty_like(half)
     if batch:
@@ -173,10 +168,8 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
     """Orthonormalise the rows of `x` `[batch, count, n]`, float32 or float64, in float64.
 
     `dependent` is added to the diagonal of their Gram matrix; a row of which less than half a unit
-    of length is left becomes zero. The result has the dtype of `x`. Raises ValueError for another.
+    of length is left becomes zero. The result has the dtype of `x`.
     """
-    if x.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"vectors must be float32 or float64, got {x.dtype}")
     batch, count, n = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -189,10 +182,3 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
             num_stages=STAGES,
         )  # fmt: skip
     return out
-
-
-def check_double(*tensors: Tensor) -> None:
-    """Raise ValueError unless all are float64, in which small problems keep their digits."""
-    for tensor in tensors:
-        if tensor.dtype != torch.float64:
-            raise ValueError(f"small problems must be float64, got {tensor.dtype}")

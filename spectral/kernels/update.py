@@ -69,10 +69,10 @@ def update_(
         cautious: multiply by `factor` only where weight and direction have not opposite signs.
 
     Raises:
-        ValueError: a weight or direction that the kernel cannot take.
+        ValueError: a weight of too many elements.
     """
-    _check(weight, direction)
-    check_rates(weight, factor, step, scale)
+    if weight.shape[1:].numel() >= 2**31:
+        raise ValueError(f"a matrix must have less than 2^31 elements, got {weight.shape[1:]}")
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
     gate = active.expand(batch).contiguous().view(torch.uint8)
@@ -89,27 +89,3 @@ def update_(
             num_warps=WARPS,
         )  # fmt: skip
     return squares.sum(1)
-
-
-def check_rates(weight: Tensor, factor: Tensor, step: Tensor, scale: Tensor | None = None) -> None:
-    """Raise ValueError unless all that are given hold one float32 for each matrix of `weight`."""
-    for name, rate in (("factor", factor), ("step", step), ("scale", scale)):
-        if rate is None:
-            continue
-        if rate.shape != weight.shape[:1] or rate.dtype != torch.float32:
-            raise ValueError(
-                f"{name} must be float32 {list(weight.shape[:1])}, got {rate.dtype} "
-                f"{list(rate.shape)}"
-            )
-
-
-def _check(weight: Tensor, direction: Tensor) -> None:
-    if weight.dtype != torch.float32 or weight.shape != direction.shape:
-        raise ValueError(
-            f"weight must be float32 of the direction's shape, got {weight.dtype} "
-            f"{tuple(weight.shape)} and {tuple(direction.shape)}"
-        )
-    if not weight.is_contiguous():
-        raise ValueError(f"weight must be contiguous, got strides {weight.stride()}")
-    if weight.shape[1:].numel() >= 2**31:
-        raise ValueError(f"a matrix must have less than 2^31 elements, got {weight.shape[1:]}")

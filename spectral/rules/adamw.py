@@ -12,21 +12,7 @@ import torch
 from torch import Tensor
 
 from ..grouped import grouped
-from .base import (
-    Rate,
-    Report,
-    Rule,
-    Stack,
-    State,
-    Step,
-    decay_,
-    per_unit,
-    require,
-    require_fraction,
-)
-
-ENTRIES = ("momentum", "variance", "step")
-"""Of the state."""
+from .base import Report, Rule, Stack, State, decay_, require, require_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,47 +45,40 @@ class AdamWRule(Rule):
     @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
-        for members in grouped(stacks, lambda stack: rates_of(stack.step)).values():
-            rates = members[0].step[:2]
-            calls = [members]
-            if any(isinstance(rate, Tensor) and rate.ndim for rate in rates):
-                calls = [[part] for stack in members for part in parts_of(stack)]
-            for some in calls:
-                own = [[stack.state[name] for stack in some] for name in ENTRIES]
-                lists = [[s.weight for s in some], [s.grad for s in some], *own]
-                if any(len(count) > 1 for count in own[-1]):
-                    lists = [units(tensors) for tensors in lists]
-                self.advance_(lists, some[0].step)
+        active = stacks[0].step.active
+        stepped = None if active is None else active.float()
+        for members in grouped(stacks, lambda stack: stack.step.rates).values():
+            self.advance_(members, stepped)
         return [{} for _ in stacks]
 
-    def advance_(self, lists: Sequence[list[Tensor]], step: Step) -> None:
-        """Take PyTorch's fused step of units of one dtype and device, without a rate per unit.
-
-        `lists` are weights, gradients, means, variances and step counters, one of each per unit.
-        """
-        lr, weight_decay, active = step
-        weights, counts = lists[0], lists[-1]
+    def advance_(self, stacks: Sequence[Stack], stepped: Tensor | None) -> None:
+        """Take PyTorch's fused step of stacks with equal rates, unless `stepped` is 0."""
+        lr, weight_decay, active = stacks[0].step
+        weights = [stack.weight for stack in stacks]
         if isinstance(weight_decay, Tensor):  # the fused step takes a number
             for weight in weights:
                 decay_(weight, lr, weight_decay, active)
             weight_decay = 0.0
-        shapes = [weight.shape for weight in weights]
-        if any([x.shape for x in moments] != shapes for moments in lists[2:4]):
+        moments = [[stack.state[name] for stack in stacks] for name in ("momentum", "variance")]
+        if any(x.shape != w.shape for xs in moments for x, w in zip(xs, weights, strict=True)):
             raise ValueError("moments must have the shape of their weight")  # not seen by torch
-        stepped = None if active is None else active.float()
+        counts = [stack.state["step"] for stack in stacks]
         if stepped is None:
             torch._foreach_add_(counts, 1)
         else:  # without `alpha`, PyTorch would read the tensor's value
             torch._foreach_add_(counts, stepped, alpha=1)
-        dense = [[x.contiguous() for x in tensors] for tensors in lists[:4]]
-        parameters, gradients, means, variances = dense
+        whole = [weights, [stack.grad for stack in stacks], *moments]
+        dense = [[x.contiguous() for x in tensors] for tensors in whole]
+        batched = any(len(count) > 1 for count in counts)
+        separate = [units(tensors) if batched else tensors for tensors in (*dense, counts)]
+        parameters, gradients, means, variances, steps = separate
         torch._fused_adamw_(
             parameters,
             gradients,
             means,
             variances,
             [],
-            counts,
+            steps,
             lr=lr.float() if isinstance(lr, Tensor) and weights[0].is_cuda else lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -109,7 +88,7 @@ class AdamWRule(Rule):
             maximize=False,
             found_inf=None if stepped is None else 1 - stepped,
         )
-        for tensors, copies in zip(lists, dense, strict=False):
+        for tensors, copies in zip(whole, dense, strict=True):
             for x, copy in zip(tensors, copies, strict=True):
                 if copy is not x:
                     x.copy_(copy)
@@ -118,33 +97,3 @@ class AdamWRule(Rule):
 def units(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the units of tensors `[batch, ...]`, which have counters of their own."""
     return [unit for x in tensors for unit in x.unbind()]
-
-
-def parts_of(stack: Stack) -> list[Stack]:
-    """Return the units of a stack, whose rates may differ.
-
-    Raises ValueError for a rate of another shape than `[]` or `[batch]`.
-    """
-    lr, weight_decay, _ = stack.step
-    per_unit(lr, stack.weight), per_unit(weight_decay, stack.weight)
-    wide = torch.promote_types(stack.weight.dtype, torch.float32)
-    parts = [stack.part(slice(i, i + 1)) for i in range(len(stack.weight))]
-    rates = [[_number(rate, wide) for rate in part.step[:2]] for part in parts]
-    return [
-        part._replace(step=part.step._replace(lr=lr, weight_decay=decay))
-        for part, (lr, decay) in zip(parts, rates, strict=True)
-    ]
-
-
-def _number(rate: Rate, dtype: torch.dtype) -> Rate:
-    """Return a rate of one unit, `[1]` or not, as a number or a 0-d tensor."""
-    return rate.to(dtype)[0] if isinstance(rate, Tensor) and rate.ndim else rate
-
-
-def rates_of(step: Step) -> tuple[object, object]:
-    """Return what steps with equal rates have in common, without reading a tensor."""
-    lr, weight_decay, _ = step
-    return (
-        id(lr) if isinstance(lr, Tensor) else lr,
-        id(weight_decay) if isinstance(weight_decay, Tensor) else weight_decay,
-    )

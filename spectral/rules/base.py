@@ -6,7 +6,7 @@ alone. `RULES` is the registry by which configs and optimizers name rules.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -16,19 +16,18 @@ from torch import Tensor
 
 from ..cost import ELEMENTWISE_FLOPS
 from ..joined_stacks import together
-from ..kernels import per_matrix
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
 Rate = float | Tensor
-"""A learning rate or weight decay: a number, a 0-d tensor, or `[batch]`, one per unit."""
+"""A learning rate or weight decay: a number or a 0-d tensor."""
 
 
 class Step(NamedTuple):
     """What a step is taken with.
 
     Attributes:
-        lr, weight_decay: for all units or, as `[batch]` tensors, for each.
+        lr, weight_decay: for all units.
         active: 0-d bool tensor; False leaves weight and state as they are, bit for bit, without a
             host sync. None: the step is taken.
     """
@@ -37,10 +36,10 @@ class Step(NamedTuple):
     weight_decay: Rate = 0.0
     active: Tensor | None = None
 
-    def of(self, units: slice) -> "Step":
-        """Return the step of some units of a stack, views."""
-        lr, weight_decay, active = self
-        return Step(units_of(lr, units), units_of(weight_decay, units), active)
+    @property
+    def rates(self) -> tuple[object, object]:
+        """What steps with equal rates have in common, without reading a tensor."""
+        return rate_key(self.lr), rate_key(self.weight_decay)
 
 
 class Stack(NamedTuple):
@@ -61,7 +60,7 @@ class Stack(NamedTuple):
     def part(self, units: slice) -> "Stack":
         """Return some units of the stack, views."""
         state = {name: value[units] for name, value in self.state.items()}
-        return Stack(self.weight[units], self.grad[units], state, self.step.of(units))
+        return Stack(self.weight[units], self.grad[units], state, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +116,6 @@ class Rule(ABC):
 
         The stacks have one dtype, device and predicate; on a device with kernels they may be of
         several shapes with equal shorter sides, and elsewhere a rule of matrices gets one.
-
-        Raises:
-            ValueError: a rate that is a tensor of another shape than `[]` or `[batch]`.
         """
 
     def cost(self, shape: Sequence[int]) -> float:
@@ -152,10 +148,21 @@ def take_step(
     weight_decay: Rate = 0.0,
     active: Tensor | None = None,
 ) -> Report:
-    """Step one stack by `rule` in place and return its report; arguments as of `Stack`."""
+    """Step one stack by `rule` in place and return its report; arguments as of `Stack`.
+
+    Raises ValueError for a rate that is a tensor of another shape than `[]`.
+    """
+    check_rates(lr, weight_decay)
     (momentum,) = rule.accumulate([grad], [state], active)
     (report,) = rule.update([Stack(weight, momentum, state, Step(lr, weight_decay, active))])
     return report
+
+
+def check_rates(lr: Rate, weight_decay: Rate) -> None:
+    """Raise ValueError for rates that are tensors of another shape than `[]`."""
+    for name, rate in (("lr", lr), ("weight_decay", weight_decay)):
+        if isinstance(rate, Tensor) and rate.ndim:
+            raise ValueError(f"{name} must be a number or 0-d, got shape {tuple(rate.shape)}")
 
 
 def settings(rule: Rule) -> dict[str, Any]:
@@ -210,65 +217,18 @@ def require_matrices(weight: Tensor, rule: str) -> None:
     )
 
 
-def per_unit(rate: Rate, weight: Tensor) -> Rate:
-    """Shape a rate to be multiplied with `weight` `[batch, ...]`, in at least float32.
-
-    Numbers and 0-d tensors come back as they are. Raises ValueError for a tensor of another shape
-    than `[]` or `[batch]`.
-    """
-    if not isinstance(rate, Tensor) or rate.ndim == 0:
-        return rate
-    require(
-        rate.shape == weight.shape[:1],
-        f"a rate must be a number or [batch] = {list(weight.shape[:1])}, got {list(rate.shape)}",
-    )
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return rate.to(wide).view(-1, *(1,) * (weight.ndim - 1))
-
-
-def units_of(rate: Rate, part: slice) -> Rate:
-    """Return a rate of some units of a stack."""
-    return rate[part] if isinstance(rate, Tensor) and rate.ndim else rate
-
-
-def step_of_stack(steps: Sequence[Step], weight: Tensor) -> Step:
-    """Return the step of a stack from those of its parameters, which differ in learning rate."""
-    _, weight_decay, active = steps[0]
-    gate = None if active is None else active.to(weight.device)
-    return Step(rate_of_stack([step.lr for step in steps], weight), weight_decay, gate)
-
-
-def rate_of_stack(rates: Sequence[Rate], weight: Tensor) -> Rate:
-    """Return the rate of a stack: one for all if its parameters have the same, else `[batch]`."""
-    device = weight.device
-    numbers = [rate for rate in rates if not isinstance(rate, Tensor)]
-    if (
-        all(rate is rates[0] for rate in rates)
-        or len(numbers) == len(rates)
-        and len({*numbers}) == 1
-    ):
-        return rates[0]
-    if len(numbers) == len(rates):
-        found = torch.tensor(numbers, dtype=torch.float64)
-        # From pinned memory, so that the host does not wait.
-        pinned = found.pin_memory() if device.type == "cuda" else found
-        return pinned.to(device, non_blocking=True)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    tensors = [r if isinstance(r, Tensor) else weight.new_full((), r, dtype=wide) for r in rates]
-    return torch.stack([tensor.to(device, wide) for tensor in tensors])
+def rate_key(rate: Rate) -> object:
+    """Return what equal rates have in common: the number, or the identity of the tensor."""
+    return id(rate) if isinstance(rate, Tensor) else rate
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
     """Return the rate of stacks with one each: one for all if they share it, else one per unit,
     `[sum of batches]`."""
-    first = rates[0]
-    if isinstance(first, Tensor):
-        shared = first.ndim == 0 and all(rate is first for rate in rates)
-    else:
-        shared = all(not isinstance(rate, Tensor) and rate == first for rate in rates)
-    if shared:
-        return first
-    return together([per_matrix(rate, w) for rate, w in zip(rates, stacks, strict=True)])
+    if len(set(map(rate_key, rates))) == 1:
+        return rates[0]
+    each = zip(stacks, rates, strict=True)
+    return together([w.new_empty(len(w)).fill_(rate) for w, rate in each])
 
 
 def decay_(
@@ -285,7 +245,7 @@ def decay_(
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
     # In the weight's dtype from the start: a float32 factor would round a float64 weight.
-    factor = weight.new_ones(()) - per_unit(lr * weight_decay, weight)
+    factor = weight.new_ones(()) - lr * weight_decay
     if active is not None:
         factor = torch.where(_broadcast(active, weight), factor, torch.ones_like(factor))
     if direction is not None:
@@ -299,7 +259,7 @@ def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | No
         direction.masked_fill_(~_broadcast(active, direction), 0)
     if isinstance(size, Tensor):
         # A device scalar cannot be `alpha`; `direction` is ours to scale.
-        weight.sub_(direction.mul_(per_unit(size, direction)))
+        weight.sub_(direction.mul_(size))
     else:
         weight.sub_(direction, alpha=size)
 
@@ -309,14 +269,24 @@ def _broadcast(active: Tensor, x: Tensor) -> Tensor:
     return active.view(-1, *(1,) * (x.ndim - 1)) if active.ndim else active
 
 
-def store_(state: State, new: Mapping[str, Tensor], active: Tensor | None) -> None:
-    """Overwrite entries of a state where `active`."""
-    for name, value in new.items():
-        old = state[name]
-        if active is None:
-            old.copy_(value)
-        else:
-            torch.where(active, value.to(old.dtype), old, out=old)
+def unless_all(predicate: Tensor | None) -> Tensor | None:
+    """Return `predicate`, or None where the host knows at no cost that all of it is True.
+
+    That is so on a CPU, outside of a compiled graph. With None, passes over memory that only keep
+    what they find are left out.
+    """
+    if predicate is None or predicate.device.type != "cpu" or torch.compiler.is_compiling():
+        return predicate
+    known = type(predicate) is Tensor  # a fake tensor, for one, has no value
+    return None if known and bool(predicate.all()) else predicate
+
+
+def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
+    """Overwrite `old` where `active`."""
+    if active is None:
+        old.copy_(new)
+    else:
+        torch.where(active, new.to(old.dtype), old, out=old)
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:

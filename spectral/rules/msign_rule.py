@@ -12,11 +12,7 @@ from ..polar import normalized_, working_dtype
 from ..schedules import SCHEDULES, Coefficients, coefficients
 from .base import Rule, require, require_choice
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True, kw_only=True)

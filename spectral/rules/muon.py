@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .. import kernels, scaling
-from ..host_values import unless_all
+from .. import kernels
 from ..joined_stacks import apart, numbers, together
 from ..polar import Polar, cache_slices, polars_of
+from ..sphere import SCALES, shape_scale
 from .base import (
     Report,
     Stack,
@@ -22,7 +22,7 @@ from .base import (
     require_choice,
     subtract_,
     taken,
-    units_of,
+    unless_all,
 )
 from .momentum import MomentumRule
 from .msign_rule import MsignRule
@@ -39,7 +39,7 @@ class PolarRule(MomentumRule, MsignRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("scale", self.scale, scaling.MODES)
+        require_choice("scale", self.scale, tuple(SCALES))
         require(self.scale_factor > 0, f"scale_factor must be positive, got {self.scale_factor}")
 
     def apply(
@@ -69,7 +69,10 @@ class PolarRule(MomentumRule, MsignRule):
                 scale_(weights, scale)
             each = zip(stacks, polars, apart(gate, weights), strict=True)
             norm = together([self._update(*one, decays=decays) for one in each])
-        rms = norm * numbers([self.rms_of_norm(w) for w in weights], weights)
+        sizes = [
+            self.update_scale(matrix_shape(w)) / math.sqrt(w.shape[1:].numel()) for w in weights
+        ]
+        rms = norm * numbers(sizes, weights)
         figures = rms.masked_fill_(~bounded, 0), refused(active, bounded)
         parts = zip(*(apart(figure, weights) for figure in figures), strict=True)
         return [{"update_rms": size, "refused": missed} for size, missed in parts]
@@ -106,19 +109,12 @@ class PolarRule(MomentumRule, MsignRule):
         for w, d in cache_slices(stack.weight, polar.direction):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
-            part = slice(first, first + len(w))
-            acting = unless_all(gate[part])
+            acting = unless_all(gate[first : first + len(w)])
             if decays:
-                signs = d if self.cautious else None
-                decay_(w, units_of(lr, part), units_of(weight_decay, part), acting, signs)
-            subtract_(w, d, units_of(lr, part) * scale, acting)
-            first = part.stop
+                decay_(w, lr, weight_decay, acting, d if self.cautious else None)
+            subtract_(w, d, lr * scale, acting)
+            first += len(w)
         return together(norms)
-
-    def rms_of_norm(self, weight: Tensor) -> float:
-        """Return the ratio of the update's root mean square to its direction's Frobenius norm."""
-        shape = matrix_shape(weight)
-        return self.update_scale(shape) / math.sqrt(shape[0] * shape[1])
 
     def scale_of(self, shape: tuple[int, int]) -> float | None:
         """Return the factor between `lr` and the update; see `Rule.scale_of`."""
@@ -126,7 +122,7 @@ class PolarRule(MomentumRule, MsignRule):
 
     def update_scale(self, shape: tuple[int, int]) -> float:
         """Return what `lr` times the direction is multiplied by."""
-        return self.scale_factor * scaling.update_scale(shape, self.scale)
+        return self.scale_factor * shape_scale(shape, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

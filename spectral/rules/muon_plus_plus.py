@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import sphere
 from ..cost import tangent_cost, triplet_cost
 from ..measures import correlation
-from ..polar import Polar, normalize_, polars_of
+from ..polar import Polar, normalized_, polars_of
 from ..power_iteration import cold_start, top_singular
-from ..tangent import EVALUATIONS, Solver, TangentProblem, tolerance_for
+from ..sphere import hard_factor
+from ..tangent import EVALUATIONS
 from .base import Rate, Report, Stack, State, decay_, require, require_choice, store_
-from .muon import matrix_shape
+from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
@@ -41,7 +41,7 @@ class MuonPlusPlusRule(RadiusRule):
     """Block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = field(
         default=None,
-        metadata={"acts": lambda rule: rule.solver_tolerance if rule.algorithm == "dual" else None},
+        metadata={"acts": lambda r: r.accepted(r.tolerance) if r.algorithm == "dual" else None},
     )
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16 and 5e-3 with bfloat16."""
@@ -57,7 +57,7 @@ class MuonPlusPlusRule(RadiusRule):
         super().__post_init__()
         require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
         if self.algorithm == "dual" or self.tolerance is not None:
-            tolerance_for(self.dtype or torch.float32, self.tolerance)
+            self.accepted(self.tolerance)
         threshold, most = self.correlation_threshold, self.max_evaluations
         require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")
         require(most >= 1, f"max_evaluations must be at least 1, got {most}")
@@ -78,11 +78,6 @@ class MuonPlusPlusRule(RadiusRule):
         state["correlation"] = correlation(weight.detach()).to(weight.dtype)
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
-
-    @property
-    def solver_tolerance(self) -> float:
-        """Tolerance of a solve, the default filled in; of algorithm dual alone."""
-        return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
     @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
@@ -146,7 +141,8 @@ class MuonPlusPlusRule(RadiusRule):
         new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
         norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in new]
         sound = torch.isfinite(torch.stack([sigma.square(), *norms]).sum(0))
-        store_(state, {k: torch.where(sound[:, None], x, 0) for k, x in new.items()}, active)
+        for name, x in new.items():
+            store_(state[name], torch.where(sound[:, None], x, 0), active)
         gap = (sigma - second).clamp_min(0)
         report = {
             "sigma": sigma,
@@ -170,17 +166,12 @@ class MuonPlusPlusRule(RadiusRule):
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
-        momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        u, v = state["u"].to(momentum.dtype), state["v"].to(momentum.dtype)
-        solver = Solver(
-            tolerance=self.solver_tolerance,
+        momentum = normalized_(momentum, torch.promote_types(momentum.dtype, torch.float32))
+        (solution,) = self.tangents(
+            [(momentum, state["u"], state["v"])],
+            tolerance=self.accepted(self.tolerance),
             max_evaluations=self.max_evaluations,
-            schedule=self.schedule,
-            steps=self.steps,
-            dtype=self.dtype,
-            overwrite=True,
         )
-        (solution,) = solver.solve([TangentProblem(momentum, u, v)])
         return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:
@@ -191,22 +182,20 @@ class MuonPlusPlusRule(RadiusRule):
         """
         other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
         overtaken = (other > sigma)[:, None]
-        new = {
-            "u": torch.where(overtaken, u, state["u"]),
-            "v": torch.where(overtaken, v, state["v"]),
-            "second_u": torch.where(overtaken, state["u"], u),
-            "second_v": torch.where(overtaken, state["v"], v),
-        }
-        store_(state, new, active)
+        for name, new in (("u", u), ("v", v)):
+            old = state[name]
+            first, second = torch.where(overtaken, new, old), torch.where(overtaken, old, new)
+            store_(old, first, active)
+            store_(state[f"second_{name}"], second, active)
         norm = torch.maximum(sigma, other)
-        sphere.retract_hard_(weight, norm, self.radius_of(matrix_shape(weight)), active=active)
+        factor = hard_factor(norm, self.radius_of(matrix_shape(weight)), active=active)
+        scale_([weight], factor)
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, active: Tensor | None) -> Report:
         """Report the `correlation` of the updated weight; with correlation_rescale rescale once."""
         rows, cols = matrix_shape(weight)
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
-        new = {"correlation": now}
         if self.correlation_rescale:
             threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
             # Below 1 / (rows cols) the estimate is noise of either sign, and a ratio means nothing.
@@ -216,8 +205,8 @@ class MuonPlusPlusRule(RadiusRule):
             due = due & last.isfinite()
             factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
             weight.mul_(factor[:, None, None])
-            new["rescaled"] = torch.where(due, 1, state["rescaled"])
-        store_(state, new, active)
+            store_(state["rescaled"], torch.where(due, 1, state["rescaled"]), active)
+        store_(last, now, active)
         return {"correlation": now}
 
 

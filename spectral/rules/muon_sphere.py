@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .. import scaling, sphere
 from ..cost import triplet_cost
 from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
+from ..sphere import SCALES, dynamic_factor, hard_factor, radius
+from ..tangent import Solver, TangentProblem, TangentSolution, tolerance_for
 from .base import (
     Report,
     Stack,
@@ -39,13 +40,32 @@ class RadiusRule(PolarRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("radius", self.radius, scaling.MODES)
+        require_choice("radius", self.radius, tuple(SCALES))
         require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
         require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
 
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
-        return sphere.radius(shape, self.radius, self.radius_scaler)
+        return radius(shape, self.radius, self.radius_scaler)
+
+    def accepted(self, tolerance: float | None) -> float:
+        """Return the tolerance of a solve for tangent directions, the default filled in."""
+        return tolerance_for(self.dtype or torch.float32, tolerance)
+
+    def tangents(
+        self, problems: Sequence[tuple[Tensor, Tensor, Tensor]], **options: Any
+    ) -> list[TangentSolution]:
+        """Find multipliers and directions of normalised momenta with their singular vectors.
+
+        They take the buffers of the momenta; `options` are further ones of `Solver`.
+        """
+        each = [TangentProblem(m, u.to(m.dtype), v.to(m.dtype)) for m, u, v in problems]
+        msign: dict[str, Any] = {
+            "schedule": self.schedule,
+            "steps": self.steps,
+            "dtype": self.dtype,
+        }
+        return Solver(**msign, **options, overwrite=True).solve(each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +133,12 @@ class MuonSphereRule(RadiusRule):
         active = stacks[0].step.active
         weights = [stack.weight for stack in stacks]
         names = [("v", "u") if is_tall(w) else ("u", "v") for w in weights]  # short and long
-        kept = [[stack.state[k] for k in pair] for stack, pair in zip(stacks, names, strict=True)]
-        cached = together([short for short, _ in kept])
-        lengths = _norm(cached) + together([_norm(long) for _, long in kept])
+        states = [
+            (stack.state[short], stack.state[long])
+            for stack, (short, long) in zip(stacks, names, strict=True)
+        ]
+        cached = together([short for short, _ in states])
+        lengths = _norm(cached) + together([_norm(long) for _, long in states])
         wide = [w.mT if is_tall(w) else w for w in weights]
         nearby = together([stack.state["nearby"] for stack in stacks])
         found = top_pairs(wide, cached, steps=self.krylov_steps, nearby=nearby)
@@ -125,20 +148,20 @@ class MuonSphereRule(RadiusRule):
         short.masked_fill_(unsound, 0)
         for x, each in zip(long, apart(unsound, weights), strict=True):
             x.masked_fill_(each, 0)
+        for state, new in zip(states, zip(apart(short, weights), long, strict=True), strict=True):
+            for old, vector in zip(state, new, strict=True):
+                store_(old, vector, active)
         assert found.nearby is not None
         others = found.nearby.masked_fill_(unsound[:, :, None], 0)
-        new = zip(apart(short, weights), long, apart(others, weights), strict=True)
-        for stack, pair, values in zip(stacks, names, new, strict=True):
-            store_(stack.state, dict(zip((*pair, "nearby"), values, strict=True)), active)
+        for stack, each in zip(stacks, apart(others, weights), strict=True):
+            store_(stack.state["nearby"], each, active)
         target = numbers([self.radius_of(matrix_shape(w)) for w in weights], weights)
         gate = taken(active, sound)
         if self.retraction == "hard":
-            factor = sphere.hard_factor(sigma, target, active=gate)
+            factor = hard_factor(sigma, target, active=gate)
         else:
             lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
-            factor = sphere.dynamic_factor(
-                sigma, target, rate=self.retraction_rate, lr=lr, active=gate
-            )
+            factor = dynamic_factor(sigma, target, rate=self.retraction_rate, lr=lr, active=gate)
         figures = zip(apart(sigma, weights), apart(target, weights), strict=True)
         return [{"sigma": each, "radius": radius} for each, radius in figures], sound, factor
 

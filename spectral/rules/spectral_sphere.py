@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cost import tangent_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalized_
-from ..tangent import EVALUATIONS, Solver, TangentProblem, TangentSolution, tolerance_for
+from ..tangent import EVALUATIONS, TangentSolution
 from .base import Report, Stack, State, require, store_, taken
 from .muon_sphere import MuonSphereRule
 
@@ -27,7 +27,7 @@ class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = field(
-        default=None, metadata={"acts": lambda rule: rule.solver_tolerance}
+        default=None, metadata={"acts": lambda rule: rule.accepted(rule.tolerance)}
     )
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
     float16 and 5e-3 with bfloat16, the rounding error of f. In 16 bits the step
@@ -41,7 +41,7 @@ class SpectralSphereRule(MuonSphereRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tolerance_for(self.dtype or torch.float32, self.tolerance)
+        self.accepted(self.tolerance)
         require(
             self.max_evaluations is None or self.max_evaluations >= 1,
             f"max_evaluations must be at least 1, got {self.max_evaluations}",
@@ -60,8 +60,9 @@ class SpectralSphereRule(MuonSphereRule):
 
         Reports what MuonSphere does, and what `TangentSolution.report` says of the solve.
         """
-        wide = wide_dtype(stacks[0].grad)
-        stacks = [s._replace(grad=normalized_(s.grad.to(wide), wide)) for s in stacks]
+        stacks = [
+            stack._replace(grad=normalized_(stack.grad, wide_dtype(stack.grad))) for stack in stacks
+        ]
         reports, sound, factor = self.track(stacks)
         solutions = self.solve(stacks)
         each = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
@@ -77,14 +78,10 @@ class SpectralSphereRule(MuonSphereRule):
         """Return the direction of each unit; keeps multiplier and slope of those that are `sound`
         `[batch]` and take their step."""
         polar = Polar(solution.direction, solution.bounded & sound)
-        new = {"multiplier": solution.multiplier, "slope": solution.slope}
-        store_(stack.state, new, taken(stack.step.active, polar.bounded))
+        gate = taken(stack.step.active, polar.bounded)
+        for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
+            store_(stack.state[name], new, gate)
         return polar
-
-    @property
-    def solver_tolerance(self) -> float:
-        """The tolerance of a solve, the default filled in."""
-        return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
@@ -104,17 +101,12 @@ class SpectralSphereRule(MuonSphereRule):
         on_cpu = stacks[0].grad.device.type == "cpu"
         early = on_cpu if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else EVALUATIONS
-        solver = Solver(
-            tolerance=self.solver_tolerance,
+        return self.tangents(
+            [(stack.grad, stack.state["u"], stack.state["v"]) for stack in stacks],
+            tolerance=self.accepted(self.tolerance),
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,
-            schedule=self.schedule,
-            steps=self.steps,
-            dtype=self.dtype,
-            overwrite=True,
         )
-        pairs = [(stack.grad, stack.state["u"], stack.state["v"]) for stack in stacks]
-        return solver.solve([TangentProblem(m, u.to(m.dtype), v.to(m.dtype)) for m, u, v in pairs])
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

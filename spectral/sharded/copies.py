@@ -5,21 +5,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+Pairs = Iterable[tuple[Tensor, Tensor]]
 
-def copy_all_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+
+def copy_all_(pairs: Pairs) -> None:
     """Copy to the first of each pair from the second; launched together."""
-    targets, sources = _lists(pairs)
-    if targets:
+    if lists := [*zip(*pairs, strict=True)]:
+        targets, sources = lists
         torch._foreach_copy_(targets, sources)
 
 
-def add_all_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def add_all_(pairs: Pairs) -> None:
     """Add to the first of each pair the second, of the same dtype; launched together."""
-    targets, sources = _lists(pairs)
-    if targets:
-        torch._foreach_add_(targets, sources)
-
-
-def _lists(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    found = list(pairs)
-    return [one for one, _ in found], [other for _, other in found]
+    if lists := [*zip(*pairs, strict=True)]:
+        targets, terms = lists
+        torch._foreach_add_(targets, terms)

@@ -167,12 +167,6 @@ class Exchange:
         received = self.scatter_by(send, side.held_counts, side.owned_counts)
         return [part.of(held) for _, part in side.held], received
 
-    def local_targets_in(
-        self, whole: Mapping[Any, Tensor], held: Held
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of matrices that are not sent: in the matrix, and where they lie."""
-        return local_pairs(self.local_targets, whole, held)
-
 
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held

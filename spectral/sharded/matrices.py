@@ -19,15 +19,14 @@ from torch import Tensor
 
 from ..division import Box, Division, intersection, numel_of, relative
 from ..grouped import grouped
-from ..host_values import unless_all
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
-from ..rules.base import decay_, step_of_stack
+from ..rules.base import decay_, unless_all
 from ..stepped_unit import SteppedUnit
 from ..stepping import Units, step_units
 from .copies import copy_all_
 from .dtensors import TensorLayout, flat_layout, flat_state, layout_of
-from .exchange import Exchange, Part, Transfer, unpacked
+from .exchange import Exchange, Part, Transfer, local_pairs, unpacked
 from .placement import Placement, Work, place
 from .ranks import RankGroup
 
@@ -239,9 +238,13 @@ class SharedMatrices:
     def _run(
         self, rule: Rule, owned: dict[Key, Tensor], steps: Mapping[Tensor, Step]
     ) -> list[tuple[list[Tensor], Report]]:
-        """Step the matrices that this rank owns, those of one shape together."""
-        pairs = ((i, j) for i, j, name in owned if name == MOMENTUM)
-        shapes = grouped(pairs, lambda pair: self.parameters[pair[0]].units[pair[1]].shape)
+        """Step the matrices that this rank owns, those of one shape and rate together."""
+
+        def kind(pair: tuple[int, int]) -> tuple[object, ...]:
+            unit = self.parameters[pair[0]].units[pair[1]]
+            return unit.shape, steps[unit.parameter].rates
+
+        shapes = grouped(((i, j) for i, j, name in owned if name == MOMENTUM), kind)
         groups = [self._units(rule, members, owned, steps) for members in shapes.values()]
         reports = step_units(rule, groups, accumulates=False)
         return [
@@ -256,7 +259,7 @@ class SharedMatrices:
         owned: dict[Key, Tensor],
         steps: Mapping[Tensor, Step],
     ) -> Units:
-        """Return matrices of one shape, each by parameter and number, to be stepped in `owned`.
+        """Return matrices of one kind, each by parameter and number, to be stepped in `owned`.
 
         From momenta, weights and entries of the state there. New weights, or changes of them, and
         new state take their place.
@@ -278,8 +281,7 @@ class SharedMatrices:
                 )
                 for name, entry in units[0].entries.items()
             }
-            step = step_of_stack([steps[unit.parameter] for unit in units[part]], weight)
-            return Stack(weight, momentum, state, step)
+            return Stack(weight, momentum, state, steps[units[0].parameter])
 
         def put(part: slice, stack: Stack, report: Report) -> None:
             """Keep new weights and state, or NaN as the change of a weight that was refused."""
@@ -352,7 +354,9 @@ class SharedMatrices:
         wire: torch.dtype | None,
     ) -> None:
         """Write what owners have of each matrix to the ranks that hold it, into `local`."""
-        copy_all_((place, part) for part, place in exchange.local_targets_in(owned, local))
+        copy_all_(
+            (place, part) for part, place in local_pairs(exchange.local_targets, owned, local)
+        )
         targets, received = exchange.scatter(owned, local, like, wire)
         copy_all_(zip(targets, unpacked(received, targets), strict=True))
 

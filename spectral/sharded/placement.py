@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from ..grouped import grouped
 
@@ -47,14 +47,12 @@ class Placement:
     owners     rank within the group by unit name, names ascending
     loads      summed cost of each rank in FLOPs per step, its earlier load included
     moved      elements whose momentum is sent to an owner on another rank
-    bound      lower bound of the largest load of any placement (`load_bound`)
     """
 
     strategy: str
     owners: dict[str, int]
     loads: tuple[float, ...]
     moved: int
-    bound: float
 
     @property
     def imbalance(self) -> float:
@@ -73,45 +71,36 @@ def place(
     works: Sequence[Work],
     ranks: int,
     *,
-    slack: float = SLACK,
     base: Sequence[float] | None = None,
 ) -> Placement:
     """Choose the owners of `works` among `ranks` ranks; units' names decide ties.
 
     `auto` tries `longest_processing_time` and `ping_pong` and, of those whose largest load is
-    within `slack` of the smaller, takes the one that moves fewer elements. `base` is the load that
+    within `SLACK` of the smaller, takes the one that moves fewer elements. `base` is the load that
     each rank already has: the experts of a stage are placed after its dense matrices. ping_pong
     does not even it out.
 
-    Raises ValueError for an unknown strategy, ranks below 1, a base of another length, or two units
-    of one name.
+    Raises ValueError for two units of one name.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
     base = [0.0] * ranks if base is None else base
-    if len(base) != ranks:
-        raise ValueError(f"base must have a load for each of {ranks} ranks, got {len(base)}")
     works = sorted(works, key=lambda work: work.name)
     costs = [work.cost for work in works]
     sizes = [work.numel for work in works]
     holders = [work.holders for work in works]
     strategies: dict[str, Callable[[], tuple[int, ...]]] = {
         "longest_processing_time": lambda: longest_processing_time(
-            costs, ranks, holders=holders, slack=slack, base=base
+            costs, ranks, holders=holders, base=base
         ),
         "ping_pong": lambda: ping_pong(sizes, ranks),
     }
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of auto, ping_pong, got {strategy!r}")
     if len({work.name for work in works}) != len(works):
         twice = [name for name, n in Counter(work.name for work in works).items() if n > 1]
         raise ValueError(f"names of units must be unique, got {', '.join(twice)} more than once")
-    bound = max(load_bound(costs, ranks), (sum(base) + sum(costs)) / ranks, *base)
     tried = [
-        _placement(name, works, strategies[name](), base, bound)
+        _placement(name, works, strategies[name](), base)
         for name in (strategies if strategy == "auto" else (strategy,))
     ]
-    limit = min(max(placement.loads) for placement in tried) * (1 + slack)
+    limit = min(max(placement.loads) for placement in tried) * (1 + SLACK)
     return min(
         (placement for placement in tried if max(placement.loads) <= limit),
         key=lambda placement: placement.moved,
@@ -119,16 +108,12 @@ def place(
 
 
 def _placement(
-    strategy: str,
-    works: Sequence[Work],
-    ranks: Sequence[int],
-    base: Sequence[float],
-    bound: float,
+    strategy: str, works: Sequence[Work], ranks: Sequence[int], base: Sequence[float]
 ) -> Placement:
     owners = {work.name: rank for work, rank in zip(works, ranks, strict=True)}
     loads = loads_of([work.cost for work in works], ranks, base)
     moved = sum(work.numel - work.holders.get(owners[work.name], 0) for work in works)
-    return Placement(strategy, owners, loads, moved, bound)
+    return Placement(strategy, owners, loads, moved)
 
 
 def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
@@ -148,7 +133,6 @@ def longest_processing_time(
     ranks: int,
     *,
     holders: Sequence[Mapping[int, int]] | None = None,
-    slack: float = SLACK,
     base: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Deal items by descending cost, each to the rank with the smallest load.
@@ -158,14 +142,14 @@ def longest_processing_time(
 
     With `holders`, the elements of each item that ranks hold, two ways to send fewer elements are
     tried, and the better is taken: items of equal cost change places; or each item goes to the rank
-    that holds most of it, as long as no load exceeds `1 + slack` times the largest one without
+    that holds most of it, as long as no load exceeds `1 + SLACK` times the largest one without
     `holders`.
     """
     base = [0.0] * ranks if base is None else base
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:
         return plain
-    limit = max(loads_of(costs, plain, base)) * (1 + slack)
+    limit = max(loads_of(costs, plain, base)) * (1 + SLACK)
     kept = _greedy(costs, base, holders, limit)
     swapped = _swapped(costs, plain, holders)
     if max(loads_of(costs, kept, base)) > limit:
@@ -241,16 +225,3 @@ def loads_of(
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
     return tuple(loads)
-
-
-def load_bound(costs: Sequence[float], ranks: int) -> float:
-    """Lower bound of the largest load of any placement.
-
-    It is the largest of the mean load and, for every k, the sum of the k + 1 smallest of the
-    k * ranks + 1 largest items, since some rank gets k + 1 of these.
-    """
-    ordered = sorted(costs, reverse=True)
-    crowded = (
-        sum(ordered[k * ranks - k : k * ranks + 1]) for k in range(-(-len(ordered) // ranks))
-    )
-    return max([sum(ordered) / ranks, *crowded])

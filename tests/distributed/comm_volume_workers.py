@@ -27,10 +27,10 @@ def sent_in_one_step(
         )
         trainer = build_trainer(config, layout_groups, *build_data(config))
         comm_volume = trainer.model.comm_volume
-        comm_volume.sent.clear()
+        comm_volume.clear()
         trainer.step(0)
         trainer.model.wait_for_weights()
-        found.append({"stage": layout_groups.pipeline.rank, **comm_volume.sent})
+        found.append({"stage": layout_groups.pipeline.rank, **comm_volume})
         torch.distributed.barrier()
     process_groups.shutdown()
     return found

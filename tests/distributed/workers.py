@@ -182,7 +182,6 @@ def units_after(
     storage: str = "auto",
     placement: str = "auto",
     step_groups: int = 2,
-    bucket_numel: int | None = None,
     overlap: bool = True,
     tensor_mode: str = "owner",
     pc_level: int | None = None,
@@ -199,7 +198,6 @@ def units_after(
     model = tiny_model(
         layout_groups,
         storage=storage,
-        bucket_numel=bucket_numel,
         overlap_reduce=overlap,
         **unit_options,
     )

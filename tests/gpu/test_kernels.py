@@ -78,7 +78,7 @@ def test_the_root_of_a_model_equals_that_of_the_library() -> None:
     m = torch.randn(6, 40, 72, dtype=torch.float64)
     u, v = torch.randn(6, 40).double(), torch.randn(6, 72).double()
     steps = coefficients("polar_express", 8, torch.float32)
-    model = tangent_model.build([m], u, [v], steps, tangent_model.spread(10), torch.float32)
+    model = tangent_model.build([m], u, [v], steps, torch.float32)
     found = tangent_model.root(tangent_model.Model(*(field.cuda() for field in model)))
     for device, host in zip(found, tangent_model.root(model), strict=True):
         torch.testing.assert_close(device.cpu(), host, rtol=1e-8, atol=1e-10)

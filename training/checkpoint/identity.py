@@ -183,10 +183,10 @@ def _data(
     for each, share in zip(data.sets, shares, strict=True):
         found[f"{each.name}.share"] = round(float(share), 6)
         found[f"{each.name}.tokens"] = each.tokens
-        found[f"{each.name}.content"] = each.digest()
+        found[f"{each.name}.content"] = each.digest
         found[f"{each.name}.sha256"] = each.stated_sha256
     for held_out in validation:
-        found[f"validation.{held_out.name}.content"] = held_out.set.digest()
+        found[f"validation.{held_out.name}.content"] = held_out.set.digest
         found[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
     # Covers also what the keys above do not say of the order.
     found["fingerprint"] = data.fingerprint()

@@ -7,7 +7,7 @@ str, None, Literal, unions, list, tuple, dict[str, T] and sections of these.
 
 import json
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -65,7 +65,7 @@ def bind(kind: type[T], mapping: object, *, check: bool = True) -> T:
     Without `check`, only keys, types and bounds count, not what must hold between fields. Raises
     InvalidConfigError with all problems.
     """
-    adapter, text = _adapter(cast(Any, kind)), json.dumps(mapping, default=str)
+    adapter, text = _adapter(kind), json.dumps(mapping, default=str)
     problems: list[str] = []
     try:
         bound: T = adapter.validate_json(text)
@@ -80,9 +80,7 @@ def bind(kind: type[T], mapping: object, *, check: bool = True) -> T:
     return bound
 
 
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:

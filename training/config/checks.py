@@ -51,7 +51,13 @@ def run_problems(config: Config) -> Iterator[str]:
         reason = "as Transformer Engine fuses the same operations"
         yield f"train.compile needs model.attention_backend sdpa, {reason}, got {backend}"
     yield from _lengths(config)
-    yield from _without_effect(config)
+    moe = config.model.moe
+    routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
+    if routed_only and train.recompute == "selective":
+        yield (
+            "train.recompute must be none or full for a model whose feed-forward blocks are all "
+            "routed experts, which selective does not recompute, got selective"
+        )
     roles = _roles(config)
     yield from misnamed("optimizer.roles", config.optimizer.roles, roles)
     if config.spikes.rewinds and not config.checkpoint.interval:
@@ -64,17 +70,6 @@ def _roles(config: Config) -> list[str]:
     """The roles of the model's units, in the order of a layer's forward pass."""
     model, optimizer = config.model, config.optimizer
     return FAMILIES[model.family].roles(model, optimizer.qkv_units, optimizer.split_gate_up)
-
-
-def _without_effect(config: Config) -> Iterator[str]:
-    """Yield settings that another section leaves without effect."""
-    moe = config.model.moe
-    routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
-    if routed_only and config.train.recompute == "selective":
-        yield (
-            "train.recompute must be none or full for a model whose feed-forward blocks are all "
-            "routed experts, which selective does not recompute, got selective"
-        )
 
 
 def _lengths(config: Config) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,8 @@ class MockTokens(TokenSet):
         shares = np.diff(edges)
         return float(-(shares * np.log(shares)).sum())
 
+    @cached_property
     def digest(self) -> str:
-        """Return a sha256 that tells one set from another."""
+        """A sha256 that tells one set from another."""
         facts = f"mock {self.name} {self.vocabulary} {self.tokens}"
         return hashlib.sha256(facts.encode()).hexdigest()

@@ -169,7 +169,7 @@ class TrainingData(Dataset[Tensor]):
         """Return a sha256 of all that determines the tokens of sample k, which paths do not."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
-            digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest()}".encode())
+            digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())
         return digest.hexdigest()
 
 

@@ -202,15 +202,6 @@ class TokenSet:
         frequency = self._counts[self._counts > 0] / self.tokens
         return float(-(frequency * np.log(frequency)).sum())
 
-    def digest(self) -> str:
-        """Return a sha256 that identifies the set, without reading all of a large one.
-
-        It covers the sizes of both files, the index (up to 64 MiB, else its first and last 32 MiB),
-        which has every document's length, and the tokens: all of up to `WHOLE` bytes, else 64
-        evenly spaced blocks of 4 KiB.
-        """
-        return self._digest
-
     @property
     def modified(self) -> str | None:
         """When the tokens were last written to, if neither `digest` nor a manifest covers all."""
@@ -236,7 +227,13 @@ class TokenSet:
         return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """The sha256 that identifies the set, without reading all of a large one.
+
+        It covers the sizes of both files, the index (up to 64 MiB, else its first and last 32 MiB),
+        which has every document's length, and the tokens: all of up to `WHOLE` bytes, else 64
+        evenly spaced blocks of 4 KiB.
+        """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (
             (".idx", 64 << 20, 2, 32 << 20),

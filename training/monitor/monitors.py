@@ -232,7 +232,9 @@ class Monitors:
             return
         for inspection in self.unit_gather.inspections(arrays):
             if "weights" in self.chosen:
-                self._keep_weights(inspection)
+                found = figures.weight_figures(inspection.matrices["weight"])
+                effective = {u.name for u in inspection.units if self._assign(u).pc is not None}
+                self._keep(inspection.units, found, effective)
             if self.inputs:
                 self._keep_inputs(inspection)
             if "gradient" in inspection.matrices:
@@ -251,12 +253,6 @@ class Monitors:
             found = figures.noise_figures(products[None], "gradient")
             found["noise_samples"] = torch.full((1,), float(samples.count))
             self._keep([units[name]], found)
-
-    def _keep_weights(self, inspection: Inspection) -> None:
-        """Record figures of effective weights."""
-        found = figures.weight_figures(inspection.matrices["weight"])
-        effective = {u.name for u in inspection.units if self._assign(u).pc is not None}
-        self._keep(inspection.units, found, effective)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
         """Record figures of the inputs of weights, and of the outputs of gate and up."""
@@ -283,8 +279,8 @@ class Monitors:
         """
         for stack in materialized_stacks(self.optimizer):
             found = figures.weight_figures(stack.weight)
-            if stack.preconditioner.spectral_norm != "none":
-                tracked = stack.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
+            if stack.pc.preconditioner.spectral_norm != "none":
+                tracked = stack.pc.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
                 found["pc_tracked_norm"] = tracked
             self._keep(stack.units, found)
         for unit, effective, gamma, tracked in self.model.effective_in_graph():

@@ -22,12 +22,6 @@ def place() -> str:
     return "?"
 
 
-def shown(path: str, line: int | None) -> str | None:
-    """A line of a file as it is shown, None if it is not worth showing."""
-    name = name_of(path)
-    return None if name is None else f"{name}:{line}"
-
-
 @cache
 def name_of(path: str) -> str | None:
     """Return a file of the project or of megatron-core, None for others and for

@@ -22,7 +22,7 @@ from training.rehearsal.counts import Counts
 from training.rehearsal.cuda_face import Face
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.hosts import Hosts
-from training.rehearsal.places import shown
+from training.rehearsal.places import name_of
 from training.rehearsal.replacement import replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
@@ -142,9 +142,7 @@ def drawn(unit: Unit, *_: Any, **__: Any) -> torch.Tensor:
 def described(error: BaseException) -> str:
     """An error as its kind, its words, and the innermost line of the project or of
     megatron-core."""
-    places = [
-        shown(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    known = [each for each in places if each is not None]
+    frames = traceback.extract_tb(error.__traceback__)
+    known = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}" + (f" (at {known[-1]})" if known else "")

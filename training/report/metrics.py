@@ -31,12 +31,7 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Write and flush one line `{"step": step, ...}`, NaN and infinities as null.
-
-        Raises ValueError for a metric named `step`.
-        """
-        if "step" in metrics:
-            raise ValueError(f"a metric must not be named step, got {metrics['step']!r}")
+        """Write and flush one line `{"step": step, ...}`, NaN and infinities as null."""
         line = {"step": step} | {name: _json_value(value) for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()

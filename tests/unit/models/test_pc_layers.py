@@ -114,13 +114,6 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
     assert abs(runs[False][1] - runs[True][1] - 4 * covered) <= spare
 
 
-def test_a_unit_stepped_in_place_must_not_lie_where_there_is_no_master(world):
-    model, _ = built(world, PCConfig(level=4), torch.bfloat16, apart=True)
-    plain = assignments(OPTIMIZER, all_units(TINY), None)
-    with pytest.raises(ValueError, match=r"layers\.0\.o is in a bucket of PC layers, but its"):
-        build_optimizer(model, plain)
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_gammas_gradient_is_summed_over_tensor_ranks_where_its_layers_is(sequence_parallel):
     """That of a cut layer is whole on every rank, that of a replicated one is of its tokens."""

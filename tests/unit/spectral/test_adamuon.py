@@ -66,7 +66,7 @@ def test_every_entry_of_adamuons_first_update_has_the_root_mean_square_of_adams(
     assert take_step(rule, weight, with_inf, rule.init_state(weight), lr=1.0)["refused"] == 1
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor([0.1, 0.2])])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
     """Beside the step without decay, and the step that decays everything."""
     start = torch.randn(2, 12, 30)

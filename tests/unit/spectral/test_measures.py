@@ -51,8 +51,7 @@ def test_zero_and_nan_matrices(measure: object) -> None:
 def test_modified_condition_number() -> None:
     assert measures.modified_condition_number(torch.diag(torch.tensor([1.0, 0.0]))) == math.inf
     assert measures.modified_condition_number(torch.zeros(3, 3)).isnan()
-    with pytest.raises(ValueError, match="fraction must be in"):
-        measures.modified_condition_number(torch.eye(3), fraction=0)
+    assert measures.modified_condition_number_of(torch.arange(11.0, 0, -1)) == 11 / 1.5
 
 
 def test_global_condition_number_is_a_geometric_mean_of_the_usable() -> None:

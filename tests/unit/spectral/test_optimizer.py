@@ -105,7 +105,9 @@ def test_training_resumes_bitwise_from_a_state_dict(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["numbers", "tensors", "both"])
 @pytest.mark.parametrize("name", RULES)
-def test_groups_that_differ_in_their_rate_share_a_stack(name: str, kind: str) -> None:
+def test_groups_that_differ_in_their_rate_are_stepped_each_with_its_own(
+    name: str, kind: str
+) -> None:
     """Rates by layer, changed by a scheduler, beside an optimizer for each layer."""
     shape, count = (6, 10), 3
     start = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
@@ -123,8 +125,9 @@ def test_groups_that_differ_in_their_rate_share_a_stack(name: str, kind: str) ->
         for i in range(count):
             together[i].grad, apart[i].grad = grads[step][i].clone(), grads[step][i].clone()
         one.step()
-        # Matrices are one stack; an elementwise rule takes parameters as they are, in one call.
-        sizes = [count] if RULES[name].whole_matrix else count * [1]
+        # Matrices of one rate are a stack; an elementwise rule takes parameters as they are.
+        joins = kind == "numbers" and RULES[name].whole_matrix
+        sizes = [2, 1] if joins else count * [1]
         assert [len(parameters) for parameters, _ in one.last_reports] == sizes
         for optimizer in each:
             optimizer.step()
@@ -206,6 +209,7 @@ def test_splitting_parameters() -> None:
     [
         ({"rule": "sgd"}, ValueError, "rule must be one of"),
         ({"lr": -1}, ValueError, "lr must be finite and not negative, got -1"),
+        ({"lr": torch.ones(2)}, ValueError, r"lr must be a number or 0-d, got shape \(2,\)"),
         ({"momentum": 1.5}, ValueError, "momentum must be in"),
         ({"nonfinite": "ignore"}, ValueError, "nonfinite must be"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 from spectral import msign, solve_multiplier
 from spectral.schedules import coefficients
 from spectral.tangent import Solver, TangentProblem, TangentSolution, _Refinement
-from spectral.tangent_model import build, root, spread, value
+from spectral.tangent_model import SPACES, Space, build, root, value
 
 MOMENTA = Path(__file__).parents[2] / "data" / "momenta.safetensors"
 TOLERANCE = 2e-4
@@ -183,7 +183,7 @@ def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced() -> None:
     m, u, v = (x.double() for x in problems(gaussian, 8, 12, (0.5,)))
     problem, steps = TangentProblem(m, u, v), coefficients("polar_express", 8)
     solver = Solver(max_evaluations=12)
-    model = build([m], u, [v], steps, spread(8), torch.float64)
+    model = build([m], u, [v], steps, torch.float64)
     offset, slope = root(model)
     refinement = _Refinement([problem], model, solver, steps, torch.float64)
     (solution,) = refinement.run(torch.where(offset == offset[1], torch.nan, offset), slope)
@@ -198,7 +198,7 @@ def test_overwriting_changes_nothing_but_the_buffer(shape: tuple[int, int, int])
     m = torch.randn(shape, generator=generator) / (shape[1] * shape[2]) ** 0.5
     u = torch.nn.functional.normalize(torch.randn(shape[:2], generator=generator), dim=-1)
     v = torch.nn.functional.normalize(torch.randn(shape[0], shape[2], generator=generator), dim=-1)
-    options = {"steps": 3, "shifts": 2, "max_evaluations": 2}
+    options = {"steps": 3, "max_evaluations": 2}
     plain = solve_multiplier(m, u, v, **options)
     kept = m.clone()
     over = solve_multiplier(kept, u, v, overwrite=True, **options)
@@ -212,7 +212,7 @@ def test_overwriting_changes_nothing_but_the_buffer(shape: tuple[int, int, int])
 def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows: int) -> None:
     m, u, v = (x.double() for x in problems(low_rank, rows, rows + 16, RHOS))
     steps = coefficients("polar_express", 8)
-    model = build([m], u, [v], steps, spread(8), torch.float64)
+    model = build([m], u, [v], steps, torch.float64)
     offset, slope = root(model)
     found, low, high = (model.centre + x for x in (offset, -model.half, model.half))
 
@@ -295,7 +295,9 @@ def test_one_evaluation_in_16_bits_is_tangent(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_reported_honestly(dtype: torch.dtype) -> None:
+def test_half_precision_is_reported_honestly(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is along Theta is removed only where rounding can have put it there."""
     m, u, v = problems(gaussian, 64, 128, (0.0, 0.5))
     solution = solve_multiplier(m, u, v, dtype=dtype)
@@ -303,7 +305,8 @@ def test_half_precision_is_reported_honestly(dtype: torch.dtype) -> None:
     assert solution.residual.abs().max() < 1e-2
     # A model of one resolvent is off by more than that.
     m, u, v = problems(low_rank, 64, 96, RHOS)
-    poor = solve_multiplier(m, u, v, dtype=dtype, shifts=1, max_evaluations=1)
+    monkeypatch.setitem(SPACES, dtype, Space((10**-3.6,)))
+    poor = solve_multiplier(m, u, v, dtype=dtype, max_evaluations=1)
     check_honest(poor, m, u, v)
     assert (~poor.converged).any() and poor.converged.any()
     assert poor.residual[~poor.converged].abs().min() > 0.05
@@ -312,7 +315,7 @@ def test_half_precision_is_reported_honestly(dtype: torch.dtype) -> None:
 def test_empty_batch_and_errors() -> None:
     m, u, v = torch.zeros(0, 3, 4), torch.zeros(0, 3), torch.zeros(0, 4)
     assert solve_multiplier(m, u, v).direction.shape == (0, 3, 4)
-    for name in ("max_evaluations", "tolerance", "shifts"):
+    for name in ("max_evaluations", "tolerance"):
         with pytest.raises(ValueError, match=f"{name} must be"):
             solve_multiplier(m, u, v, **{name: 0})
     with pytest.raises(ValueError, match="m, u, v must be"):

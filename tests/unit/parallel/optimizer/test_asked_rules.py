@@ -45,5 +45,5 @@ def test_every_rule_is_routed_planned_priced_and_stacked(name: str) -> None:
     if rule.whole_matrix:
         assert planned.load_max + planned.load_mean > 0
     transfers = [UnitTransfer(unit.name, 0, (), (), unit, (0,)) for unit in matrices]
-    stacks = owned_stacks(transfers, assign, CPU)
+    stacks = owned_stacks(transfers, assign)
     assert sorted(len(stack.units) for stack in stacks) == [2, 2, 2 * 2, 2 * (4 + 2 + 2)]

@@ -1,4 +1,4 @@
-"""Stacks of units with rates of their own."""
+"""Stacks of units that agree in shape, rule and rates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from parallel.optimizer.exchange import UnitTransfer
-from parallel.optimizer.owned_stacks import (
-    OwnedStack,
-    UnitRates,
-    owned_stacks,
-    rates_at,
-)
+from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks
 from spectral.kernels import dispatch
 from spectral.polar import workspace
 from spectral.stepping import Units, batches
@@ -21,8 +16,6 @@ from tests.paths import ROOT
 from training.build import config_assignments, config_units
 from training.config import load_config
 
-CPU = torch.device("cpu")
-VOCABULARY = "model.vocab_size=256"
 RATED = [f"optimizer.roles.{role}.lr={rate}" for role, rate in (("q", 0.1), ("up", 0.2))]
 
 
@@ -31,20 +24,19 @@ def stacks(name: str, *overrides: str) -> list[OwnedStack]:
     config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assign = config_assignments(config)
     owned = [unit for unit in config_units(config) if assign(unit).has_owner]
-    return owned_stacks(
-        [UnitTransfer(unit.name, 0, (), (), unit, (0,)) for unit in owned], assign, CPU
-    )
+    return owned_stacks([UnitTransfer(unit.name, 0, (), (), unit, (0,)) for unit in owned], assign)
 
 
 @pytest.mark.parametrize("name", ["llama1b_muon_pc", "llama1b_sso"])
-def test_rates_do_not_multiply_the_stacks(name: str) -> None:
-    plain, rated = stacks(name), stacks(name, *RATED)
-    assert len(rated) == len(plain) <= 4
-    assert [[u.name for u in each.units] for each in rated] == [
-        [u.name for u in each.units] for each in plain
-    ]
-    assert all(isinstance(each.rates.lr, float) for each in plain)
-    assert any(isinstance(each.rates.lr, torch.Tensor) for each in rated)
+def test_units_of_a_stack_have_the_rate_that_they_are_assigned(name: str) -> None:
+    assert len(stacks(name)) <= 4
+    rates = {(role, each.assigned.lr) for each in stacks(name, *RATED) for role in roles(each)}
+    assert {("q", 0.1), ("up", 0.2)} < rates and len(rates) == len(dict(rates))
+
+
+def roles(stack: OwnedStack) -> set[str]:
+    """Roles of the units of a stack."""
+    return {unit.role for unit in stack.units}
 
 
 @pytest.fixture
@@ -88,34 +80,3 @@ def test_units_are_joined_and_cut_up_to_the_workspace(
             assert part.start == seen.get(i, 0)  # in turn, without gaps
             seen[i] = part.stop
     assert seen == {i: len(stack.units) for i, stack in enumerate(found)}
-
-
-def test_equal_rates_are_computed_once() -> None:
-    factor = torch.tensor(0.5)
-    rates = rates_at(stacks("tiny_sso", VOCABULARY), factor)
-    assert len(rates) > 1 and len({id(lr) for lr, _ in rates}) == 1
-    other = rates_at(stacks("tiny_sso", VOCABULARY, *RATED), factor)
-    assert len({id(lr) for lr, _ in other}) > 1
-
-
-def test_every_unit_has_the_rate_that_it_is_assigned() -> None:
-    for stack in stacks("llama1b_muon", *RATED):
-        rates = torch.as_tensor(stack.rates.lr, dtype=torch.float64).expand(len(stack.units))
-        assert rates.tolist() == [assigned.lr for assigned in stack.assigned]
-
-
-@pytest.mark.parametrize("factor", [0.37, torch.tensor(0.37), torch.tensor(0.37).double()])
-def test_a_rate_does_not_depend_on_the_units_beside_it(factor: float | torch.Tensor) -> None:
-    """Bit for bit, or the result of a step would depend on who owns which unit."""
-    values = [(0.02, 0.1), (0.0074, 0.3), (1e-3 / 3, 0.0)]
-    together = UnitRates.of(values, CPU).at(factor)
-    for i, value in enumerate(values):
-        alone = UnitRates.of([value], CPU).at(factor)
-        lr, decay = (rate[i] for rate in together)
-        assert alone[0] == lr
-        assert alone[0] * alone[1] == lr * decay
-
-
-def test_units_that_agree_have_one_number(tmp_path: Path) -> None:
-    rates = UnitRates.of([(0.1, 0.0)] * 3, CPU)
-    assert (rates.lr, rates.weight_decay) == (0.1, 0.0)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from spectral.sharded.placement import (
     Work,
-    load_bound,
     loads_of,
     longest_processing_time,
     ping_pong,
@@ -59,7 +58,6 @@ def test_longest_processing_time_is_within_four_thirds_of_the_best(costs, ranks)
     load = max(loads_of(costs, longest_processing_time(costs, ranks), [0.0] * ranks))
     best = best_load(costs, ranks)
     assert load <= (4 / 3 - 1 / (3 * ranks)) * best
-    assert load_bound(costs, ranks) <= best
 
 
 @given(works(), st.sampled_from(STRATEGIES))
@@ -74,7 +72,6 @@ def test_every_unit_has_one_owner_and_the_figures_agree(case, strategy):
         loads[placed.owners[unit.name]] += unit.cost
         moved += sum(n for rank, n in unit.holders.items() if rank != placed.owners[unit.name])
     assert list(placed.loads) == loads and placed.moved == moved
-    assert max(placed.loads) >= placed.bound * (1 - 1e-12)
     assert placed.imbalance == pytest.approx(max(loads) * ranks / sum(loads))
 
 
@@ -94,25 +91,12 @@ def test_units_stay_where_they_are_held_if_loads_allow():
     assert placed.moved == 120 and placed.imbalance == 1.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("fastest", [], 2), "strategy must be one of auto, .*, got 'fastest'"),
-        (("auto", [], 0), "ranks must be at least 1, got 0"),
-        (
-            ("auto", [Work("a", 1.0, {}), Work("a", 1.0, {})], 2),
-            "names of units must be unique, got a more than once",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        place(*arguments)
+def test_two_units_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="names of units must be unique, got a more than once"):
+        place("auto", [Work("a", 1.0, {}), Work("a", 1.0, {})], 2)
 
 
 def test_ranks_with_earlier_loads_get_less():
     units = [Work(f"u{i}", 1.0, {0: 10}) for i in range(5)]
     placed = place("auto", units, 3, base=[4.0, 0.0, 0.0])
-    assert placed.loads == (4.0, 3.0, 2.0) and placed.bound == 4.0
-    with pytest.raises(ValueError, match="base must have a load for each of 3 ranks, got 2"):
-        place("auto", units, 3, base=[1.0, 2.0])
+    assert placed.loads == (4.0, 3.0, 2.0)

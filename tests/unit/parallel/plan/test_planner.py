@@ -166,17 +166,3 @@ def test_tens_of_thousands_of_ranks_can_be_planned():
     units, assign, _ = case("llama1b_sso")
     stage = plan_stage([units], assign, PlanInputs(data=65_536))
     assert stage.padding <= 0.01 * stage.parameters
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({"data": 0}, "data"),
-        ({"data": 2, "step_groups": 0}, "step_groups"),
-        ({"data": 3, "tensor": 2, "expert": 2, "expert_tensor": 2}, "expert x expert_tensor"),
-        ({"data": 2, "expert_tensor": 0}, "expert_tensor"),
-    ],
-)
-def test_impossible_settings_are_named(arguments, name):
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        PlanInputs(**arguments)

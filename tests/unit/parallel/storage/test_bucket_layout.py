@@ -52,14 +52,13 @@ def models(draw):
 
 @st.composite
 def bucket_layouts(draw):
-    """`(units, bucket_layout)` of random models, storages, bucket sizes and alignments."""
+    """`(units, bucket_layout)` of random models, storages and alignments."""
     units, tensor_size = draw(models())
     bucket_layout = BucketPlanner(
         ranks=draw(st.integers(1, 9)),
         storage=draw(st.sampled_from(["auto", "even", "owner"])),
         elementwise=elementwise,
         tensor_size=tensor_size,
-        bucket_numel=draw(st.sampled_from([None, 1, 100, 400])),
         alignment=draw(st.sampled_from([1, 8, 64])),
     ).layout(units)
     return units, bucket_layout
