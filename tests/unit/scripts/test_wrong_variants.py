@@ -81,20 +81,10 @@ def one_step_ahead(right: Function) -> Function:
     return lambda task, times: right(task, [t + 1 for t in times])
 
 
-def relevelled(change: Callable[[odd_polynomial.Level], odd_polynomial.Level]) -> Wrong:
-    """Take the polynomial `change(level)` in place of that of `level`."""
-    return lambda right: lambda w, u, v, gamma, level: right(w, u, v, gamma, change(level))
-
-
 def last_too_large(level: odd_polynomial.Level) -> odd_polynomial.Level:
     """The polynomial whose last coefficient is one percent too large."""
     ((*first, last),) = odd_polynomial.stages(level)
     return (*first, 1.01 * last)
-
-
-def no_recovery(right: Function) -> Function:
-    """PC(W) = g(W / s)."""
-    return partial(right, norm_recovery=False)
 
 
 def composite(stages: tuple[odd_polynomial.Stage, ...]) -> Wrong:
@@ -157,9 +147,11 @@ BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
         },
     },
     "deep_linear": {
-        (deep_linear, "precondition"): {
-            "the last coefficient is one percent too large": relevelled(last_too_large),
-            "the norm is not recovered": no_recovery,
+        (deep_linear, "Preconditioner"): {
+            "the last coefficient is one percent too large": lambda right: (
+                lambda level: right(level=last_too_large(level))
+            ),
+            "the norm is not recovered": lambda right: partial(right, norm_recovery=False),
         }
     },
     "over_flattening": {
