@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.distributed.workers import Case
+from tests.families import overrides, settings
 from tests.launch import run_on_ranks
-from tests.run_configs import tiny_config
+from tests.run_configs import MIXTURE, tiny_config
 from tests.support_matrix import row_of
 from tests.token_files import write_token_set
 from training.build import config_routes
@@ -32,27 +33,12 @@ WATCHED = {
     "gram_penalty__coefficient": 0.3,
     "gram_penalty__horizon": 0.5,
 }
-LATENT = {
-    "model__family": "deepseek",
-    "model__kv_heads": "null",
-    "model__norm_epsilon": 1e-6,
-    "model__latent__query_rank": 32,
-    "model__latent__kv_rank": 24,
-    "model__latent__nope_head_dim": 12,
-    "model__latent__rope_head_dim": 8,
-    "model__latent__value_head_dim": 16,
-    "model__layers": 3,
-    "model__moe__shared_experts": 1,
-}
 EXPERTS = {
-    "model__family": "moe",
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 32,
-    "model__moe__dense_layers": 1,
+    **MIXTURE,
     "optimizer__roles__router__rule": "adamw",
     "optimizer__roles__router__lr": 3e-3,
 }
+LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("muon", WATCHED),
     "sphere": ("spectral_sphere", {}),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spectral import measures
+from tests.families import overrides, settings
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import json_lines
 from training.build import build_data, build_trainer
@@ -132,16 +133,6 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
 
 
 MOE = {**MIXTURE, "model__moe__shared_experts": 1}
-LATENT = {
-    "model__family": "deepseek",
-    "model__kv_heads": "null",
-    "model__norm_epsilon": 1e-6,
-    "model__latent__query_rank": 24,
-    "model__latent__kv_rank": 16,
-    "model__latent__nope_head_dim": 8,
-    "model__latent__rope_head_dim": 4,
-    "model__latent__value_head_dim": 8,
-}
 PLACES = {
     "self_attention.linear_qkv": ("q.1", "k.0", "v.1"),
     "self_attention.linear_proj": ("o",),
@@ -166,7 +157,7 @@ def stable_rank(a: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"train__recompute": "full"}, MOE, {**MOE, **LATENT}],
+    [{}, {"train__recompute": "full"}, MOE, overrides(settings("deepseek"))],
     ids=["llama", "recomputed", "experts", "latent"],
 )
 def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
