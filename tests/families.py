@@ -79,6 +79,13 @@ def tiny_model(family: str, **changes: Any) -> ModelConfig:
     return model_of({**SHAPE, **settings(family), **changes})
 
 
+def mixture(**changes: Any) -> ModelConfig:
+    """Return a tiny mixture of three layers, of which two have experts, without balancing losses,
+    and with other values for some keys of its section."""
+    experts = {**MIXTURE, "shared_experts": 2, "sequence_aux_loss": 0.0, **changes}
+    return tiny_model("moe", layers=3, moe=experts)
+
+
 def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
     """Return `values` of the model section as dotted keys of a run config, `__` for the dot."""
     found: dict[str, Any] = {}

@@ -41,6 +41,15 @@ def built(
     return chunk, {names[name]: parameter for name, parameter in chunk.named_parameters()}
 
 
+def drawn(
+    model: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
+    """What `built` returns, with initial weights."""
+    chunk, parameters = built(model, dtype, **options)
+    initialize_(parameters, all_units(model), model.init, seed=3, layers=model.layers)
+    return chunk, parameters
+
+
 def parameters_of(units: list[Unit]) -> dict[str, Tensor]:
     """Zero float64 parameters that `units` fit in."""
     return {u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units}

@@ -23,8 +23,8 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
 from tests.distributed.workers import joined, start
+from tests.families import mixture
 from tests.models import tokens_of
-from tests.moe_models import MODEL as MIXTURE
 from tests.saved_state import save_state
 from training.loop import mean_loss
 
@@ -254,7 +254,7 @@ def rounded(run: Trained) -> bool:
 def trained(groups: Groups, name: str, **options: Any) -> Trained:
     """The model of a run before any step."""
     rule, dtype, *rest = name.split()
-    model = MIXTURE if rest == ["moe"] else MODEL
+    model = mixture() if rest == ["moe"] else MODEL
     return Trained(groups, rule, dtype=getattr(torch, dtype), model=model, **options)
 
 

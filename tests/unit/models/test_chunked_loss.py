@@ -6,12 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.blocks.chunked_loss import linear_cross_entropy
-from models.initialize import initialize_
-from models.size import all_units
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.live_bytes import peak_bytes
-from tests.models import built, tokens_of
+from tests.models import drawn, tokens_of
 
 
 def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,8 +76,7 @@ def test_the_model_is_the_same(name: str, world: Groups) -> None:
     results = []
     shape = tiny_model(name)
     for loss_chunk in (None, 7):
-        model, parameters = built(shape, loss_chunk=loss_chunk)
-        initialize_(parameters, all_units(shape), shape.init, seed=3, layers=shape.layers)
+        model, parameters = drawn(shape, loss_chunk=loss_chunk)
         tokens, labels = tokens_of(4, 16, 60)
         positions = torch.zeros_like(tokens)
         losses = model(tokens, positions, None, labels=labels)

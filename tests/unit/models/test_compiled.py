@@ -11,12 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.compiled import Fused, compile_blocks_, some_tokens
-from models.config import ModelConfig
-from models.initialize import initialize_
-from models.size import all_units
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
-from tests.models import built, tokens_of
+from tests.models import drawn, tokens_of
 from training.build import check_backend
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
@@ -39,13 +36,6 @@ def _no_graphs_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def new_chunk(model: ModelConfig, dtype: torch.dtype, recompute: str = "none") -> torch.nn.Module:
-    """The whole model, initialised."""
-    chunk, parameters = built(model, dtype, recompute=recompute)
-    initialize_(parameters, all_units(model), model.init, seed=3, layers=2)
-    return chunk
-
-
 def losses_and_gradients(chunk: torch.nn.Module, batch: int = 4) -> list[Tensor]:
     """Token losses and the gradient of every parameter."""
     chunk.zero_grad()
@@ -64,7 +54,7 @@ def losses_and_gradients(chunk: torch.nn.Module, batch: int = 4) -> list[Tensor]
 )
 def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Groups) -> None:
     dtype = torch.float32 if name == "grouped" else torch.float64
-    plain, fused = (new_chunk(MODELS[name], dtype) for _ in range(2))
+    plain, fused = (drawn(MODELS[name], dtype)[0] for _ in range(2))
     modules = compile_blocks_([fused], "aot_eager")
     assert modules >= 2 * 4 + 1  # two norms, attention and feed-forward of each layer, final norm
     expected, found = losses_and_gradients(plain), losses_and_gradients(fused)
@@ -81,7 +71,7 @@ def test_no_graph_is_made_after_the_first_step_and_validation(
     name: str, recompute: str, world: Groups
 ) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    chunk = new_chunk(MODELS[name], torch.float32, recompute)
+    chunk, _ = drawn(MODELS[name], torch.float32, recompute=recompute)
     compile_blocks_([chunk], counter)
     losses_and_gradients(chunk)
     with torch.no_grad():

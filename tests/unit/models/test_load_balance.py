@@ -8,7 +8,8 @@ import torch
 
 from models.load_balance import balance_, max_violation, routers, token_counts
 from models.routed_scale import routed_scale
-from tests.moe_models import build, model_with
+from tests.families import mixture
+from tests.models import drawn
 
 
 def test_routed_scale_is_that_of_the_paper():
@@ -30,9 +31,9 @@ def test_max_violation_by_hand():
     assert max_violation(counts).tolist() == [0.0, 3.0, 0.5]
 
 
-def skewed(world, **changes):
+def skewed():
     """The chunk of a model whose routers prefer expert 0, and hidden states that make them."""
-    chunk, _, parameters = build(model_with(**changes), world)
+    chunk, parameters = drawn(mixture())
     direction = torch.nn.functional.normalize(torch.ones(32, dtype=torch.float64), dim=0)
     for layer in (1, 2):
         router = parameters[f"layers.{layer}.router"].data
@@ -59,7 +60,7 @@ def violations(chunk, hidden, steps, rate):
 
 
 def test_expert_bias_evens_out_a_skewed_router(world):
-    chunk, hidden = skewed(world)
+    chunk, hidden = skewed()
     course = violations(chunk, hidden, steps=40, rate=0.01)
     assert (course[0] > 0.3).all()
     # The bias ends within a step of the balanced one; a step of 0.01 moves a few tokens of 256.
@@ -70,7 +71,7 @@ def test_expert_bias_evens_out_a_skewed_router(world):
 
 
 def test_an_inactive_step_moves_no_bias(world):
-    chunk, hidden = skewed(world)
+    chunk, hidden = skewed()
     for router in routers([chunk]):
         router(hidden)
     balance_([chunk], token_counts([chunk]), rate=0.1, active=torch.tensor(False))
@@ -80,7 +81,7 @@ def test_an_inactive_step_moves_no_bias(world):
 
 
 def test_evaluation_is_not_counted(world):
-    chunk, hidden = skewed(world)
+    chunk, hidden = skewed()
     with torch.no_grad():
         routers([chunk])[0](hidden)
     assert not token_counts([chunk]).any()

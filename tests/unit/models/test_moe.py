@@ -9,8 +9,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from models.blocks.grouped_experts import grouped_linear
 from models.routed_scale import routed_scale
-from tests.models import tokens_of
-from tests.moe_models import MODEL, build, model_with
+from tests.families import mixture
+from tests.models import drawn, tokens_of
 from tests.step_trace import Operations
 
 SETTINGS = {
@@ -70,8 +70,8 @@ def weights_of_layer(parameters, layer):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_block_is_the_sum_over_experts(world, setting):
-    model = model_with(**SETTINGS[setting])
-    chunk, _, parameters = build(model, world)
+    model = mixture(**SETTINGS[setting])
+    chunk, parameters = drawn(model)
     block = chunk.decoder.layers[2].mlp
     weights = weights_of_layer(parameters, 2)
     weights["router"].data *= 4  # scores that differ
@@ -105,7 +105,7 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
     """Also for experts without tokens."""
     found = {}
     for backend in ("sequential", "grouped"):
-        chunk, _, parameters = build(model_with(backend=backend), world, dtype=dtype)
+        chunk, parameters = drawn(mixture(backend=backend), dtype)
         block = chunk.decoder.layers[2].mlp
         block.router.expert_bias.copy_(torch.tensor([0.0, 2.0, -2.0, 0.0]))
         generator = torch.Generator().manual_seed(2)
@@ -125,7 +125,7 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
 
 
 def test_scores_are_float32_in_a_bfloat16_model(world):
-    chunk, _, parameters = build(MODEL, world, dtype=torch.bfloat16)
+    chunk, parameters = drawn(mixture(), torch.bfloat16)
     router = chunk.decoder.layers[1].mlp.router
     x = torch.randn(16, 2, 32).bfloat16()
     logits = router.gating(x)
@@ -143,7 +143,7 @@ def test_auxiliary_losses_move_the_router_alone(world, loss):
     positions = torch.arange(16).expand_as(tokens)
     gradients = []
     for setting in ({}, loss):
-        chunk, _, parameters = build(model_with(**setting), world)
+        chunk, parameters = drawn(mixture(**setting))
         chunk(tokens, positions, None, labels=labels).mean().backward()
         gradients.append({name: parameter.grad for name, parameter in parameters.items()})
     plain, changed = gradients
@@ -155,9 +155,9 @@ def test_auxiliary_losses_move_the_router_alone(world, loss):
 def test_a_deeper_model_trains_in_a_schedule_after_a_shallower_one_without(world, loss):
     tokens, labels = tokens_of(4, 16, 60)
     positions = torch.arange(16).expand_as(tokens)
-    for layers in (MODEL.layers, MODEL.layers + 1):
-        chunk, _, _ = build(replace(model_with(**loss), layers=layers), world)
-        if layers > MODEL.layers:
+    for layers in (3, 4):
+        chunk, _ = drawn(replace(mixture(**loss), layers=layers))
+        if layers == 4:
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))  # as Megatron's schedules do
         chunk(tokens, positions, None, labels=labels).mean().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in chunk.parameters())

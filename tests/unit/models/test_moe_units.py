@@ -6,10 +6,8 @@ import pytest
 
 from models.config import InitConfig
 from models.size import model_size
+from tests.families import mixture
 from tests.models import initialized
-from tests.moe_models import MODEL, model_with
-
-GATED = model_with(shared_gate=True)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +15,7 @@ GATED = model_with(shared_gate=True)
 )
 def test_depth_scaling_reaches_the_outputs_of_every_layer_and_expert(scaling, squares, scaled):
     init = InitConfig(spectral=False, depth_scaled=True, depth_scaling=scaling, std=1.0)
-    units, parameters = initialized(replace(GATED, init=init))
+    units, parameters = initialized(replace(mixture(shared_gate=True), init=init))
     for unit in units:
         ends = unit.role.rpartition("_")[2]
         if unit.is_matrix and unit.layer is not None and unit.numel >= 512:
@@ -28,7 +26,7 @@ def test_depth_scaling_reaches_the_outputs_of_every_layer_and_expert(scaling, sq
 
 
 def test_model_size_counts_a_known_mixture():
-    size = model_size(MODEL, sequence_length=10)
+    size = model_size(mixture(), sequence_length=10)
     attention = 3 * (32 * 12 * (4 + 2 + 2) + 32 * 12 * 4)
     expert = 3 * 32 * 16
     gains = 3 * (2 * 32 + 2 * 12) + 32

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.initialize import initialize_
 from models.load_balance import token_counts
-from models.size import all_units
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, tiny_model
-from tests.models import built, tokens_of
+from tests.models import drawn, tokens_of
 
 SHAPE: dict[str, Any] = {"ffn": 64, "head_dim": None}
 MODELS = {
@@ -23,9 +21,7 @@ MODELS = {
 
 def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
     """Loss, gradients, tokens per expert, and the bytes kept for backward."""
-    chunk, parameters = built(model, recompute=recompute)
-    units = all_units(model)
-    initialize_(parameters, units, model.init, seed=3, layers=model.layers)
+    chunk, parameters = drawn(model, recompute=recompute)
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
     kept: dict[int, Tensor] = {}
 

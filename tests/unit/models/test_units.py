@@ -13,9 +13,8 @@ from models.size import all_units
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step
-from tests.families import SETTINGS, tiny_model
+from tests.families import SETTINGS, mixture, tiny_model
 from tests.models import built, initialized, parameters_of
-from tests.moe_models import model_with
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
 GRANULARITIES = ["head", "group", "component", "fused"]
@@ -25,7 +24,7 @@ MODELS = {
     "gpt with query-key norms": tiny_model("gpt", qk_norm=True),
     "gpt with a gate": tiny_model("gpt", activation="geglu"),
     "deepseek without query latent": tiny_model("deepseek", latent={**LATENT, "query_rank": None}),
-    "experts behind a gate": model_with(shared_gate=True),
+    "experts behind a gate": mixture(shared_gate=True),
 }
 CASES = {name: (model, {}) for name, model in MODELS.items()} | {
     granularity: (MODEL, {"qkv_units": granularity, "split_gate_up": granularity != "fused"})
