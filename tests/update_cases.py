@@ -4,17 +4,14 @@ from typing import Any
 
 import torch
 
-from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
 from models.pc_config import PCConfig
-from models.size import all_units
 from parallel.comm.groups import Groups
-from parallel.model import ModelOptions, ParallelModel, build_model
-from parallel.optimizer.build import build_optimizer
+from parallel.model import ParallelModel
 from parallel.optimizer.clip_and_step import Update
 from spectral.optimizer import SpectralOptimizer
 from spectral.rules import RULES
-from training.assignments import assignments
+from tests.stepped_models import assigned, stepped_model
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig, RulesConfig
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
@@ -44,22 +41,15 @@ def built(
     fields = SHORT | {"spectral_sphere": SHORT["spectral_sphere"] | {"early_exit": early_exit}}
     rules = RulesConfig(**{name: RULES[name](**each) for name, each in fields.items()})
     config = OptimizerConfig(matrix=group, embedding=ADAMW, head=ADAMW, scalar=ADAMW, rules=rules)
-    units = all_units(TINY)
-    chosen = PC[pc]
-    assign = assignments(config, units if chosen is None else with_gammas(units, chosen), chosen)
-    model = build_model(
+    model, optimizer = stepped_model(
         TINY,
         world,
-        ModelOptions(
-            seed=3,
-            sequence_length=8,
-            dtype=torch.bfloat16,
-            elementwise=lambda unit: not assign(unit).whole_matrix,
-            preconditioned=lambda unit: assign(unit).pc is not None,
-            pc=chosen,
-        ),
+        assigned(config, TINY, PC[pc]),
+        apart=True,
+        optimizer={"overlap_gather": False, "step_groups": 2},
+        dtype=torch.bfloat16,
+        pc=PC[pc],
     )
-    optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)
     return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)
 
 

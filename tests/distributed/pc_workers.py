@@ -8,23 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.blocks.in_graph_pc import GAMMA, with_gammas
-from models.config import ModelConfig
+from models.blocks.in_graph_pc import GAMMA
 from models.pc_config import PCConfig
-from models.size import all_units
 from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
-from parallel.model import ModelOptions, ParallelModel, build_model
-from parallel.optimizer.build import build_optimizer
+from parallel.model import ParallelModel
 from parallel.optimizer.exchange import assemble
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.state_workers import label, started
 from tests.distributed.workers import Case, built, named_gradient
 from tests.saved_state import save_state
-from training.assignments import assignments
+from tests.stepped_models import TINY, assigned, stepped_model
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
 from training.loop import Trainer
 
@@ -32,7 +29,6 @@ HALF, STEPS = 2, 4
 BLOCKS = ["k", "o", "gate", "up", "down"]
 GROUP = GroupConfig(rule="adamw", lr=1e-3)
 OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=GROUP, head=GROUP, scalar=GROUP)
-TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 
 
 def gradients(layouts: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
@@ -116,19 +112,7 @@ def preconditioned(
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """A tiny model with PC layers in float64, and its optimizer."""
     pc = PCConfig(level=4, blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
-    assign = assignments(OPTIMIZER, with_gammas(all_units(TINY), pc), pc)
-    model = build_model(
-        TINY,
-        groups,
-        ModelOptions(
-            seed=3,
-            sequence_length=8,
-            dtype=torch.float64,
-            elementwise=lambda unit: not assign(unit).whole_matrix,
-            pc=pc,
-        ),
-    )
-    return model, build_optimizer(model, assign)
+    return stepped_model(TINY, groups, assigned(OPTIMIZER, TINY, pc), pc=pc)
 
 
 def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:

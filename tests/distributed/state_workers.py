@@ -11,38 +11,22 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.layout import Layout
 from models.load_balance import balance_, routers, token_counts
-from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis, Groups
-from parallel.model import ModelOptions, ParallelModel, build_model
-from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.domain_optimizer import DomainOptimizer
-from parallel.optimizer.optimizer import DistributedOptimizer
-from parallel.optimizer.routing import Assign, Assignment
-from spectral.rules import RULES
 from tests.distributed.workers import joined, start
 from tests.families import mixture
 from tests.models import tokens_of
 from tests.saved_state import save_state
+from tests.stepped_models import TINY, assign_matrices, stepped_model
 from training.loop import mean_loss
 
-MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 BATCH, LENGTH = 4, 16
 
 Sizes = dict[str, int]
 Tensors = dict[str, Tensor]
-
-
-def assign_matrices(rule: str) -> Assign:
-    """Assign matrices to `rule`, everything else to AdamW."""
-
-    def assign(unit: Unit) -> Assignment:
-        name = "adamw" if unit.role in ("embedding", "head", "gain") else rule
-        return Assignment(name, name, RULES[name](), 0.02, 0.1)
-
-    return assign
 
 
 class Trained:
@@ -55,23 +39,19 @@ class Trained:
         *,
         seed: int = 3,
         dtype: torch.dtype = torch.float32,
-        model: ModelConfig = MODEL,
+        model: ModelConfig = TINY,
         storage: str = "even",
     ) -> None:
-        assign = assign_matrices(rule)
         self.groups = groups
-        self.model: ParallelModel = build_model(
+        self.model, self.optimizer = stepped_model(
             model,
             groups,
-            ModelOptions(
-                seed=seed,
-                sequence_length=LENGTH,
-                dtype=dtype,
-                elementwise=lambda unit: not assign(unit).whole_matrix,
-                storage=storage,
-            ),
+            assign_matrices(rule),
+            seed=seed,
+            sequence_length=LENGTH,
+            dtype=dtype,
+            storage=storage,
         )
-        self.optimizer: DistributedOptimizer = build_optimizer(self.model, assign)
 
     def steps(self, count: int) -> list[float]:
         """Mean losses of `count` steps, each before its update, on every rank."""
@@ -254,18 +234,18 @@ def rounded(run: Trained) -> bool:
 def trained(groups: Groups, name: str, **options: Any) -> Trained:
     """The model of a run before any step."""
     rule, dtype, *rest = name.split()
-    model = mixture() if rest == ["moe"] else MODEL
+    model = mixture() if rest == ["moe"] else TINY
     return Trained(groups, rule, dtype=getattr(torch, dtype), model=model, **options)
 
 
 def refusals(folder: str) -> dict[str, dict[str, str]]:
     """What `load_state` says to checkpoints that do not fit, on two pipeline stages."""
     groups = process_groups.initialize(Layout(pipeline=2))
-    small = Trained(groups, "adamw", model=replace(MODEL, layers=2))
+    small = Trained(groups, "adamw", model=replace(TINY, layers=2))
     save_state(f"{folder}/two layers", small.model, small.optimizer)
     cases = {
-        "missing unit": Trained(groups, "adamw", model=replace(MODEL, layers=4)),
-        "other shape": Trained(groups, "adamw", model=replace(MODEL, ffn=64)),
+        "missing unit": Trained(groups, "adamw", model=replace(TINY, layers=4)),
+        "other shape": Trained(groups, "adamw", model=replace(TINY, ffn=64)),
         "other rule": Trained(groups, "spectral_sphere"),
         "other dtype": Trained(groups, "adamw", dtype=torch.float64),
     }

@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from models.config import ModelConfig
 from models.initialize import initialize_
 from models.size import all_units
 from spectral.rules import MuonRule, take_step
 from tests.distributed.workers import named_gradient
 from tests.launch import run_on_ranks
-
-TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
+from tests.stepped_models import TINY
 
 WORKERS = "tests.distributed.workers"
 STEPS = 3

@@ -1,27 +1,24 @@
 """What the ranks of the distributed tests run."""
 
-from dataclasses import astuple, replace
+from collections.abc import Collection
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from models.config import ModelConfig
 from models.initialize import normal
 from models.units import Unit
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis
-from parallel.model import ModelOptions, ParallelModel, build_model
-from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
-from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
-from spectral.effective_weight import Preconditioner
-from spectral.rules import RULES as RULE_CLASSES
+from parallel.model import ParallelModel
+from parallel.optimizer.build import DisagreementError, check_agreement
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
+from tests.stepped_models import TINY, assign_matrices, stepped_model
 from training.build import build_data, build_trainer
-from training.config import group_of
 from training.config.sections.parallel import ParallelConfig
 from training.loop import StepResult, Trainer
 from training.samples import next_tokens
@@ -185,7 +182,7 @@ def units_after(
     overlap: bool = True,
     tensor_mode: str = "owner",
     pc_level: int | None = None,
-    penalised: list[str] | None = None,
+    penalised: Collection[str] = (),
     layer_factors: list[float] | None = None,
     **unit_options: Any,
 ) -> dict[str, torch.Tensor]:
@@ -195,26 +192,25 @@ def units_after(
     mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
     step are returned as if they were one more unit.
     """
-    model = tiny_model(
+    model, optimizer = stepped_model(
+        TINY,
         layout_groups,
+        assign_matrices(rule, pc_level, penalised, layer_factors),
+        optimizer={
+            "placement": placement,
+            "step_groups": step_groups,
+            "overlap_gather": overlap,
+            "tensor_mode": tensor_mode,
+        },
         storage=storage,
         overlap_reduce=overlap,
         **unit_options,
-    )
-    declared = model.units
-    optimizer = build_optimizer(
-        model,
-        assign_matrices(rule, pc_level, penalised, layer_factors),
-        placement=placement,
-        step_groups=step_groups,
-        overlap_gather=overlap,
-        tensor_mode=tensor_mode,
     )
     tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
     share = 2.0 * (replicas.rank + 1) / (replicas.size + 1)  # 1 on average
     extra = {}
     for step in range(steps):
-        for unit in declared:
+        for unit in model.units:
             whole = named_gradient(unit, step) * share
             model.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
         model.finish_gradients()
@@ -227,60 +223,12 @@ def units_after(
     return extra | {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
 
 
-def tiny_model(layout_groups: process_groups.Groups, **options: Any) -> ParallelModel:
-    """A float64 two-layer model whose matrices have whole-matrix rules."""
-    return build_model(
-        ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60),
-        layout_groups,
-        ModelOptions(
-            seed=3,
-            sequence_length=8,
-            dtype=torch.float64,
-            elementwise=lambda unit: group_of(unit.role) != "matrix",
-            **options,
-        ),
-    )
-
-
 def named_gradient(unit: Unit, step: int) -> torch.Tensor:
     """Float64 gradient `[*shape]` of a whole unit, drawn like its initial value."""
     cols = unit.shape[-1]
     draws = unit.draws or ((unit.name, 1),)
     rows = [normal(f"gradient {step} {name}", (count, cols), 0) for name, count in draws]
     return torch.cat(rows).double().reshape(unit.shape)
-
-
-def assign_matrices(
-    rule: str,
-    pc_level: int | None = None,
-    penalised: list[str] | None = None,
-    layer_factors: list[float] | None = None,
-    **options: Any,
-) -> Assign:
-    """Assign matrices to `rule` with `options`, everything else to AdamW.
-
-    With a `pc_level`, keys and all matrices after attention are PC layers. The roles `penalised`
-    have a Gram penalty. `layer_factors` multiply the rates of each layer's units, with gammas.
-    """
-    penalty = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
-    pc = None
-    if pc_level is not None:
-        preconditioner = Preconditioner(level=pc_level, init_compensation=pc_level % 2 == 1)
-        pc = PCAssignment(preconditioner, RULE_CLASSES["adamw"](), 0.03, 0.2)
-
-    def assign(unit: Unit) -> Assignment:
-        group = group_of(unit.role)
-        name = rule if group == "matrix" else "adamw"
-        mine = options if group == "matrix" else {}
-        factor = 1.0 if layer_factors is None or unit.layer is None else layer_factors[unit.layer]
-        mapped = pc if unit.role in ("k", "o", "gate", "up", "down") else None
-        if mapped is not None:
-            mapped = replace(mapped, gamma_lr=mapped.gamma_lr * factor)
-        added = penalty if unit.role in (penalised or ()) else None
-        lr = 0.02 * factor
-        return Assignment(group, name, RULE_CLASSES[name](**mine), lr, 0.1, mapped, added)
-
-    return assign
 
 
 def disagree() -> str:

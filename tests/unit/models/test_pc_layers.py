@@ -5,22 +5,19 @@ import torch
 from torch import Tensor
 
 from models.blocks.in_graph_pc import GAMMA, with_gammas
-from models.config import ModelConfig
 from models.pc_config import PCConfig, PCOverride
 from models.size import all_units
 from parallel.comm import groups as process_groups
-from parallel.model import ModelOptions, ParallelModel, build_model
-from parallel.optimizer.build import build_optimizer
+from parallel.model import ParallelModel
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.odd_polynomial import evaluate
 from tests.families import tiny_model
 from tests.models import tokens_of
-from training.assignments import assignments
+from tests.stepped_models import TINY, assigned, stepped_model
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
 from training.loop import mean_loss
 
-TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 GROUP = GroupConfig(rule="muon", lr=0.02, weight_decay=0.1)
 SCALAR = GroupConfig(rule="adamw", lr=0.02)
 OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=SCALAR, head=SCALAR, scalar=SCALAR)
@@ -33,22 +30,9 @@ def built(
     *,
     apart: bool = False,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """A tiny model and its optimizer; `apart` puts preconditioned units in buckets of their own."""
-    units = all_units(TINY)
-    assign = assignments(OPTIMIZER, units if pc is None else with_gammas(units, pc), pc)
-    model = build_model(
-        TINY,
-        world,
-        ModelOptions(
-            seed=3,
-            sequence_length=8,
-            dtype=dtype,
-            elementwise=lambda unit: not assign(unit).whole_matrix,
-            preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
-            pc=pc,
-        ),
-    )
-    return model, build_optimizer(model, assign)
+    """A tiny model and its optimizer."""
+    assign = assigned(OPTIMIZER, TINY, pc)
+    return stepped_model(TINY, world, assign, apart=apart, dtype=dtype, pc=pc)
 
 
 def loss_of(model: ParallelModel, train: bool = False) -> Tensor:

@@ -15,6 +15,7 @@ from spectral.rules import RULES
 from spectral.rules.base import take_step
 from tests.families import SETTINGS, mixture, tiny_model
 from tests.models import built, initialized, parameters_of
+from tests.stepped_models import TINY, assign_matrices, stepped_model
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
 GRANULARITIES = ["head", "group", "component", "fused"]
@@ -123,11 +124,11 @@ def test_the_draw_does_not_depend_on_how_weights_are_split():
     ("name", "granularity"),
     [*((name, "head") for name in RULES), *(("muon_sphere", g) for g in GRANULARITIES[1:])],
 )
-def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, one_process_model):
+def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, world):
     """q, k, v heads, gate and up inside fused parameters against separate plain matrices, also of
     a rule that rescales them, which must not hit a copy."""
     rule = RULES[name]()
-    model, step = one_process_model(rule, qkv_units=granularity)
+    model, optimizer = stepped_model(TINY, world, assign_matrices(name), qkv_units=granularity)
     separate = {
         unit.name: unit.view(model.parameters[unit.parameter].detach())
         .reshape(1, *unit.shape)
@@ -137,7 +138,11 @@ def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, one
     }
     states = {unit: rule.init_state(weight) for unit, weight in separate.items()}
     for _ in range(3):
-        gradients = step(lr=0.02)
+        gradients = {}
+        for unit in model.units:
+            gradient = model.gradient(unit).normal_()
+            gradients[unit.name] = gradient.reshape(unit.shape).clone()
+        optimizer.step(1.0, torch.tensor(True))
         for unit, weight in separate.items():
             take_step(
                 rule, weight, gradients[unit][None].clone(), states[unit], lr=0.02, weight_decay=0.1

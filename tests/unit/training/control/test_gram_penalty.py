@@ -7,13 +7,11 @@ import torch
 
 from models.units import Unit
 from parallel.model import ParallelModel
-from parallel.optimizer.build import build_optimizer
-from parallel.optimizer.routing import Assignment, Penalty
-from spectral.rules import RULES
+from parallel.optimizer.routing import Penalty
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
+from tests.stepped_models import TINY, assign_matrices, stepped_model
 from training.build import build_data, build_trainer
-from training.config import group_of
 from training.run import train
 
 ROLES = ("v", "o", "down")
@@ -33,17 +31,10 @@ def local(model: ParallelModel, unit: Unit) -> torch.Tensor:
 
 @pytest.mark.parametrize(("power", "side"), [(2, "in"), (1, "out")])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_its_gradient_is_added_once(one_process_model, power, side, name):
-    rule = RULES[name]()
-    model, _ = one_process_model(rule)
+def test_its_gradient_is_added_once(world, power, side, name):
     penalty = Penalty(coefficient=0.3, power=power, side=side, normalize=None)
-
-    def assign(unit: Unit) -> Assignment:
-        mine = rule if group_of(unit.role) == "matrix" else RULES["adamw"]()
-        added = penalty if unit.role in ROLES else None
-        return Assignment(group_of(unit.role), name, mine, 0.01, 0.0, penalty=added)
-
-    optimizer = build_optimizer(model, assign)
+    assign = assign_matrices(name, penalised=ROLES, penalty=penalty)
+    model, optimizer = stepped_model(TINY, world, assign)
     before = {}
     for unit in model.units:
         model.gradient(unit).copy_(torch.randn_like(model.gradient(unit)))

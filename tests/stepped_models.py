@@ -1,0 +1,86 @@
+"""Tiny models with the optimizer that steps them, and which rule steps which unit."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from models.blocks.in_graph_pc import with_gammas
+from models.config import ModelConfig
+from models.pc_config import PCConfig
+from models.size import all_units
+from models.units import Unit
+from parallel.comm.groups import Groups
+from parallel.model import ModelOptions, ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
+from spectral.effective_weight import Preconditioner
+from spectral.rules import RULES
+from training.assignments import assignments
+from training.config import group_of
+from training.config.sections.optimizer import OptimizerConfig
+
+TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
+PENALTY = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
+
+
+def stepped_model(
+    model: ModelConfig,
+    groups: Groups,
+    assign: Assign,
+    *,
+    apart: bool = False,
+    optimizer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[ParallelModel, DistributedOptimizer]:
+    """Build a model, of seed 3 in float64 unless `options` say else, and its optimizer.
+
+    `apart` puts preconditioned units in buckets of their own; `optimizer` are options of
+    `build_optimizer`.
+    """
+    defaults = {"seed": 3, "sequence_length": 8, "dtype": torch.float64}
+    given = ModelOptions(
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
+        **(defaults | options),
+    )
+    built = build_model(model, groups, given)
+    return built, build_optimizer(built, assign, **(optimizer or {}))
+
+
+def assigned(optimizer: OptimizerConfig, model: ModelConfig, pc: PCConfig | None) -> Assign:
+    """Return how a run with this section assigns the units of a model, and gammas of PC layers."""
+    units = all_units(model)
+    return assignments(optimizer, units if pc is None else with_gammas(units, pc), pc)
+
+
+def assign_matrices(
+    rule: str,
+    pc_level: int | None = None,
+    penalised: Collection[str] = (),
+    layer_factors: list[float] | None = None,
+    penalty: Penalty = PENALTY,
+) -> Assign:
+    """Assign matrices to `rule`, everything else to AdamW.
+
+    With a `pc_level`, keys and all matrices after attention are PC layers. The roles `penalised`
+    have a Gram penalty. `layer_factors` multiply the rates of each layer's units, with gammas.
+    """
+    pc = None
+    if pc_level is not None:
+        preconditioner = Preconditioner(level=pc_level, init_compensation=pc_level % 2 == 1)
+        pc = PCAssignment(preconditioner, RULES["adamw"](), 0.03, 0.2)
+
+    def assign(unit: Unit) -> Assignment:
+        group = group_of(unit.role)
+        name = rule if group == "matrix" else "adamw"
+        factor = 1.0 if layer_factors is None or unit.layer is None else layer_factors[unit.layer]
+        mapped = pc if unit.role in ("k", "o", "gate", "up", "down") else None
+        if mapped is not None:
+            mapped = replace(mapped, gamma_lr=mapped.gamma_lr * factor)
+        added = penalty if unit.role in penalised else None
+        return Assignment(group, name, RULES[name](), 0.02 * factor, 0.1, mapped, added)
+
+    return assign
