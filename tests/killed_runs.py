@@ -5,18 +5,15 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from tests.launch import environment, run_on_ranks
 from tests.paths import ROOT
-from tests.run_results import without_times
-from training.checkpoint.files import read_checkpoint, step_folder
-from training.report.metrics import read_metrics
+from tests.run_results import metrics_of, same_state, state_of
 
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"
@@ -24,15 +21,20 @@ PATIENCE = 500.0
 """Seconds for which anything may take: less than survivors of a rank would wait for it, 600."""
 
 
+SMALL = [
+    "model.layers=2", "model.hidden=64", "model.ffn=96", "model.heads=4", "model.kv_heads=2",
+    "model.vocab_size=256", "train.global_batch=4", "train.micro_batch=2",
+    "train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true",
+    "checkpoint.keep_last=2", "log.interval=1", "validation.interval=0", "validation.samples=4",
+    "validation.samples_interval=0",
+]  # fmt: skip
+"""Overrides of a recipe that make it a run of many short steps."""
+
+
 def settings(folder: Path, steps: int, interval: int) -> list[str]:
     """Return the arguments of pretrain.py for a run in `folder`."""
-    sizes = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab_size": 256}
-    changes = [f"model.{name}={size}" for name, size in sizes.items()]
-    changes += [f"train.steps={steps}", "train.global_batch=4", "train.micro_batch=2"]
-    changes += ["train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true"]
-    changes += [f"checkpoint.interval={interval}", "checkpoint.keep_last=2", "log.interval=1"]
-    changes += ["validation.interval=0", "validation.samples=4", "validation.samples_interval=0"]
-    return [CONFIG, *changes, f"run.dir={folder}"]
+    changes = [f"train.steps={steps}", f"checkpoint.interval={interval}"]
+    return [CONFIG, *SMALL, *changes, f"run.dir={folder}"]
 
 
 def start(arguments: list[str], output: Path, restarts: int) -> subprocess.Popen[bytes]:
@@ -101,19 +103,14 @@ def kill_one(
 
 def differences(one: Path, other: Path, step: int) -> list[str]:
     """Return the names of what differs between two runs, their times aside."""
-    states = [read_checkpoint(step_folder(run, step)).tensors("") for run in (one, other)]
-    found = [
-        name for name in states[0] | states[1]
-        if name not in states[0] or name not in states[1]
-        or not torch.equal(states[0][name], states[1][name])
-    ]  # fmt: skip
-    lines = [[trained(line) for line in read_metrics(run)] for run in (one, other)]
+    found = same_state(*(state_of(run, step) for run in (one, other)))
+    lines = [[trained(line) for line in metrics_of(run)] for run in (one, other)]
     return found + (["metrics.jsonl"] if lines[0] != lines[1] else [])
 
 
-def trained(line: Mapping[str, Any]) -> dict[str, Any]:
+def trained(line: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of steps; only one of the runs is stopped, and validated for that."""
-    return {k: v for k, v in without_times(line).items() if not k.startswith("val/")}
+    return {key: value for key, value in line.items() if not key.startswith("val/")}
 
 
 def killed_run(folder: Path, kills: int, *, interval: int = 2) -> tuple[list[str], list[int], int]:

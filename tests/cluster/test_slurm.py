@@ -10,20 +10,15 @@ import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.network import NODES, until
-from tests.killed_runs import differences, last_step
+from tests.killed_runs import SMALL, differences, last_step
 from training.checkpoint.files import steps as saved_steps
 
 STEPS, INTERVAL = 120, 10
 TIMEOUT = 60
 """Seconds for which a rank waits for another."""
 RUN = [
-    "model.layers=2", "model.hidden=64", "model.ffn=96", "model.heads=4", "model.kv_heads=2",
-    "model.vocab_size=256", "train.global_batch=4", "train.micro_batch=2",
-    "train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true", "run.device=cpu",
-    f"checkpoint.interval={INTERVAL}", "checkpoint.keep_last=2", "log.interval=1",
-    "validation.interval=0", "validation.samples=4", "validation.samples_interval=0",
+    *SMALL, "run.device=cpu", f"checkpoint.interval={INTERVAL}", f"train.steps={STEPS}",
     f"parallel.timeout_seconds={TIMEOUT}",
-    f"train.steps={STEPS}",
 ]  # fmt: skip
 RANK = "python -u pretrain.py"
 
