@@ -4,11 +4,11 @@ A family whose layers are another's needs no entry; its settings are those of th
 tests.families` brings the table of families in docs/models.md up to date.
 """
 
-from pathlib import Path
 from typing import Any
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.families import FAMILIES
+from tests.paths import with_table
 
 SHAPE: dict[str, Any] = {
     "layers": 2,
@@ -97,10 +97,6 @@ def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
     return found
 
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
-
-
 def table() -> str:
     """Return the table of all families, as their records have them."""
     lines = ["| family | what sets it apart | feed-forward block | query-key norms | exported as |"]
@@ -113,12 +109,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(page: str) -> str:
-    """Return the page with the table of today between its marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
-
-
 if __name__ == "__main__":
-    print(with_table(PAGE.read_text()), end="")
+    print(with_table("models.md", "families", table()), end="")

@@ -7,17 +7,15 @@ by tests/distributed/test_support.py. `make pages` brings the page up to date.
 import re
 import tempfile
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from models.families import FAMILIES as ALL
 from tests.families import overrides, settings
+from tests.paths import with_table
 from tests.run_configs import tiny_config
 from training.config import InvalidConfigError, check
 
 RANKS = 4
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
-BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->\n"
 
 SHAPE = {
     "model__layers": 4,
@@ -148,12 +146,5 @@ def column(family: str) -> str:
     return ", ".join([family, *same])
 
 
-def with_table(page: str) -> str:
-    """Return the page with the table of today between its marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
-
-
 if __name__ == "__main__":
-    print(with_table(PAGE.read_text()), end="")
+    print(with_table("parallelism.md", "support", table()), end="")
