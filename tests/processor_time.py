@@ -16,7 +16,7 @@ ALLOWED: dict[str, float] = {
     "tests/rehearsal/": 80.0,  # a process for each rank that differs
     "tests/smoke/": 60.0,  # whole runs, as a user starts them
     "tests/unit/scripts/test_export.py": 25.0,  # runs, and transformers' models of what they save
-    "tests/unit/scripts/test_kills.py": 40.0,  # four commands, whole, killed and given again
+    "tests/unit/scripts/test_kills.py": 40.0,  # three commands, whole, killed and given again
     "tests/unit/scripts/test_prepare_data.py": 45.0,  # the embedded corpus, whole
     "tests/unit/scripts/test_report.py": 25.0,  # two runs with all monitors
     "tests/unit/scripts/test_study.py": 50.0,  # studies of real runs
