@@ -97,10 +97,3 @@ def test_snippets_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, object] = {"__name__": "page"}
     for snippet in snippets:
         exec(compile(snippet, f"docs/{name}", "exec"), namespace)
-
-
-def test_clusters_are_of_legal_sizes() -> None:
-    for page in (ROOT / "docs" / "running.md", ROOT / "scripts" / "slurm" / "README.md"):
-        text = re.sub(r"\\\n\s+", "", page.read_text())
-        for nodes, path in re.findall(r"sbatch .*--nodes=(\d+) \S+ (\S+\.yaml)", text):
-            check(load_config(ROOT / path), 8 * int(nodes))
