@@ -79,22 +79,6 @@ def test_wrong_input_is_said_and_exits_with_2(options, words, rehearse, capsys):
     assert said.startswith("error: ") and words in said
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ([], "--rehearse needs --gpus N"),
-        (["--gpus", "0"], "must be a whole number, at least 1, got '0'"),
-        (["--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
-        (["--gpus", "4", "--dry-run"], "not allowed with argument"),
-        (["--gpus", "4", "--resume", "none"], "--resume needs a run that trains"),
-    ],
-)
-def test_options_that_do_not_fit_are_said_and_exit_with_2(options, words, rehearse, capsys):
-    with pytest.raises(SystemExit) as ended:
-        rehearse(*options)
-    assert ended.value.code == 2 and words in capsys.readouterr().err
-
-
 def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

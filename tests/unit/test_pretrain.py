@@ -110,9 +110,14 @@ def test_script_trains_without_torchrun(folder):
         (["--compile-kernels"], "--compile-kernels needs --rehearse"),
         (["--dry-run", "--resume", "none"], "--resume needs a run that trains"),
         (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
+        (["--rehearse"], "--rehearse needs --gpus N"),
+        (["--rehearse", "--gpus", "0"], "must be a whole number, at least 1, got '0'"),
+        (["--rehearse", "--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
+        (["--rehearse", "--gpus", "4", "--dry-run"], "not allowed with argument"),
+        (["--rehearse", "--gpus", "4", "--resume", "none"], "--resume needs a run that trains"),
     ],
 )
-def test_an_option_without_effect_is_refused(options, problem, folder, capsys):
+def test_options_that_do_not_fit_are_refused(options, problem, folder, capsys):
     with pytest.raises(SystemExit) as ended:
         run(folder, *options)
     assert ended.value.code == 2 and problem in capsys.readouterr().err
