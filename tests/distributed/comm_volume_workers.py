@@ -5,9 +5,7 @@ from typing import Any
 import torch
 
 from parallel.comm import groups as process_groups
-from tests.distributed.workers import rank_folder, start
-from tests.run_configs import tiny_config
-from training.build import build_data, build_trainer
+from tests.distributed.workers import built, start
 
 
 def sent_in_one_step(
@@ -20,12 +18,7 @@ def sent_in_one_step(
     layout_groups = start(layout)
     found = []
     for overrides in runs:
-        config = tiny_config(
-            rank_folder(folder),
-            **{f"parallel__{key}": value for key, value in layout.items()},
-            **overrides,
-        )
-        trainer = build_trainer(config, layout_groups, *build_data(config))
+        trainer = built(folder, layout_groups, (layout, "spectral_sphere", overrides))
         comm_volume = trainer.model.comm_volume
         comm_volume.clear()
         trainer.step(0)

@@ -8,10 +8,8 @@ from torch import Tensor
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
-from tests.distributed.workers import rank_folder, start
+from tests.distributed.workers import built, start
 from tests.models import tokens_of
-from tests.run_configs import tiny_config
-from training.build import build_data, build_trainer
 from training.checkpoint.saving import Saver
 
 LENGTH, VOCABULARY = 32, 120
@@ -23,14 +21,12 @@ def saved_run(folder: str, keys: dict[str, Any]) -> Tensor:
     Returns the losses of the last tokens, `[4, s]`, computed by the trained model itself on its
     layout.
     """
-    layout = {k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k}
-    groups = start(layout)
+    groups = start({k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k})
     keys = {**keys, "train__steps": 3, "run__dir": f"{folder}/saved"}
-    config = tiny_config(rank_folder(folder), **keys)
-    trainer = build_trainer(config, groups, *build_data(config))
+    trainer = built(folder, groups, ({}, "spectral_sphere", keys))
     trainer.run()
     facts = {"identity": {"data": {}, "tokenizer": {}}, "versions": {}, "run_id": "0"}
-    saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
+    saver = Saver(trainer.config, groups, trainer.model, trainer.optimizer, facts)
     saver.begin(trainer.checkpoint())
     saver.wait(lambda failed: failed, lambda: None)
     losses = token_losses(trainer.model, groups)
