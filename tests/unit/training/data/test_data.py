@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.token_files import write_manifest, write_stream
+from tests.token_files import write_manifest
+from tests.unit.training.data.conftest import SIZES
 from training.data import order
 from training.data.order import (
     BLEND_PERIOD,
@@ -28,16 +29,6 @@ from training.data.token_set import TokenSet
 from training.errors import ConfigError, DataError
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
-SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
-
-
-@pytest.fixture
-def prefixes(tmp_path: Path) -> dict[str, Path]:
-    rng = np.random.default_rng(0)
-    return {
-        name: write_stream(tmp_path / name, rng.integers(0, 500, size, dtype=np.uint16))
-        for name, size in SIZES.items()
-    }
 
 
 def training_data(prefixes: dict[str, Path], *, seed: int = 1, length: int = 8) -> TrainingData:

@@ -14,17 +14,6 @@ from training.data.manifest import read_manifest
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import DataError, InputError
 
-SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
-
-
-@pytest.fixture
-def prefixes(tmp_path: Path) -> dict[str, Path]:
-    rng = np.random.default_rng(0)
-    return {
-        name: write_stream(tmp_path / name, rng.integers(0, 500, size, dtype=np.uint16))
-        for name, size in SIZES.items()
-    }
-
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("count", [9, 16, 17, 100])
