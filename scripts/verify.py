@@ -7,7 +7,6 @@ Every file is compared with its hash, and every tensor of a checkpoint is opened
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import add_json, command
+from scripts.command import command
 from training.data.manifest import MANIFEST_FILE
 from training.errors import InputError
 from training.report.table import table
@@ -31,9 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     rows = [row for path in options.paths for row in verified(path)]
     print(table(("what", "verdict"), rows))
-    if options.json is not None:
-        lines = [{"what": what, "verdict": verdict} for what, verdict in rows]
-        options.json.write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
     return int(any(verdict != GOOD for _, verdict in rows))
 
 
@@ -121,7 +117,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="Read all of run folders, checkpoints or prepared data; say what is damaged."
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN|CHECKPOINT|DATA")
-    add_json(parser)
     return parser.parse_args(arguments)
 
 

@@ -123,8 +123,6 @@ def shapes(text: str) -> list[tuple[int, int]]:
 def measured(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Median milliseconds of a step by set and optimizer."""
     makers = own() | peers(options.peers)
-    if options.only:
-        makers = {name: make for name, make in makers.items() if name in options.only}
     found = {}
     for text in options.sets:
         sides = {name: Side(shapes(text), make) for name, make in makers.items()}
@@ -138,7 +136,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", type=Path, help="folder of checkouts")
     parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of weights")
-    parser.add_argument("--only", nargs="+", help="optimizers")
     parser.add_argument("--steps", type=whole_number(), default=10, help="steps timed")
     add_json(parser)
     return parser.parse_args(arguments)
