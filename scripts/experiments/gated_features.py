@@ -1,44 +1,20 @@
 """Figure 11 of the criterion paper: on SwiGLU features the two descents cross."""
 
 import math
-from dataclasses import dataclass
 
-import torch
 from matplotlib.figure import Figure
 from torch.nn import functional as F
 
 from scripts.experiments import relu_features
 from scripts.experiments.check import at_least, at_most
 from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.regression import Regression, descend, first_steps, gaussian
+from scripts.experiments.regression import Sizes, descend, first_steps, random_features
 from spectral.measures import stable_rank
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of inputs, features (and outputs), samples and steps."""
-
-    inputs: int = 50
-    features: int = 100
-    samples: int = 400
-    steps: int = 400
-
-
-def problem(sizes: Sizes, seed: int) -> Regression:
-    """A = silu(V_1 X) * (V_2 X), Y = W# A."""
-    generator = torch.Generator().manual_seed(seed)
-    x = gaussian(generator, sizes.inputs, sizes.samples)
-    gate, up = (
-        gaussian(generator, sizes.features, sizes.inputs) / sizes.inputs**0.5 for _ in range(2)
-    )
-    truth = gaussian(generator, sizes.features, sizes.features) / sizes.features**0.5
-    a = F.silu(gate @ x) * (up @ x)
-    return Regression(a, truth @ a)
-
-
 def run(sizes: Sizes, seed: int) -> Outcome:
-    """Run both descents and find where they cross."""
-    task = problem(sizes, seed)
+    """Run both descents on A = silu(V_1 X) * (V_2 X) and find where they cross."""
+    task = random_features(sizes, seed, 2, lambda gate, up: F.silu(gate) * up)
     stable = float(stable_rank(task.a))
     gd = descend(task, sizes.steps, spectral=False)
     spec = descend(task, sizes.steps, spectral=True)

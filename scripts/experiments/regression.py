@@ -1,5 +1,6 @@
 """Random-feature regression: the quadratic mean((W A - Y)^2) / 2, and two descents on it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,16 @@ POLAR_STEPS = 20
 ROUNDING = 1e-9
 # Relative error of a step in float64 whose msign has converged.
 EXACT = 1e-6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of inputs, features (and outputs), samples and steps."""
+
+    inputs: int = 50
+    features: int = 100
+    samples: int = 400
+    steps: int = 400
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,19 @@ class Regression:
     def loss(self, w: Tensor) -> Tensor:
         """The objective `[]`."""
         return (w @ self.a - self.y).square().sum() / (2 * self.a.shape[1])
+
+
+def random_features(
+    sizes: Sizes, seed: int, maps: int, feature: Callable[..., Tensor]
+) -> Regression:
+    """A = feature(V X) with one V per map, Y = W# A; rows of V and W# have unit length on
+    average."""
+    generator = torch.Generator().manual_seed(seed)
+    x = gaussian(generator, sizes.inputs, sizes.samples)
+    v = [gaussian(generator, sizes.features, sizes.inputs) for _ in range(maps)]
+    truth = gaussian(generator, sizes.features, sizes.features) / sizes.features**0.5
+    a = feature(*(each / sizes.inputs**0.5 @ x for each in v))
+    return Regression(a, truth @ a)
 
 
 @dataclass(frozen=True)

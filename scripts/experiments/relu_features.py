@@ -5,20 +5,18 @@ from dataclasses import dataclass
 import torch
 from matplotlib.figure import Figure
 
+from scripts.experiments import regression
 from scripts.experiments.check import at_least
 from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.regression import ROUNDING, Regression, descend, first_steps, gaussian
+from scripts.experiments.regression import ROUNDING, descend, first_steps, random_features
 from scripts.plots.style import COLORS, draw_lines, new_figure
 from spectral.measures import stable_rank
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Numbers of inputs, features (and outputs), samples, steps; a restart every `restart`."""
+class Sizes(regression.Sizes):
+    """Those of the problem, and a restart every `restart` steps."""
 
-    inputs: int = 50
-    features: int = 100
-    samples: int = 400
     steps: int = 1000
     restart: int = 100
 
@@ -27,19 +25,10 @@ RESTARTED = 100
 """Steps of spectral descent after every restart."""
 
 
-def problem(sizes: Sizes, seed: int) -> Regression:
-    """A = relu(V X), Y = W# A, with rows of V and W# of unit length on average."""
-    generator = torch.Generator().manual_seed(seed)
-    x = gaussian(generator, sizes.inputs, sizes.samples)
-    v = gaussian(generator, sizes.features, sizes.inputs) / sizes.inputs**0.5
-    truth = gaussian(generator, sizes.features, sizes.features) / sizes.features**0.5
-    a = (v @ x).relu()
-    return Regression(a, truth @ a)
-
-
 def run(sizes: Sizes, seed: int) -> Outcome:
-    """Run both descents, and spectral descent from iterates of gradient descent."""
-    task = problem(sizes, seed)
+    """Run both descents on A = relu(V X), and spectral descent from iterates of gradient
+    descent."""
+    task = random_features(sizes, seed, 1, torch.relu)
     stable = float(stable_rank(task.a))
     points = tuple(range(0, sizes.steps, sizes.restart))
     gd = descend(task, sizes.steps, spectral=False, keep=tuple(range(sizes.steps)))
