@@ -6,7 +6,7 @@
 A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is
 `pretrain.py` in a process of its own with one thread and the `environment` of the study, forked
-from one that has imported everything, or under torchrun with `--nproc` or `--gpus-per-run`. One
+from one that has imported everything, with ranks of its own for `--nproc` or `--gpus-per-run`. One
 that has ended is not repeated, also when its folder is gone: runs.jsonl keeps its figures, under
 its settings, and refuses a study whose data or environment is another since. So the same command
 continues an interrupted study, and started several times at once, by hand or as a SLURM array

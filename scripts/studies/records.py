@@ -55,18 +55,12 @@ SHAPE = {
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; an unfinished last line counts as not written.
-
-    Raises DataError for any other line that is damaged.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    """The objects of a file of JSON lines. Raises DataError for a line that is damaged."""
     found = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             found.append(json.loads(line))
         except ValueError:
-            if number == len(lines) and not line.endswith("\n"):
-                break
             raise DataError(f"{path}, line {number}, is not JSON") from None
         problem = misfit(found[-1], SHAPE, f"{path}, line {number}")
         if problem is not None:

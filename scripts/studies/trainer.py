@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook, claimed
-from scripts.studies.worker import Torchrun, Worker
+from scripts.studies.worker import Worker
 from training.config.files import Content, flat, read_merged
 from training.data.manifest import manifest_of
 from training.errors import InputError
@@ -94,7 +94,7 @@ class Trainer:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.given}
         self._pool = ThreadPoolExecutor(len(places))
         self._begun: dict[str, Future[bool]] = {}
-        self._free: SimpleQueue[tuple[Place, Worker | Torchrun | None]] = SimpleQueue()
+        self._free: SimpleQueue[tuple[Place, Worker | None]] = SimpleQueue()
         for place in places:
             self._free.put((place, None))
 
@@ -182,27 +182,26 @@ class Trainer:
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
         """Exit code and processor seconds of a run in a place that is free."""
-        place, runner = self._free.get()
-        if runner is None:
-            environment = {**self.environment, **place.environment}
-            one = place.ranks == 1
-            runner = Worker(environment) if one else Torchrun(environment, place.ranks)
+        place, worker = self._free.get()
+        if worker is None:
+            worker = Worker({**self.environment, **place.environment})
+        ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
-            ended = runner.run(arguments, log)
+            ended = worker.run([*arguments, *ranks], log)
         except BaseException:
-            runner.close()
+            worker.close()
             self._free.put((place, None))  # another one for the next run
             raise
-        self._free.put((place, runner))
+        self._free.put((place, worker))
         return ended
 
     def close(self) -> None:
         """End what runs were started from, after those that are under way."""
         self._pool.shutdown(cancel_futures=True)
         while not self._free.empty():
-            _, runner = self._free.get()
-            if runner is not None:
-                runner.close()
+            _, worker = self._free.get()
+            if worker is not None:
+                worker.close()
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -215,7 +214,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def message(log: Path) -> str:
-    """The last error of a run, which torchrun prints its own report after, or else its last
-    line."""
+    """The last error of a run, or else its last line."""
     lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])

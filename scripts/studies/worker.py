@@ -1,4 +1,4 @@
-"""Runs of pretrain.py: forks of a process that has imported it, or torchrun.
+"""Runs of pretrain.py: forks of a process that has imported it.
 
 A worker reads a line of JSON for each run, the `arguments` of pretrain.py and its `log`, and
 answers with the exit code and the processor `seconds`.
@@ -55,35 +55,6 @@ class Worker:
         """End the worker, which waits for nothing by then."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
-
-
-class Torchrun:
-    """What `Worker` is for one rank; it keeps nothing between runs."""
-
-    def __init__(self, environment: Mapping[str, str], ranks: int) -> None:
-        self.environment = environment
-        self.ranks = ranks
-
-    def run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Exit code of pretrain.py, which writes its output to `log`, and the processor seconds of
-        all its ranks."""
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        start += [f"--nproc-per-node={self.ranks}", "pretrain.py"]
-        with log.open("wb") as console:
-            process = subprocess.Popen(
-                [*start, *arguments],
-                cwd=ROOT,
-                env=dict(self.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        return process.returncode, usage.ru_utime + usage.ru_stime
-
-    def close(self) -> None:
-        """End nothing."""
 
 
 def serve() -> None:
