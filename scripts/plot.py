@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command, require
+from scripts.command import command, require, write_whole
 from training.errors import InputError
 
 KINDS = ("runs", "compare", "spectrum", "study", "maps")
@@ -85,19 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare_runs(options: argparse.Namespace) -> Path:
     """Write the page about the runs in a folder and return the file."""
-    from scripts.plots.compare import write_comparison
+    from scripts.plots.compare import comparison
 
     path: Path = options.output or options.folder / "compare.html"
     if path.suffix != ".html":
         raise InputError(f"output must end in .html, got {path}")
-    write_comparison(options.folder, path)
+    write_whole(path, comparison(options.folder))
     return path
 
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
     """Write every figure of the runs, or their pages, and return the files."""
     from scripts.plots.figures import write_figures
-    from scripts.plots.report import write_report
+    from scripts.plots.report import report
     from scripts.plots.run_data import read_run
 
     runs = [read_run(folder) for folder in options.runs]
@@ -115,7 +115,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
     for run in runs:
         own = f"{run.name}.html" if options.output else "report.html"
         pages.append((options.output or run.folder) / own)
-        write_report(run, pages[-1])
+        write_whole(pages[-1], report(run))
     return pages
 
 

@@ -11,7 +11,7 @@ figure; results.json and table.md hold the checks of all experiments in the fold
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,15 +43,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def chosen(names: Sequence[str], known: Iterable[str]) -> list[str]:
-    """The experiments to run; without names all. Raises InputError for an unknown one."""
-    known = list(known)
-    for name in names:
-        if name not in known:
-            raise InputError(f"experiments must be {named(name, known)}")
-    return list(dict.fromkeys(names)) or known
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run experiments; 0 if every check passed, 1 if one failed."""
@@ -65,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for experiment in EXPERIMENTS.values():
             print(f"{experiment.name}: {experiment.title}")
         return 0
-    names = chosen(options.names, EXPERIMENTS)
+    for name in options.names:
+        if name not in EXPERIMENTS:
+            raise InputError(f"experiments must be {named(name, EXPERIMENTS)}")
     options.output.mkdir(parents=True, exist_ok=True)
     results = []
-    for name in names:
+    for name in dict.fromkeys(options.names or EXPERIMENTS):
         result = perform(
             EXPERIMENTS[name],
             options.output,

@@ -33,22 +33,15 @@ UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(lo
 """Keys that say nothing of how a model learns."""
 
 
-@dataclass(frozen=True)
-class Measure:
-    """The metric that orders runs: its name and the heading of its columns."""
-
-    metric: str
-    heading: str
+LOSS = ("val/loss", "validation loss")
+BITS = ("val/bpb", "bits per byte")
+"""Metrics that order runs, with the headings of their columns."""
 
 
-LOSS = Measure("val/loss", "validation loss")
-BITS = Measure("val/bpb", "bits per byte")
-
-
-def measure(runs: Sequence[RunData]) -> Measure:
+def measure(runs: Sequence[RunData]) -> tuple[str, str]:
     """Return what runs can be ordered by: nats per token only if all have one vocabulary."""
     vocabularies = {run.config["model"].get("vocab_size") for run in runs}
-    known = all(run.series(BITS.metric) for run in runs if run.series(LOSS.metric))
+    known = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if len(vocabularies) > 1 and known else LOSS
 
 
@@ -58,12 +51,13 @@ class Compared:
 
     run: RunData
     status: RunStatus
-    measure: Measure = LOSS
+    metric: str
+    heading: str
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """The order of runs: by the measure, then by training loss, then the others."""
-        for missing, name in ((False, self.measure.metric), (True, "train/loss")):
+        """The order of runs: by the metric, then by training loss, then the others."""
+        for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:
                 return False, missing, series[-1][1]
@@ -71,8 +65,8 @@ class Compared:
 
     def figures(self) -> list[tuple[str, str]]:
         """Name and value of each column."""
-        known = dict(key_figures(self.run, self.measure.metric))
-        names = {self.measure.heading: "validation loss"} | {name: name for name in COLUMNS}
+        known = dict(key_figures(self.run, self.metric))
+        names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
         return [(name, known.get(key, "-")) for name, key in names.items()]
 
 
@@ -95,21 +89,15 @@ def find_runs(folder: Path) -> list[RunData]:
     return sorted(found, key=lambda run: run.name)
 
 
-def write_comparison(folder: Path, path: Path) -> None:
-    """Write the page about the runs in `folder`."""
-    text = comparison(folder.resolve().name, find_runs(folder))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
-def comparison(title: str, runs: Sequence[RunData]) -> str:
-    """Return the page about runs."""
-    order = measure(runs)
-    found = (Compared(run, run_status(run), order) for run in runs)
+def comparison(folder: Path) -> str:
+    """Return the page about the runs in a folder."""
+    runs = find_runs(folder)
+    metric, heading = measure(runs)
+    found = (Compared(run, run_status(run), metric, heading) for run in runs)
     compared = sorted(found, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
-    sections = [PageSection("runs", "Runs", ABOUT.format(order.heading), "runs", table(compared))]
+    sections = [PageSection("runs", "Runs", ABOUT.format(heading), "runs", table(compared))]
     for kind in FIGURES:
         if kind.name not in OVERLAID or kind.overlay is None or not logged:
             continue
@@ -123,7 +111,7 @@ def comparison(title: str, runs: Sequence[RunData]) -> str:
             sections.append(PageSection(name, heading, "", "reason", each.status, menu=False))
     kinds = [each.status.kind for each in compared]
     counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
-    return page(title, f"{len(runs)} runs", cards=counts, sections=sections)
+    return page(folder.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
 
 
 def table(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ TEMPLATES = Environment(
 class PageSection:
     """A part of a page: its id, heading, the sentence below it, and what its template shows.
 
-    kind  name of the template in templates/
+    kind  name of the template in templates/, without its suffix
     half  whether two such sections share a row where there is room
     menu  whether the menu at the top names it
     """
@@ -38,11 +38,6 @@ class PageSection:
     content: object
     half: bool = False
     menu: bool = True
-
-    @property
-    def template(self) -> str:
-        """File of the template."""
-        return f"{self.kind}.html"
 
 
 def page(

@@ -1,9 +1,8 @@
 """The page about a run: its status, its progress, its figures, samples of text and its config."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import yaml
 
@@ -60,12 +59,6 @@ def report(run: RunData) -> str:
     )
 
 
-def write_report(run: RunData, path: Path) -> None:
-    """Write the page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report(run), encoding="utf-8")
-
-
 def subtitle(run: RunData) -> str:
     """One line about the model and the rule of its matrices."""
     model, matrix = run.config["model"], run.config["optimizer"]["matrix"]
@@ -109,23 +102,8 @@ def samples(run: RunData) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-@dataclass(frozen=True)
-class Happening:
-    """A line of the table of events."""
-
-    time: str
-    step: str
-    kind: str
-    text: str
-
-    @property
-    def alarm(self) -> bool:
-        """Whether it stands out."""
-        return self.kind in ALARMS
-
-
-def happenings(run: RunData) -> Iterator[Happening]:
-    """Yield each event, and skipped steps, in order."""
+def happenings(run: RunData) -> Iterator[dict[str, Any]]:
+    """Yield each event, and skipped steps, in order, as the template names their parts."""
     skipped = 0
     found = [(each["step"], each["time"], each["kind"], said(each)) for each in run.events]
     for line in run.metrics:
@@ -138,7 +116,8 @@ def happenings(run: RunData) -> Iterator[Happening]:
         skipped = now
     for step, time, kind, text in sorted(found, key=lambda each: each[0]):
         shown = time.replace("T", " ").replace("+00:00", " UTC")
-        yield Happening(shown, f"{step:,}", kind, text)
+        alarm = kind in ALARMS
+        yield {"time": shown, "step": f"{step:,}", "kind": kind, "text": text, "alarm": alarm}
 
 
 def said(event: Line) -> str:
