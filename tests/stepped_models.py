@@ -26,19 +26,12 @@ TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=
 PENALTY = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
 
 
-def stepped_model(
-    model: ModelConfig,
-    groups: Groups,
-    assign: Assign,
-    *,
-    apart: bool = False,
-    optimizer: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> tuple[ParallelModel, DistributedOptimizer]:
-    """Build a model, of seed 3 in float64 unless `options` say else, and its optimizer.
+def parallel_model(
+    model: ModelConfig, groups: Groups, assign: Assign, *, apart: bool = False, **options: Any
+) -> ParallelModel:
+    """Build a model, of seed 3 in float64 unless `options` say else.
 
-    `apart` puts preconditioned units in buckets of their own; `optimizer` are options of
-    `build_optimizer`.
+    `apart` puts preconditioned units in buckets of their own.
     """
     defaults = {"seed": 3, "sequence_length": 8, "dtype": torch.float64}
     given = ModelOptions(
@@ -46,7 +39,19 @@ def stepped_model(
         preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
         **(defaults | options),
     )
-    built = build_model(model, groups, given)
+    return build_model(model, groups, given)
+
+
+def stepped_model(
+    model: ModelConfig,
+    groups: Groups,
+    assign: Assign,
+    *,
+    optimizer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[ParallelModel, DistributedOptimizer]:
+    """Build a model of `options` and its optimizer, of options of `build_optimizer`."""
+    built = parallel_model(model, groups, assign, **options)
     return built, build_optimizer(built, assign, **(optimizer or {}))
 
 

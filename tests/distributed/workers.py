@@ -14,10 +14,10 @@ from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
-from parallel.optimizer.build import DisagreementError, check_agreement
+from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
-from tests.stepped_models import TINY, assign_matrices, stepped_model
+from tests.stepped_models import TINY, assign_matrices, parallel_model
 from training.build import build_data, build_trainer
 from training.config.sections.parallel import ParallelConfig
 from training.loop import StepResult, Trainer
@@ -192,25 +192,29 @@ def units_after(
     mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
     step are returned as if they were one more unit.
     """
-    model, optimizer = stepped_model(
+    assign = assign_matrices(rule, pc_level, penalised, layer_factors)
+    model = parallel_model(
         TINY,
         layout_groups,
-        assign_matrices(rule, pc_level, penalised, layer_factors),
-        optimizer={
-            "placement": placement,
-            "step_groups": step_groups,
-            "overlap_gather": overlap,
-            "tensor_mode": tensor_mode,
-        },
+        assign,
         storage=storage,
         overlap_reduce=overlap,
         **unit_options,
+    )
+    declared = model.units  # of which the optimizer may make pieces
+    optimizer = build_optimizer(
+        model,
+        assign,
+        placement=placement,
+        step_groups=step_groups,
+        overlap_gather=overlap,
+        tensor_mode=tensor_mode,
     )
     tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
     share = 2.0 * (replicas.rank + 1) / (replicas.size + 1)  # 1 on average
     extra = {}
     for step in range(steps):
-        for unit in model.units:
+        for unit in declared:
             whole = named_gradient(unit, step) * share
             model.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
         model.finish_gradients()
