@@ -13,6 +13,7 @@ folder named step_* was complete once. It needs nothing outside its folder, and 
 decides what is loaded.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -374,20 +375,15 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
     """
     if keep_last is None:
         return []
-    whole = [step for step in steps(run_dir) if _is_complete(step_folder(run_dir, step))]
+    whole: list[int] = []
+    for step in steps(run_dir):
+        with contextlib.suppress(InputError):  # of one that is broken
+            whole.append(_complete(step_folder(run_dir, step)).step)
     old = whole[:-keep_last]
     doomed = [step for step in old if keep_every is None or step % keep_every]
     for step in doomed:
         remove(step_folder(run_dir, step))
     return doomed
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        _complete(path)
-    except InputError:
-        return False
-    return True
 
 
 def sweep(run_dir: str | Path) -> list[str]:

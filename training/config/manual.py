@@ -42,7 +42,8 @@ def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -
     for name, child in children.items():
         if child is not None:
             suffix = ".NAME" if get_origin(hints[name]) is dict else ""
-            about = sentences.get(name) or " ".join(_summary(child).split())
+            first = (inspect.getdoc(child) or "").split("\n\n")[0]  # paragraph
+            about = sentences.get(name) or " ".join(first.split())
             yield from _section(child, join(path, name) + suffix, about, shared)
 
 
@@ -72,11 +73,6 @@ def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
 
 def _line(path: str, row: Row) -> str:
     return f"| {' | '.join(map(_cell, (f'`{join(path, row[0])}`', *row[1:])))} |"
-
-
-def _summary(kind: type) -> str:
-    """The first paragraph of the docstring of `kind`."""
-    return (inspect.getdoc(kind) or "").split("\n\n")[0]
 
 
 def _cell(text: str) -> str:

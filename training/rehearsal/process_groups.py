@@ -89,7 +89,8 @@ class RehearsedGroup(ProcessGroup):
     ) -> Work:
         (parts,), (own,) = outputs, inputs
         for part in parts:
-            _fill(part, own)
+            if not part.is_cuda:  # of the host: as if all ranks said the same
+                part.copy_(own)
         return self._gather(own, parts, sum(part.numel() for part in parts), opts)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> Work:
@@ -222,12 +223,6 @@ def others(whole: Tensor, own: Tensor) -> list[Tensor]:
     flat = whole.view(-1)
     first = own.storage_offset() - whole.storage_offset()
     return [flat[:first], flat[first + own.numel() :]]
-
-
-def _fill(target: Tensor, source: Tensor) -> None:
-    """Give tensors of the host the values that they would have if all ranks said the same."""
-    if not target.is_cuda:
-        target.copy_(source)
 
 
 def install(trace: Trace, world: int) -> None:

@@ -176,8 +176,9 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
     plain = [counts(PLAIN_STEP, name) for name in ("forward_backward", "optimizer")]
     looked = [counts(last, name) for name in ("forward_backward", "optimizer", "monitors")]
     beside = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
+    more = report.scenario.microbatches - report.scenario.rehearsed
     found = {
-        "forward_backward": whole_step(report, plain[0]),
+        "forward_backward": plain[0].add(micro_batch(report, plain[0]), more),
         "optimizer": plain[1],
         "monitors": beside,
         "validation": counts(last, "validation"),
@@ -187,14 +188,6 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
         # Later steps keep what monitors compare.
         found[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
     return found
-
-
-def whole_step(report: RankReport, counts: Counts) -> Counts:
-    """The counts of all micro-batches of a step, from those of the ones that were rehearsed."""
-    scenario = report.scenario
-    assert scenario is not None
-    more = scenario.microbatches - scenario.rehearsed
-    return counts.add(micro_batch(report, counts), more)
 
 
 def micro_batch(report: RankReport, counts: Counts) -> Counts:

@@ -83,7 +83,7 @@ ROUNDING = 512
 class Allocations:
     """Follows storages from their first use until the host has dropped them.
 
-    live, peak   bytes now, and the most since `start_peak`
+    live, peak   bytes now, and the most since `peak` was set to that
     pools        the most bytes at one moment by the stream that was current when they were
                  allocated: PyTorch's allocator keeps a pool for each, and what one stream has freed
                  no other uses
@@ -113,10 +113,6 @@ class Allocations:
         if number not in self._known:
             self._count(number, storage)
         return number
-
-    def start_peak(self) -> None:
-        """Measure the peak anew."""
-        self.peak = self.live
 
     def _count(self, number: int, storage: torch.UntypedStorage) -> None:
         size = -(-storage.nbytes() // ROUNDING) * ROUNDING
@@ -212,7 +208,7 @@ class Trace:
 
     def _switch(self, name: str) -> None:
         self._keep_peak()
-        self.memory.start_peak()
+        self.memory.peak = self.memory.live
         self.phase = name
         self._now = self.counts.setdefault((self.step, name), Counts())
 
