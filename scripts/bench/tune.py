@@ -59,6 +59,7 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
         return ways(partial(library.gram, x), partial(symmetric.gram, x), tiles)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
+        tiles = tuple(tile for tile in tiles if tile != dispatch.QUACK)  # one stack alone
         return ways(partial(library.grams, stacks), partial(grouped.grams, stacks), tiles)
     r = library.gram(x)
     r = r / torch.linalg.matrix_norm(r, keepdim=True)
@@ -111,12 +112,15 @@ def measure(
             + (f"  WRONG RESULT: {', '.join(wrong)}" if wrong else ""),
             flush=True,
         )
-        entry = {
-            "operation": operation, "dtype": dtype, **looked_up_as(operation, x),
-            "tile": None if best is None else asdict(best), "library_ms": times[None],
-            "best_ms": times[best],
-        }  # fmt: skip
-        yield entry, not wrong
+        # A second choice for where quack's product does not run; of two, the first counts.
+        others = [tile for tile in times if tile != dispatch.QUACK]
+        for tile in dict.fromkeys([best, min(others, key=lambda tile: times[tile])]):
+            entry = {
+                "operation": operation, "dtype": dtype, **looked_up_as(operation, x),
+                "tile": None if tile is None else asdict(tile), "library_ms": times[None],
+                "best_ms": times[tile],
+            }  # fmt: skip
+            yield entry, not wrong
 
 
 def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:

@@ -5,6 +5,7 @@ measures it again. Nothing is measured or tried during a step: the same shape on
 always takes the same kernel.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -53,6 +54,8 @@ class Tile:
     precision: Precision = "ieee"
 
     def __str__(self) -> str:
+        if self == QUACK:
+            return "quack"
         size = f"{self.block}x{self.block}x{self.depth}"
         return size if self.precision == "ieee" else f"{size} {self.precision}"
 
@@ -72,6 +75,8 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
+QUACK = Tile(0, 0, 0, 0)
+"""Stands for the symmetric product of the package quack-kernels, which cuts it itself."""
 HALF_TILES = (
     Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),
     Tile(64, 32, 4, 4),
@@ -83,7 +88,9 @@ SINGLE_TILES = (
 
 def candidates(dtype: str) -> tuple[Tile, ...]:
     """Return the tiles that tuning tries."""
-    return SINGLE_TILES if dtype == "float32" else HALF_TILES
+    if dtype == "float32":
+        return SINGLE_TILES
+    return (*HALF_TILES, QUACK) if has_quack() else HALF_TILES
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,17 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@lru_cache
+def has_quack() -> bool:
+    """Return whether quack-kernels is installed."""
+    return any(importlib.metadata.Distribution.discover(name="quack-kernels"))
+
+
+def runs(tile: Tile | None, rows: int, cols: int) -> bool:
+    """Return whether a tile can be taken here: quack's needs the package and rows of 16 bytes."""
+    return tile != QUACK or (has_quack() and rows % 8 == cols % 8 == 0)
+
+
 @constant_result
 def listed(device: str) -> bool:
     """Return whether the table has a device of this name or its kind."""
@@ -162,7 +180,8 @@ def lookup(
     """Choose for an operation on a stack of `batch` matrices of `rows` x `cols`."""
     keys = _keys(device) if min(batch, rows, cols) else []
     known = entries()[keys[-1]] if keys and has_triton() else ()
-    fitting = [e for e in known if (e.operation, e.dtype) == (operation, dtype)]
+    same = (e for e in known if (e.operation, e.dtype) == (operation, dtype))
+    fitting = [e for e in same if runs(e.tile, rows, cols)]
     if not fitting:
         return None
     return min(fitting, key=lambda entry: entry.distance(batch, rows, cols)).tile

@@ -5,9 +5,11 @@ own process: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pyte
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -135,9 +137,11 @@ def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     dispatch.forget()
 
 
-def use_table(operations: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_table(
+    operations: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch, tile: Tile = TILE
+) -> None:
     """Send these operations in float32 on this device to the kernels."""
-    entries = [{"operation": name, "tile": asdict(TILE), **PROBLEM} for name in operations]
+    entries = [{"operation": name, "tile": asdict(tile), **PROBLEM} for name in operations]
     path = folder / "table.json"
     path.write_text(json.dumps({"devices": {"cpu": {"measured": None, "entries": entries}}}))
     monkeypatch.setattr(dispatch, "TABLE", path)
@@ -237,6 +241,34 @@ def test_optimizer_joins_shapes_by_the_kernels(
         for ours, expected in zip(joined, stepped(), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
         assert passes.call_count == 2
+
+
+def test_quacks_product_is_chosen_where_it_runs_and_gives_the_librarys(
+    to_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in with the interface of quack-kernels 0.6.5 computes by PyTorch."""
+
+    def gemm_symmetric(
+        A: Tensor, B: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        product = alpha * (A.float() @ B.float())
+        return (product if C is None else product + beta * C.float()).to(A.dtype)
+
+    use_table(dispatch.OPERATIONS[:3], tmp_path, monkeypatch, dispatch.QUACK)
+    x = torch.randn(2, 16, 24) / 20
+    assert dispatch.choose("gram", [x]) is None  # not installed
+    monkeypatch.setattr(dispatch, "has_quack", lambda: True)
+    dispatch.forget()
+    assert dispatch.choose("gram", [x]) == dispatch.QUACK
+    assert dispatch.choose("gram", [x[:, 1:]]) is None  # rows of 16 bytes alone
+    module = SimpleNamespace(gemm_symmetric=gemm_symmetric)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=module))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
+    r = kernels.gram(x)
+    p = kernels.polynomial(r, -2.9, 0.5, 4.1)
+    torch.testing.assert_close(r, library.gram(x))
+    torch.testing.assert_close(p, library.polynomial(r, -2.9, 0.5, 4.1))
+    torch.testing.assert_close(kernels.commuting(p, r, 0.3), library.commuting(p, r, 0.3))
 
 
 def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
