@@ -56,7 +56,8 @@ def _rows(where: object, source: Mapping[str, Any]) -> Iterator[dict[str, object
         yield from datasets.load_dataset(**source, streaming=True)
     # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
     except Exception as error:
-        raise DataError(f"cannot read {where}: {first_line(error)}") from None
+        hint = " (is the name right, is there a network?)" if isinstance(where, HubInput) else ""
+        raise DataError(f"cannot read {where}: {first_line(error)}{hint}") from None
 
 
 def parse_hub_input(source: str) -> HubInput:

@@ -80,6 +80,24 @@ def test_under_tensor_parallelism_idle_weights_stay_and_experts_are_refused(adap
         megatron.build(megatron.KINDS["sso"], [group], **own)
 
 
+def test_megatrons_registry_builds_what_is_registered(
+    adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As megatron-core 0.19.2 does: arguments of a config, and a call to begin the state."""
+    registry = SimpleNamespace(_EMERGING_OPTIMIZERS={}, EmergingOptimizerEntry=SimpleNamespace)
+    monkeypatch.setattr("megatron.core.optimizer.emerging_optimizers", registry, raising=False)
+    megatron = adapter("megatron_registry")
+    megatron.register()
+    chunk, config = Chunk(), SimpleNamespace(lr=1e-3, weight_decay=0.0)
+    for name, kind in megatron.KINDS.items():
+        entry = registry._EMERGING_OPTIMIZERS[name]
+        optimizer = entry.optimizer_cls(
+            [{"params": list(chunk.parameters())}], **entry.config_to_kwargs(config, [chunk], None)
+        )
+        entry.init_state_fn(optimizer, config)
+        assert type(optimizer) is kind and optimizer.param_groups[0]["lr"] == 1e-3
+
+
 @pytest.mark.slow
 def test_torchtitans_trainer_takes_ten_steps_on_two_ranks(tmp_path) -> None:
     """It needs torchtitan 0.3 and triton: `pip install torchtitan triton`."""
