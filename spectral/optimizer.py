@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,9 +28,10 @@ from .local_part import is_dtensor, local_gradient, local_of
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
+from .rules.adamw import ENTRIES
 from .rules.base import check_rates, decay_problem
 from .stepped_unit import SteppedUnit
-from .stepping import Units, accumulated, step_units
+from .stepping import Units, step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -136,9 +138,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Of the parameters that several ranks share, made when they are first needed.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
-        self._held: set[Tensor] = set()  # parameters for which state and owners are up to date
-        # Of parameters under elementwise rules, and where they and their state lie.
-        self._views: dict[Tensor, tuple[list[int], Tensor, State]] = {}
+        # Parameters and states of the last step, for which owners are up to date.
+        self._held: list[Tensor] = []
+        self._states: list[State] = []
+        self._sharded = False  # whether a parameter is a DTensor
 
     @property
     def sent_bytes(self) -> int:
@@ -262,14 +265,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Bring state and owners up to date with the parameters, which may have been replaced."""
-        held = {p for group in self.param_groups for p in group["params"]}
+        listed, states = _listed_in(self.param_groups, "params"), [*self.state.values()]
+        same = _same(listed, self._held)
+        if same and _same(states, self._states) and _are_wide(listed, states):
+            return
         for group in self.param_groups:
             self._initialise(group)
-        if held == self._held:
+        self._states = [*self.state.values()]
+        if same:
             return
+        held = set(listed)
         for parameter in [p for p in self.state if p not in held]:
             del self.state[parameter]
-            self._views.pop(parameter, None)
         members = [
             (p, rule, Division.of(group["units"]))
             for group in self.param_groups
@@ -285,7 +292,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
         if self._ranks is None:
             self._ranks = self._all_ranks(held)
-        self._held = held
+        self._held, self._states = listed, [*self.state.values()]
+        self._sharded = any(map(is_dtensor, listed))
 
     def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
         """Return all ranks that share any parameter, None if there are none."""
@@ -323,7 +331,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._check_state(state_dict)
         settings = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
-        self._held = set()
+        self._held = []
         for group, before in zip(self.param_groups, settings, strict=True):
             own = {f.name: f.default for f in fields(RULES[group["rule"]])}
             if group["rule"] == before["rule"]:
@@ -384,14 +392,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
         steps = {
             p: Step(group["lr"], group["weight_decay"], _on(p.device, active))
             for group in self.param_groups
+            if RULES[group["rule"]] is not AdamWRule
             for p in group["params"]
             if p.grad is not None
         }
         for rule, groups in grouped(self.param_groups, rule_of).items():
-            pairs = [(p, group) for group in groups for p in group["params"] if p in steps]
-            if not rule.whole_matrix:
-                self._step_elementwise(rule, {p: steps[p] for p, _ in pairs})
+            if type(rule) is AdamWRule:
+                for group in groups:
+                    self._step_adamw(rule, group, active)
                 continue
+            pairs = [(p, group) for group in groups for p in group["params"] if p in steps]
             self._step_shared(rule, [p for p, _ in pairs if self._is_shared(p, rule)], steps)
             units = [
                 unit
@@ -415,38 +425,31 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not finite:
             raise FloatingPointError("a gradient is not finite; nothing was updated")
 
-    def _step_elementwise(self, rule: Rule, steps: Mapping[Tensor, Step]) -> None:
-        """Step parameters by an elementwise rule, all of one dtype and device in one call."""
-        kinds: dict[object, tuple[list[Tensor], list[Stack]]] = {}
-        copies = not isinstance(rule, AdamWRule)  # other rules may overwrite gradients
-        for parameter, step in steps.items():
-            weight, state = self._whole(parameter)
-            grad = local_gradient(parameter)
-            if copies or grad.dtype != weight.dtype:
-                grad = grad.to(weight.dtype, copy=copies)
-            parameters, stacks = kinds.setdefault((weight.dtype, weight.device), ([], []))
-            parameters.append(parameter)
-            stacks.append(Stack(weight, grad.unsqueeze(0), state, step))
-        for parameters, stacks in kinds.values():
-            reports = rule.update(accumulated(rule, stacks))
-            for parameter, report in zip(parameters, reports, strict=True):
-                self.last_reports.append(([parameter], report))
-                if parameter.dtype in HALF and MASTER in self.state[parameter]:
-                    local_of(parameter).copy_(self._weight(parameter))
+    def _step_adamw(self, rule: AdamWRule, group: dict[str, Any], active: Tensor | None) -> None:
+        """Step the parameters of a group, all of one dtype and device in one call.
 
-    def _whole(self, parameter: Tensor) -> tuple[Tensor, State]:
-        """Return this rank's part of weight and state as one unit, views that are kept."""
-        state = self.state[parameter]
-        if is_dtensor(parameter):
-            own = {k: local_of(v).unsqueeze(0) for k, v in state.items() if k != MASTER}
-            return self._weight(parameter).unsqueeze(0), own
-        places = [parameter.data_ptr(), *[value.data_ptr() for value in state.values()]]
-        known = self._views.get(parameter)
-        if known is None or known[0] != places:
-            own = {k: v.unsqueeze(0) for k, v in state.items() if k != MASTER}
-            known = places, self._weight(parameter).unsqueeze(0), own
-            self._views[parameter] = known
-        return known[1:]
+        What is done for each of them is most of the time of a step of many small ones.
+        """
+        kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+        stepped = [p for p in group["params"] if p.grad is not None]
+        for parameter in stepped:
+            state = self.state[parameter]
+            weight, grad = state.get(MASTER, parameter), parameter.grad
+            if self._sharded:
+                grad = local_gradient(parameter)
+            if grad.dtype != weight.dtype:
+                grad = grad.to(weight.dtype)
+            own = [weight, grad, *[state[name] for name in ENTRIES]]
+            if self._sharded:
+                own = [*map(local_of, own)]
+            kinds.setdefault((weight.dtype, weight.device), []).append(own)
+        for (_, device), members in kinds.items():
+            step = Step(group["lr"], group["weight_decay"], _on(device, active))
+            rule.advance_([*map(list, zip(*members, strict=True))], step)
+        self.last_reports.append((stepped, {}))
+        for parameter in stepped:
+            if parameter.dtype in HALF and MASTER in self.state[parameter]:
+                local_of(parameter).copy_(self._weight(parameter))
 
     def _step_shared(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
@@ -475,7 +478,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         parameters = _listed_in(self.param_groups, "params")
         grads = [p.grad for p in parameters if p.grad is not None]
-        grads = [local_of(g) if is_dtensor(g) else g for g in grads]
+        if self._sharded:
+            grads = [local_of(g) for g in grads]
         for grad in grads:
             if grad.is_sparse:
                 raise ValueError("gradients must be dense, got a sparse one")
@@ -654,6 +658,17 @@ def _are_float64(params: Sequence[Any]) -> bool:
     """Whether a group's parameters, which may be pairs with names, are in float64."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists have the same objects in the same order; no tensor is compared."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _are_wide(parameters: Sequence[Tensor], states: Sequence[State]) -> bool:
+    """Whether nothing is in 16 bits, and no state has a master."""
+    kinds = {p.dtype for p in parameters} | {v.dtype for s in states for v in s.values()}
+    return kinds.isdisjoint(HALF) and not any(MASTER in state for state in states)
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:

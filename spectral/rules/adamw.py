@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from ..grouped import grouped
-from .base import Report, Rule, Stack, State, decay_, require, require_fraction
+from .base import Report, Rule, Stack, State, Step, decay_, require, require_fraction
+
+ENTRIES = ("momentum", "variance", "step")
+"""Of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,40 +48,42 @@ class AdamWRule(Rule):
     @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
-        active = stacks[0].step.active
-        stepped = None if active is None else active.float()
         for members in grouped(stacks, lambda stack: stack.step.rates).values():
-            self.advance_(members, stepped)
+            own = [[stack.state[name] for stack in members] for name in ENTRIES]
+            lists = [[s.weight for s in members], [s.grad for s in members], *own]
+            if any(len(count) > 1 for count in own[-1]):
+                lists = [units(tensors) for tensors in lists]
+            self.advance_(lists, members[0].step)
         return [{} for _ in stacks]
 
-    def advance_(self, stacks: Sequence[Stack], stepped: Tensor | None) -> None:
-        """Take PyTorch's fused step of stacks with equal rates, unless `stepped` is 0."""
-        lr, weight_decay, active = stacks[0].step
-        weights = [stack.weight for stack in stacks]
+    def advance_(self, lists: Sequence[list[Tensor]], step: Step) -> None:
+        """Take PyTorch's fused step of units of one dtype and device, without a rate per unit.
+
+        `lists` are weights, gradients, means, variances and step counters, one of each per unit.
+        """
+        lr, weight_decay, active = step
+        weights, counts = lists[0], lists[-1]
         if isinstance(weight_decay, Tensor):  # the fused step takes a number
             for weight in weights:
                 decay_(weight, lr, weight_decay, active)
             weight_decay = 0.0
-        moments = [[stack.state[name] for stack in stacks] for name in ("momentum", "variance")]
-        if any(x.shape != w.shape for xs in moments for x, w in zip(xs, weights, strict=True)):
+        shapes = [weight.shape for weight in weights]
+        if any([x.shape for x in moments] != shapes for moments in lists[2:4]):
             raise ValueError("moments must have the shape of their weight")  # not seen by torch
-        counts = [stack.state["step"] for stack in stacks]
+        stepped = None if active is None else active.float()
         if stepped is None:
             torch._foreach_add_(counts, 1)
         else:  # without `alpha`, PyTorch would read the tensor's value
             torch._foreach_add_(counts, stepped, alpha=1)
-        whole = [weights, [stack.grad for stack in stacks], *moments]
-        dense = [[x.contiguous() for x in tensors] for tensors in whole]
-        batched = any(len(count) > 1 for count in counts)
-        separate = [units(tensors) if batched else tensors for tensors in (*dense, counts)]
-        parameters, gradients, means, variances, steps = separate
+        dense = [[x.contiguous() for x in tensors] for tensors in lists[:4]]
+        parameters, gradients, means, variances = dense
         torch._fused_adamw_(
             parameters,
             gradients,
             means,
             variances,
             [],
-            steps,
+            counts,
             lr=lr.float() if isinstance(lr, Tensor) and weights[0].is_cuda else lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -88,7 +93,7 @@ class AdamWRule(Rule):
             maximize=False,
             found_inf=None if stepped is None else 1 - stepped,
         )
-        for tensors, copies in zip(whole, dense, strict=True):
+        for tensors, copies in zip(lists, dense, strict=False):
             for x, copy in zip(tensors, copies, strict=True):
                 if copy is not x:
                     x.copy_(copy)
