@@ -3,7 +3,8 @@
 Each call is a short block Krylov iteration from cached vectors and one fixed generic vector,
 followed by Rayleigh-Ritz, which takes the best vector of the space. A step is two passes over the
 matrix, however few the vectors, and converges with the square root of the spectral gap. The generic
-vector finds directions orthogonal to the cached ones.
+vector finds directions orthogonal to the cached ones. Of few rows a CPU takes the eigenvectors of
+the Gram matrix instead.
 
 `top_singular` caches the top vector. `top_pairs` can cache `NEARBY` vectors beside it, those of the
 next largest singular values. A direction that overtakes the top one is among them long before, so
@@ -15,12 +16,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import kernels
 from .constant_result import constant_result
+from .host_values import is_known
 from .joined_stacks import apart, images, together
 from .krylov import DEPENDENT, krylov_basis, orthonormal, unit
-from .polar import cache_slices
+from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
 NEARBY = 6
@@ -37,6 +40,10 @@ layouts have the same."""
 SQUARINGS = (7, 7, 7)
 """Squarings of the projected matrix between its normalisations, which float64 holds. All together
 tell values 1e-6 apart."""
+EXACT_ROWS = 64
+"""Up to how many rows an eigensolver of `W W^T` is faster on a CPU than the iteration."""
+SQUARES = 1e-25, 1e30
+"""Bounds of `||W||_F^2` within which float32 holds all that matters of `W W^T`."""
 TINY = 1e-300
 FAINT = 1e-20
 """Share of a fixed vector in the start: nothing beside a cached unit vector, all beside zero."""
@@ -99,6 +106,40 @@ def top_pairs(
     """
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype
+    if work[0].shape[1] <= EXACT_ROWS and is_known(work[0]):
+        vectors = _eigenvectors(work, 1 if nearby is None else 1 + NEARBY)
+        long = [x[:, 0] for x in images(vectors[:, :1], work)]
+    else:
+        vectors, long = _iterated(work, cached, steps, nearby)
+    short = vectors[:, 0]
+    length, image = _length(short), together([_length(x) for x in long])
+    # Both vectors of a zero matrix are zero already.
+    sigma = image / length.clamp_(min=TINY)
+    short.div_(length[:, None])
+    for x, each in zip(long, apart(image.clamp_(min=TINY)[:, None], work), strict=True):
+        x.div_(each)
+    return TopPairs(sigma.to(dtype), short, long, None if nearby is None else vectors[:, 1:])
+
+
+def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
+    """Compute the `count` top left singular vectors `[matrices, count, rows]`, zeros where there
+    are fewer, of a matrix that is zero, and of one that is not finite."""
+    gram = together([_gram(w) for w in stacks])
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    rough = ~((trace > SQUARES[0]) & (trace < SQUARES[1]))
+    for i in rough.nonzero()[:, 0].tolist():
+        w = normalized([m for w in stacks for m in w][i][None].double())
+        gram[i] = _gram(w)[0].nan_to_num(0)
+    found = torch.linalg.eigh(gram).eigenvectors[:, :, -count:].flip(-1).mT
+    found = found * gram.diagonal(dim1=-2, dim2=-1).any(-1)[:, None, None]
+    return pad(found, (0, 0, 0, count - found.shape[1])).to(gram.dtype)
+
+
+def _iterated(
+    work: Sequence[Tensor], cached: Tensor, steps: int, nearby: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute the top left vectors, of any length, and the images of the first; see `top_pairs`."""
+    dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
     fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
     start = _start(known.to(dtype), fixed)
@@ -109,16 +150,7 @@ def top_pairs(
     # Fixed ones beside those of the last call, which may be of another space, or zero.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
-    vectors = torch.bmm(best, basis)
-    short = vectors[:, 0]
-    long = [x[:, 0] for x in images(best[:, :1], found)]
-    length, image = _length(short), together([_length(x) for x in long])
-    # Both vectors of a zero matrix are zero already.
-    sigma = image / length.clamp_(min=TINY)
-    short.div_(length[:, None])
-    for x, each in zip(long, apart(image.clamp_(min=TINY)[:, None], work), strict=True):
-        x.div_(each)
-    return TopPairs(sigma.to(dtype), short, long, None if nearby is None else vectors[:, 1:])
+    return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], found)]
 
 
 def _gram(x: Tensor) -> Tensor:

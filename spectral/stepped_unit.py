@@ -29,6 +29,8 @@ class Entry(NamedTuple):
 
     def of(self, value: Tensor) -> Tensor:
         """Return the unit's part, a view."""
+        if value.numel() == self.shape.numel():
+            return value.view(self.shape)
         return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import tangent_model
 from .joined_stacks import apart, together
-from .polar import is_tall, polars_of
+from .polar import cache_slices, is_tall, polars_of
 from .schedules import Coefficients, coefficients
 from .tangent_model import Model
 
@@ -261,8 +261,9 @@ class _Refinement:
         directions, values = [], []
         for m, u, v in zip(self.stacks, apart(self.u, self.stacks), self.v, strict=True):
             phi = found.pop(0).direction  # freed as soon as it is in the dtype of M
-            phi = m.copy_(phi) if self.last else phi.to(self.dtype)
-            values.append((u[:, None] @ phi @ v[:, :, None])[:, 0, 0])
+            phi = m.copy_(phi) if self.last else phi
+            for part, left, right in cache_slices(phi, u, v):
+                values.append((left[:, None] @ part.to(self.dtype) @ right[:, :, None])[:, 0, 0])
             directions.append(phi)
         return directions, together(values).double().masked_fill(~bounded, torch.nan)
 
@@ -273,29 +274,27 @@ class _Refinement:
         `kept` False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
-        left = apart(scaled, self.stacks)
-        found = [
-            self._sum(m, each, v) if m.is_contiguous() else self._sum(m.mT, v, each).mT
-            for m, each, v in zip(self.stacks, left, self.v, strict=True)
-        ]
-        norm = together([torch.linalg.vector_norm(z, dim=(-2, -1)) for z in found])
-        self.kept = norm > self.floor
-        norm = norm.masked_fill(~self.kept, float("inf"))[:, None, None]
-        return [self._divided(found.pop(0), each) for each in apart(norm, self.stacks)]
+        left, floor = (apart(x, self.stacks) for x in (scaled, self.floor))
+        found = [self._sum(*each) for each in zip(self.stacks, left, self.v, floor, strict=True)]
+        self.kept = together([kept for _, kept in found])
+        return [z for z, _ in found]
 
-    def _sum(self, m: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Compute `M + left right^T`, in place if nobody needs M any more, which saves a stack."""
-        if self.last:
-            return m.baddbmm_(left[:, :, None], right[:, None])
-        return torch.baddbmm(m, left[:, :, None], right[:, None])
-
-    def _divided(self, z: Tensor, norm: Tensor) -> Tensor:
-        """Divide `z` and round it to the dtype of msign, in one pass in the order of memory."""
-        if self.msign_dtype == self.dtype:
-            return z.div_(norm)
-        if z.mT.is_contiguous() and not z.is_contiguous():
-            return self._divided(z.mT, norm).mT
-        return torch.div(z, norm, out=torch.empty_like(z, dtype=self.msign_dtype))
+    def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `M + left right^T` of one stack as `_shifted` does, in the order of memory and
+        slice by slice; in place if nobody needs M any more, which saves a stack."""
+        if m.mT.is_contiguous() and not m.is_contiguous():
+            z, kept = self._sum(m.mT, right, left, floor)
+            return z.mT, kept
+        same = self.msign_dtype == self.dtype
+        out = m if self.last and same else torch.empty_like(m, dtype=self.msign_dtype)
+        norms = []
+        for part, x, y, least, target in cache_slices(m, left, right, floor, out):
+            place = target if same else part if self.last else None
+            z = torch.baddbmm(part, x[:, :, None], y[:, None], out=place)
+            norms.append(torch.linalg.vector_norm(z, dim=(-2, -1)))
+            norm = norms[-1].masked_fill(norms[-1] <= least, float("inf"))
+            torch.div(z, norm[:, None, None], out=target)
+        return out, together(norms) > floor
 
     def _narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""
@@ -321,14 +320,15 @@ class _Refinement:
     def _solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
+        if self.options.overwrite and not self.last:
+            both = zip(self.stacks, directions, strict=True)
+            directions = [m.copy_(direction) for m, direction in both]
+        directions = [direction.to(self.dtype) for direction in directions]
         removed = self._remove_rounding(directions, residual) if self.rounding else None
         if removed is not None:
             residual = residual - removed
         converged = (residual.abs() <= self.options.tolerance) & (kept | (self.floor == 0))
         missing = residual.isnan()
-        if self.options.overwrite and not self.last:
-            both = zip(self.stacks, directions, strict=True)
-            directions = [m.copy_(direction) for m, direction in both]
         figures = (
             best.to(self.dtype), residual.masked_fill(missing, 1).to(self.dtype), self.evaluations,
             self.slope.to(self.dtype), converged, ~missing,

@@ -269,18 +269,6 @@ def _broadcast(active: Tensor, x: Tensor) -> Tensor:
     return active.view(-1, *(1,) * (x.ndim - 1)) if active.ndim else active
 
 
-def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None where the host knows at no cost that all of it is True.
-
-    That is so on a CPU, outside of a compiled graph. With None, passes over memory that only keep
-    what they find are left out.
-    """
-    if predicate is None or predicate.device.type != "cpu" or torch.compiler.is_compiling():
-        return predicate
-    known = type(predicate) is Tensor  # a fake tensor, for one, has no value
-    return None if known and bool(predicate.all()) else predicate
-
-
 def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
     """Overwrite `old` where `active`."""
     if active is None:

@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..host_values import unless_all
 from ..polar import cache_slices
-from .base import Rule, State, require_fraction, require_matrices, unless_all
+from .base import Rule, State, require_fraction, require_matrices
 
 
 @dataclass(frozen=True, kw_only=True)

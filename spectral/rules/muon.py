@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..host_values import unless_all
 from ..joined_stacks import apart, numbers, together
 from ..polar import Polar, cache_slices, polars_of
 from ..sphere import SCALES, shape_scale
@@ -22,7 +23,6 @@ from .base import (
     require_choice,
     subtract_,
     taken,
-    unless_all,
 )
 from .momentum import MomentumRule
 from .msign_rule import MsignRule

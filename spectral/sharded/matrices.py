@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ..division import Box, Division, intersection, numel_of, relative
 from ..grouped import grouped
+from ..host_values import unless_all
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
-from ..rules.base import decay_, unless_all
+from ..rules.base import decay_
 from ..stepped_unit import SteppedUnit
 from ..stepping import Units, step_units
 from .copies import copy_all_

@@ -1,10 +1,12 @@
-"""top_singular against a float64 SVD."""
+"""top_singular against a float64 SVD: by the iteration, and as a CPU does it for few rows."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from spectral import top_singular
+from spectral import power_iteration, top_singular
 from spectral.power_iteration import (
     COLD_STEPS,
     NEARBY,
@@ -14,6 +16,13 @@ from spectral.power_iteration import (
     top_pairs,
 )
 from tests.step_trace import Operations
+
+
+@pytest.fixture(autouse=True, params=["iterated", "exact"])
+def exact_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    rows = {"iterated": 0, "exact": power_iteration.EXACT_ROWS}
+    monkeypatch.setattr(power_iteration, "EXACT_ROWS", rows[request.param])
+    yield
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

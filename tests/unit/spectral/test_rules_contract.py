@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from spectral.host_values import unless_all
 from spectral.rules import RULES, Report, Rule, State
-from spectral.rules.base import take_step, unless_all, waiting_field
+from spectral.rules.base import take_step, waiting_field
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
 
