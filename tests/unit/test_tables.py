@@ -89,7 +89,7 @@ TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
 ]
 
 
-@pytest.mark.parametrize(("page", "file", "rows"), TABLES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("page", "file", "rows"), TABLES, ids=[file for _, file, _ in TABLES])
 def test_a_table_has_the_figures_of_its_file(
     page: str, file: str, rows: Callable[[dict[str, Any]], Rows]
 ) -> None:
