@@ -7,6 +7,8 @@
     python scripts/plot.py study runs/studies/radius/results.json --output study.svg
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
+    python scripts/plot.py sphere --output sphere.svg
+    python scripts/plot.py layout --output layout.svg
 
 With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
 drawn one by one where an overlay would be unreadable. --html writes a page per run instead, and
@@ -24,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.command import command, require, write_whole
 from training.errors import InputError
 
-KINDS = ("runs", "compare", "spectrum", "study", "maps")
+KINDS = ("runs", "compare", "spectrum", "study", "maps", "sphere", "layout")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,6 +66,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--curves", nargs="+", metavar="VARIANT", help="plot losses of these over training"
     )
     kinds.add_parser("maps", parents=[output], help="the polynomials of PC layers")
+    kinds.add_parser("sphere", parents=[output], help="a spectral step, and the sphere")
+    kinds.add_parser("layout", parents=[output], help="what each rank holds, and one step")
     return parser.parse_args(given)
 
 
@@ -139,10 +143,18 @@ def draw_one(options: argparse.Namespace) -> Path:
                 figure = plot_curves(options.results, options.curves)
             else:
                 figure = plot_study(options.results)
-        case _:
+        case "maps":
             from scripts.plots.maps import plot_maps
 
             figure = plot_maps()
+        case "sphere":
+            from scripts.plots.sphere import plot_sphere
+
+            figure = plot_sphere()
+        case _:
+            from scripts.plots.layout import plot_layout
+
+            figure = plot_layout()
     save(figure, target)
     return target
 
