@@ -221,7 +221,7 @@ def test_a_tied_head_becomes_a_copy(tokens, tmp_path, capsys) -> None:
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
     assert main(["import", str(source), str(run), "--config", str(config)]) == 0
-    assert "it is a copy" in capsys.readouterr().out
+    assert "imported as a copy" in capsys.readouterr().out
     stored = read_checkpoint(run).tensors()
     assert torch.equal(stored["weight/head"], stored["weight/embedding"])
     assert not stored["weight/head"][120:].any()

@@ -92,5 +92,5 @@ def test_a_stage_multiplies_what_was_tuned_elsewhere():
         ["x=1", "z=1", "y=3"],
         ["x=2", "z=2", "y=3"],
     ]
-    with pytest.raises(ValueError, match="only one of them"):
+    with pytest.raises(ValueError, match="exactly one of"):
         Stage(grid={"x": [1.0]}, factors={"x": [1.0]})
