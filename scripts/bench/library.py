@@ -1,6 +1,7 @@
 """Time of a step of the library's optimizers, beside torch.optim and other libraries.
 
     python scripts/bench/library.py --peers FOLDER --json result.json
+    torchrun --nproc-per-node 2 scripts/bench/library.py --peers FOLDER --sets 12x256x256
 
 `--peers` names a folder with checkouts of other projects under these names, each of which may be
 left out: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
@@ -11,9 +12,13 @@ Every optimizer steps the same weights on the same gradients with one thread, fo
 (COUNTxROWSxCOLS, several with commas). All take turns, and a cell is the median of processor time.
 The first column is each library by its defaults; "equal" are five steps of msign in bfloat16 and
 each weight one matrix, as the peers have them.
+
+Under torchrun the weights are sharded over all ranks by rows, as by FSDP2, and ours and dion's step
+them: the mean of the ranks' processor time, and bytes that they send.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +27,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -93,10 +103,14 @@ def peers(folder: Path | None) -> dict[str, Make]:
 class Side:
     """An optimizer on weights of its own, equal to those of every other side."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], make: Make) -> None:
-        self.turns = 0
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], make: Make, mesh: DeviceMesh | None = None
+    ) -> None:
+        self.mesh, self.turns = mesh, 0
         generator = torch.Generator().manual_seed(0)
-        self.weights = [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        self.weights = [
+            Parameter(self._placed(torch.randn(shape, generator=generator))) for shape in shapes
+        ]
         self.optimizer = make(self.weights)
 
     def turn(self) -> float:
@@ -104,8 +118,67 @@ class Side:
         self.turns += 1
         generator = torch.Generator().manual_seed(self.turns)
         for weight in self.weights:
-            weight.grad = torch.randn(weight.shape, generator=generator)
-        return timed(self.optimizer.step, CPU)[0]
+            weight.grad = self._placed(torch.randn(weight.shape, generator=generator))
+        if self.mesh is None:
+            return timed(self.optimizer.step, CPU)[0]
+        dist.barrier()
+        spent = torch.tensor(timed(self.optimizer.step, CPU)[0])
+        dist.all_reduce(spent)
+        return float(spent) / dist.get_world_size()
+
+    def _placed(self, whole: Tensor) -> Tensor:
+        return whole if self.mesh is None else distribute_tensor(whole, self.mesh, [Shard(0)])
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that this rank sends to others in all-to-alls and all-gathers."""
+
+    sent = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation; of a collective the second argument is what it sends."""
+        name, size = func.name(), dist.get_world_size()
+        if name == "c10d::alltoall_base_":
+            kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
+            self.sent += (args[1].numel() - kept) * args[1].element_size()
+        elif name == "c10d::alltoall_":
+            self.sent += sum(x.nbytes for i, x in enumerate(args[1]) if i != dist.get_rank())
+        elif name.startswith("c10d::") and "allgather" in name:
+            sent = args[1] if isinstance(args[1], Tensor) else args[1][0]
+            self.sent += sent.nbytes * (size - 1)
+        return func(*args, **(kwargs or {}))
+
+
+def sharded(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
+    """Median milliseconds of a step and the bytes of one, by set and optimizer."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wire: dict[str, Any] = {"exchange_dtype": torch.bfloat16}
+    makers: dict[str, Make] = {
+        "Muon, equal": lambda p: Muon(p, **EQUAL, **wire),
+        "SpectralSphere, equal": lambda p: SpectralSphere(p, **EQUAL, **wire),
+    }
+    makers |= {
+        name: partial(make, distributed_mesh=mesh)  # type: ignore[call-arg]
+        for name, make in peers(options.peers).items()
+        if name == "dion Muon"
+    }
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for text in options.sets:
+        sides = {name: Side(shapes(text), make, mesh) for name, make in makers.items()}
+        times = medians({name: side.turn for name, side in sides.items()}, options.steps)
+        found[text] = {}
+        for name, side in sides.items():
+            with torch.compiler.set_stance("force_eager"), Traffic() as traffic:  # type: ignore[no-untyped-call]
+                side.turn()
+            sent = torch.tensor(float(traffic.sent))
+            dist.all_reduce(sent)
+            found[text][name] = {"ms": times[name], "bytes": float(sent)}
+        if dist.get_rank() == 0:
+            print_table([{text: name, **figures} for name, figures in found[text].items()])
+    return found
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
@@ -120,7 +193,7 @@ def shapes(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def measured(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def one_process(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Median milliseconds of a step by set and optimizer."""
     makers = own() | peers(options.peers)
     found = {}
@@ -146,8 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row for each optimizer, and write them."""
     options = parse(arguments)
     torch.set_num_threads(1)
-    content = {"figures": measured(options)}
-    write_json(options.json, record("scripts/bench/library.py", arguments, CPU, content))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    content = {"ranks": ranks, "figures": sharded(options) if ranks > 1 else one_process(options)}
+    if ranks == 1 or dist.get_rank() == 0:
+        write_json(options.json, record("scripts/bench/library.py", arguments, CPU, content))
     return 0
 
 

@@ -68,6 +68,23 @@ def libraries(content: dict[str, Any]) -> Rows:
     return rows
 
 
+SHARDED = {
+    "Muon, equal": "`Muon`",
+    "SpectralSphere, equal": "`SpectralSphere`",
+    "dion Muon": "dion's Muon",
+}
+
+
+def sharded_libraries(content: dict[str, Any]) -> Rows:
+    """Milliseconds and sent megabytes of each optimizer on each set of sharded weights."""
+    rows = []
+    for name, shown in SHARDED.items():
+        spent = [found[name] for found in content["figures"].values()]
+        pairs = [(f"{each['ms']:.0f}", f"{each['bytes'] / 1e6:.1f}") for each in spent]
+        rows.append([shown, *[cell for pair in pairs for cell in pair]])
+    return rows
+
+
 def pc_layers(content: dict[str, Any]) -> Rows:
     """Time of a step and bytes of masters and state, over those without PC layers."""
     sides = {"materialized": content, "in the graph": content["variants"]["pc.evaluator=in_graph"]}
@@ -84,6 +101,7 @@ def pc_layers(content: dict[str, Any]) -> Rows:
 TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
     ("numerics.md", "msign.json", msign),
     ("library.md", "library.json", libraries),
+    ("library.md", "library_two_ranks.json", sharded_libraries),
     ("performance.md", "pc_layers.json", pc_layers),
     ("performance.md", "optimizer_llama271m.json", steps),
 ]
