@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import environment
+
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -25,13 +27,10 @@ def printed(root: Path, folder: Path, *command: str) -> str:
     path = os.pathsep.join(
         [str(folder), str(root / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    # Process groups that another test made in this process have left their names there.
-    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment = own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=root / "examples",
-        env=environment,
+        env=environment() | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
