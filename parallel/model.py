@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -37,6 +37,7 @@ from parallel.storage.gradients import GradientReducer
 from parallel.storage.parameter_names import named_parameters
 from parallel.storage.stage_units import declare_stage_units, units_of_domain
 from parallel.storage.weight_products import sum_in_products_
+from spectral.grouped import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 """Turns token losses `[b, s]` into the micro-batch's scalar loss and the figures to collect."""
@@ -239,6 +240,7 @@ class ModelOptions:
     overlap_reduce      whether reduce-scatters start during the backward pass
     gradient_dtype      as in `Buffers`
     pc                  the PC layers; used if their evaluator is in the graph
+    radius_scalers      those of roles whose initial weights do not have `InitConfig`'s
     weights             gives the initial value `[*shape]` of each whole unit; None draws them
     loss_chunk          entries of this rank's vocabulary whose logits exist at once; None for all
     fused_loss          whether Liger's kernels compute the loss of all logits
@@ -258,6 +260,7 @@ class ModelOptions:
     overlap_reduce: bool = True
     gradient_dtype: torch.dtype | None = None
     pc: PCConfig | None = None
+    radius_scalers: Mapping[str, float] = field(default_factory=dict)
     weights: Callable[[Unit], Tensor] | None = None
     loss_chunk: int | None = None
     fused_loss: bool = False
@@ -390,17 +393,20 @@ def build_domain(
 
 def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
     """Initialise the weights, what PC layers in the graph keep beside them, and the masters."""
+    scalers = options.radius_scalers
     for part in built.domains:
-        initialize_(
-            built.parameters,
-            part.units,
-            model.init,
-            seed=options.seed,
-            layers=model.layers,
-            tensor=(part.domain.tensor.rank, part.domain.tensor.size),
-            given=options.weights,
-            together=partial(in_shares, part.domain.replicas),
-        )
+        by_scaler = grouped(part.units, lambda u: scalers.get(u.role, model.init.radius_scaler))
+        for scaler, units in by_scaler.items():
+            initialize_(
+                built.parameters,
+                units,
+                replace(model.init, radius_scaler=scaler),
+                seed=options.seed,
+                layers=model.layers,
+                tensor=(part.domain.tensor.rank, part.domain.tensor.size),
+                given=options.weights,
+                together=partial(in_shares, part.domain.replicas),
+            )
     built.start_in_graph()
     for part in built.domains:
         part.buffers.reload_masters()

@@ -45,7 +45,7 @@ def _assignment(
     return Assignment(
         group=group_of(unit.role),
         rule_name=settings.rule,
-        rule=optimizer.rule(settings.rule),
+        rule=optimizer.rule_for(unit.role),
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         pc=None if pc is None else _pc_assignment(optimizer, unit, pc),

@@ -349,6 +349,7 @@ def build_parallel_model(
         overlap_reduce=distributed.overlap_reduce,
         gradient_dtype=optional_dtype(distributed.gradient_dtype),
         pc=config.pc,
+        radius_scalers=config.optimizer.radius_scalers(),
         weights=None if weights is None else weights.unit,
         loss_chunk=train.loss_chunk,
         fused_loss=fused_loss(config, groups.device),

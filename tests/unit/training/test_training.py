@@ -11,7 +11,7 @@ from parallel.comm import groups as process_groups
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines
 from training.build import build_data, build_trainer
-from training.config import load_config
+from training.config import group_of, load_config
 from training.evaluate import mean_loss
 from training.run import train
 
@@ -65,6 +65,29 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
     }
     printed = capsys.readouterr().out
     assert "step 20/20 | loss" in printed and "its unigram entropy" in printed
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_role_begins_and_stays_on_the_sphere_of_its_own_radius(steps, folder, world):
+    radii = {"q": 2.0, "down": 0.5}
+    config = tiny_config(
+        folder,
+        optimizer__matrix__weight_decay=0.0,
+        **{f"optimizer__roles__{role}__radius_scaler": scaler for role, scaler in radii.items()},
+    )
+    trainer = build_trainer(config, world, *build_data(config))
+    for _ in range(steps):
+        trainer.advance()
+    for unit in trainer.model.units:
+        if group_of(unit.role) != "matrix":
+            continue
+        weight = unit.view(trainer.model.parameters[unit.parameter]).double()
+        rows, cols = unit.shape
+        radius = radii.get(unit.role, 1.0) * math.sqrt(rows / cols)
+        # A step leaves the sphere by the second order of its length.
+        assert torch.linalg.matrix_norm(weight, 2).item() == pytest.approx(
+            radius, rel=0.01 if steps else 1e-6
+        )
 
 
 def test_validation_is_the_mean_over_every_window(folder, world):

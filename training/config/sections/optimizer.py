@@ -1,7 +1,7 @@
 """The optimizer section of a run config: rules, learning rates, and distribution over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import field, make_dataclass
+from dataclasses import field, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, Field
@@ -10,6 +10,7 @@ from models.layout import QKVUnits
 from models.section import AtLeast0, Positive, Section, shown
 from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
+from spectral.rules.muon_sphere import RadiusRule
 from spectral.sharded.placement import Strategy
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
@@ -94,6 +95,9 @@ class RoleConfig(Section):
     """Peak learning rate; null = the group's."""
     weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's."""
+    radius_scaler: Positive | None = None
+    """Factor of the radius, which initial weights of the role have too; null = the rule's, and
+    model.init's for initial weights."""
 
 
 class RoleSettings(NamedTuple):
@@ -195,6 +199,19 @@ class OptimizerConfig(Section):
         rule: Rule = getattr(self.rules, name)
         return rule
 
+    def rule_for(self, role: str) -> Rule:
+        """Return the rule of `role` with its configured settings, and the radius of the role."""
+        rule = self.rule(self.settings_for(role).rule)
+        scaler = self.radius_scalers().get(role)
+        if scaler is None or not isinstance(rule, RadiusRule):
+            return rule
+        return replace(rule, radius_scaler=scaler)
+
+    def radius_scalers(self) -> dict[str, float]:
+        """Return the factors of the radius by role, of roles that have their own."""
+        scalers = {role: own.radius_scaler for role, own in self.roles.items()}
+        return {role: scaler for role, scaler in scalers.items() if scaler is not None}
+
     def problems(self) -> Iterator[str]:
         """Yield what is wrong between groups, roles and rules."""
         rule = self.settings_for("gain").rule
@@ -203,6 +220,13 @@ class OptimizerConfig(Section):
             yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
         for role in self.roles:
             yield from erasing(self.settings_for(role), f"roles.{role}.")
+        for role, scaler in self.radius_scalers().items():
+            rule = self.settings_for(role).rule
+            if not isinstance(self.rule(rule), RadiusRule):
+                yield (
+                    f"roles.{role}.radius_scaler must be null with rule {rule}, which keeps no "
+                    f"radius, got {scaler}"
+                )
         yield from self._decays()
         for name in RULES if self.distributed.cuda_graph else ():
             waits = waiting_field(self.rule(name))

@@ -87,6 +87,11 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("seed=-1", "seed must be at least 0, got -1"),
         ("optimizer.head.weight_decay=1000", "optimizer.head.weight_decay times lr must be below"),
         ("optimizer.roles.gat.lr=1", "got 'gat'; did you mean gate?"),
+        ("optimizer.roles.q.radius_scaler=0", "optimizer.roles.q.radius_scaler must be above 0"),
+        (
+            "optimizer.roles.q={rule: muon, radius_scaler: 2}",
+            "optimizer.roles.q.radius_scaler must be null with rule muon, which keeps no radius",
+        ),
         ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
         ("train.=1", "an override must be key=value, got 'train.=1'"),
         ("run.name=${run.nam}", "run.nam"),
