@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from models.blocks.activation import ACTIVATIONS
-from models.section import AtLeast0, Count, Positive, Section, Whole, ignored
+from models.section import AtLeast0, Check, Count, Positive, Section, Whole, ignored
 
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 Width = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -40,14 +40,13 @@ class InitConfig(Section):
     head_std: AtLeast0 = 0.02
     """Standard deviation of the output head rows."""
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the initialisation."""
+    def checks(self) -> Iterator[Check]:
+        """Check that no key goes without effect."""
         if self.spectral:
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
-            return
-        if self.std is None and self.depth_scaled:
-            yield "depth_scaled must be false with std null, which depends on the shape, got true"
+        shaped = self.std is None and self.depth_scaled
+        yield "depth_scaled", shaped, "must be false with std null, which depends on the shape"
 
 
 class MoEConfig(Section):
@@ -88,33 +87,20 @@ class MoEConfig(Section):
     """How the experts of a rank are multiplied: sequential: one by one; grouped: in grouped matrix
     products; auto: grouped for bf16 on GPUs. Checkpoints are the same."""
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the experts and the routing by themselves."""
-        if self.top_k > self.experts:
-            yield f"top_k must be at most experts = {self.experts}, got {self.top_k}"
-        if self.expert_groups > 1:
-            yield from self._group_problems()
-        elif self.top_groups != 1:
-            yield f"top_groups must be 1 without expert_groups, got {self.top_groups}"
-        if self.shared_gate and self.shared_experts < 1:
-            yield "shared_gate must be false without shared_experts, got true"
-        if self.expert_bias and self.score != "sigmoid":
-            yield f"expert_bias must be false with score {self.score}, got true"
-
-    def _group_problems(self) -> Iterator[str]:
-        """What is wrong with routing that is limited to groups of experts."""
-        groups, used = self.expert_groups, self.top_groups
-        if self.experts % groups:
-            yield f"expert_groups must divide experts = {self.experts}, got {groups}"
-            return
-        size = self.experts // groups
-        if not 1 <= used <= groups:
-            yield f"top_groups must be in [1, expert_groups = {groups}], got {used}"
-        elif not used <= self.top_k <= used * size:
-            yield (
-                f"top_k must be from top_groups = {used} to the {used * size} experts of so many "
-                f"groups, got {self.top_k}"
-            )
+    def checks(self) -> Iterator[Check]:
+        """Check the experts and the routing by themselves."""
+        groups, used, experts = self.expert_groups, self.top_groups, self.experts
+        yield "expert_groups", experts % groups, f"must divide experts = {experts}"
+        yield "top_groups", used > groups, f"must be at most expert_groups = {groups}"
+        yield "top_k", self.top_k > experts, f"must be at most experts = {experts}"
+        few = used * (experts // groups) < self.top_k <= experts and experts % groups == 0
+        rule = f"must be at most the {used * (experts // groups)} experts of top_groups = {used}"
+        yield "top_k", few, rule
+        yield "top_k", self.top_k < used, f"must be at least top_groups = {used}"
+        lonely = self.shared_gate and self.shared_experts < 1
+        yield "shared_gate", lonely, "must be false without shared_experts"
+        biased = self.expert_bias and self.score != "sigmoid"
+        yield "expert_bias", biased, f"must be false with score {self.score}"
 
 
 class LatentConfig(Section):
@@ -126,15 +112,10 @@ class LatentConfig(Section):
     """Width of the latent of keys and values."""
     nope_head_dim: Size
     """Size of the part of a query or key head that is not rotated by positions."""
-    rope_head_dim: Annotated[int, Field(ge=2, le=1 << 20)]
+    rope_head_dim: Annotated[Size, Field(multiple_of=2)]
     """Size of the part with rotary positions, which all heads share in keys."""
     value_head_dim: Size
     """Size of a value head."""
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the sizes."""
-        if self.rope_head_dim % 2:
-            yield f"rope_head_dim must be even for rotary positions, got {self.rope_head_dim}"
 
 
 class ModelConfig(Section):
@@ -185,26 +166,20 @@ class ModelConfig(Section):
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """What computes attention and linears: PyTorch, or Transformer Engine if it is installed."""
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the shape, whatever family has it."""
-        counts = {"heads": self.heads, "moe.experts": 0 if self.moe is None else self.moe.experts}
-        for key, count in counts.items():
-            if self.layers * count > MOST_IN_ALL_LAYERS:
-                yield (
-                    f"{key} times model.layers must be at most {MOST_IN_ALL_LAYERS}, got {count} "
-                    f"times {self.layers}"
-                )
-        if self.heads % self.query_groups:
-            yield f"kv_heads must divide heads = {self.heads}, got {self.query_groups}"
-        if self.latent is None and self.head_dim is None and self.hidden % self.heads:
-            yield f"heads must divide hidden = {self.hidden}, got {self.heads} (or set head_dim)"
-        elif self.latent is None and self.head_size % 2:
-            yield f"head_dim must be even for rotary positions, got {self.head_size}"
-        if self.moe is not None and self.moe.dense_layers >= self.layers:
-            yield (
-                f"moe.dense_layers must be below layers = {self.layers}, "
-                f"got {self.moe.dense_layers}"
-            )
+    def checks(self) -> Iterator[Check]:
+        """Check the shape, whatever family has it."""
+        heads, moe = self.heads, self.moe
+        for key, count in (("heads", heads), ("moe.experts", 0 if moe is None else moe.experts)):
+            rule = f"times model.layers must be at most {MOST_IN_ALL_LAYERS}"
+            got = f"{count} times {self.layers}"
+            yield key, self.layers * count > MOST_IN_ALL_LAYERS, f"{rule}, got {got}"
+        yield "kv_heads", heads % self.query_groups, f"must divide heads = {heads}"
+        uneven = self.latent is None and self.head_dim is None and self.hidden % heads
+        yield "heads", uneven, f"must divide hidden = {self.hidden}, got {heads} (or set head_dim)"
+        odd = not uneven and self.rotary_size % 2
+        yield "head_dim", odd, f"must be even for rotary positions, got {self.rotary_size}"
+        dense = moe is not None and moe.dense_layers >= self.layers
+        yield "moe.dense_layers", dense, f"must be below layers = {self.layers}"
 
     @property
     def query_groups(self) -> int:

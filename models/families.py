@@ -23,14 +23,14 @@ from models.huggingface.architectures import (
     deepseek_limits,
 )
 from models.layout import ChunkSpec, QKVUnits, Split
-from models.section import named
+from models.section import Check, named
 from models.units import Unit
 
 OWN_KEYS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "sliding_window")
 """Keys of the model section that must be null in families that do not list them."""
 
 
-def _no_limits(model: ModelConfig) -> Iterator[str]:
+def _no_limits(model: ModelConfig) -> Iterator[Check]:
     """Nothing beyond the record."""
     yield from ()
 
@@ -69,35 +69,24 @@ class Family:
     """What `model.attention_backend` may be."""
     hugging_face: tuple[Architecture, ...] = ()
     """Classes of transformers that compute some of its models; none: it cannot be exported."""
-    limits: Callable[[ModelConfig], Iterator[str]] = _no_limits
-    """Yields what else of a model the family cannot have."""
+    limits: Callable[[ModelConfig], Iterator[Check]] = _no_limits
+    """Checks what else of a model the family cannot have."""
 
-    def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield what of `model` does not belong to the family, each line beginning with a key of
-        the model section."""
-        if self.qk_norm not in (None, model.qk_norm):
-            wanted, got = str(self.qk_norm).lower(), str(model.qk_norm).lower()
-            yield f"qk_norm must be {wanted} for family {self.name}, got {got}"
-        if self.activation not in (None, model.activation):
-            yield (
-                f"activation must be {self.activation} for family {self.name}, "
-                f"got {model.activation}"
-            )
-        if model.attention_backend not in self.attention_backends:
-            yield (
-                f"attention_backend must be {' or '.join(self.attention_backends)} for family "
-                f"{self.name}, got {model.attention_backend}"
-            )
-        for key, wanted_section in (("latent", self.latent), ("moe", self.mixture)):
-            there = getattr(model, key) is not None
-            if wanted_section and not there:
-                yield f"{key} must be a section for family {self.name}, got null"
-            elif there and not wanted_section:
-                yield f"{key} must be null for family {self.name}, got a section"
+    def checks(self, model: ModelConfig) -> Iterator[Check]:
+        """Check what of `model` does not belong to the family."""
+        of, backends = f"for family {self.name}", self.attention_backends
+        for key, wanted in (("qk_norm", self.qk_norm), ("activation", self.activation)):
+            other = wanted not in (None, getattr(model, key))
+            yield key, other, f"must be {str(wanted).lower()} {of}"
+        foreign = model.attention_backend not in backends
+        yield "attention_backend", foreign, f"must be {' or '.join(backends)} {of}"
+        for key, wanted in (("latent", self.latent), ("moe", self.mixture)):
+            missing = getattr(model, key) is None
+            yield key, wanted and missing, f"must be a section {of}"
+            yield key, not wanted and not missing, f"must be null {of}, got a section"
         for key in OWN_KEYS:
-            value = getattr(model, key)
-            if value is not None and key not in self.keys:
-                yield f"{key} must be null for family {self.name}, got {value}"
+            other = getattr(model, key) is not None and key not in self.keys
+            yield key, other, f"must be null {of}"
         yield from self.limits(model)
 
     def units(
@@ -213,10 +202,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield what of `model` does not belong to its family, or that there is none of that name."""
-    family = FAMILIES.get(model.family)
-    if family is None:
-        yield f"family must be {named(model.family, FAMILIES)}"
+def family_checks(model: ModelConfig) -> Iterator[Check]:
+    """Check that `model` belongs to its family, and that there is one of that name."""
+    if model.family in FAMILIES:
+        yield from FAMILIES[model.family].checks(model)
     else:
-        yield from family.problems(model)
+        yield "family", True, f"must be {named(model.family, FAMILIES)}"

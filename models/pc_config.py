@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from models.section import AtLeast0, ExactInt, Number, Positive, Section, ignored
+from models.section import AtLeast0, Check, ExactInt, Number, Positive, Section, ignored
 from models.units import Unit
 from spectral.effective_weight import Preconditioner
 from spectral.odd_polynomial import Level, fit_polynomial
@@ -41,10 +41,9 @@ class PolynomialConfig(Section):
     upper: Number = 1.1
     """End of the interval [0, upper] of the fit."""
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the polynomial."""
-        if not self.cutoff < self.upper:
-            yield f"cutoff must be below upper = {self.upper}, got {self.cutoff}"
+    def checks(self) -> Iterator[Check]:
+        """Check the interval of the fit."""
+        yield "cutoff", self.cutoff >= self.upper, f"must be below upper = {self.upper}"
 
 
 class PCOverride(Section):
@@ -57,10 +56,11 @@ class PCOverride(Section):
     level: PresetLevel
     """Level of these blocks."""
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the layers of an override."""
-        if self.layers is not None and not 0 <= self.layers[0] <= self.layers[1]:
-            yield f"layers must be [first, last] with 0 <= first <= last, got {list(self.layers)}"
+    def checks(self) -> Iterator[Check]:
+        """Check the order of the layers."""
+        first, last = self.layers or (0, 0)
+        rule = "must be [first, last] with 0 <= first <= last"
+        yield "layers", not 0 <= first <= last, rule
 
 
 class PCConfig(Section):
@@ -139,10 +139,10 @@ class PCConfig(Section):
                 level = override.level
         return level
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong with PC layers by themselves."""
-        if self.overrides and self.polynomial.kind != "preset":
-            kind = self.polynomial.kind
-            yield f"overrides need polynomial.kind preset, which has levels, got {kind}"
-        if self.polynomial.kind != "preset":
-            yield from ignored(self, "level", when=f"with polynomial.kind {self.polynomial.kind}")
+    def checks(self) -> Iterator[Check]:
+        """Check that levels are those of a preset."""
+        kind = self.polynomial.kind
+        if kind != "preset":
+            rule = f"need polynomial.kind preset, which has levels, got {kind}"
+            yield "overrides", self.overrides, rule
+            yield from ignored(self, "level", when=f"with polynomial.kind {kind}")

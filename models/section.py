@@ -1,8 +1,8 @@
 """A section of the run config: a frozen dataclass with a sentence under each of its fields.
 
 pydantic reads the fields: types, which are strict, and bounds (`Annotated`, `Field`). The sentences
-are the manual (training/config/manual.py). What must hold between the fields of a section is said
-by its `problems`, what must hold between sections by training/config/checks.py.
+are the manual (training/config/manual.py). What must hold between the fields of a section is in its
+`checks`, what must hold between sections in training/config/checks.py.
 """
 
 import difflib
@@ -10,9 +10,10 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Self, dataclass_transform
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Final, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 LARGEST_INTEGER: Final = 1 << 53
@@ -35,6 +36,9 @@ def _exact(value: object) -> object:
 
 ExactInt = BeforeValidator(_exact)
 
+Check = tuple[str, object, str]
+"""A key of a section, whether its value is wrong, and the rule, as in `must be at most 3`."""
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Section:
@@ -46,29 +50,32 @@ class Section:
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
 
-    @model_validator(mode="after")
-    def checked(self, info: ValidationInfo) -> Self:
-        """Check a section as soon as its fields are sound, unless the context is false."""
-        if lines := list(self.problems()) if info.context else []:
-            raise ValueError("\n".join(lines))
-        return self
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong between the fields, each line beginning with the key that it is
-        about."""
+    def checks(self) -> Iterator[Check]:
+        """Yield what must hold between the fields."""
         yield from ()
 
 
-def ignored(section: Any, *keys: str, when: str) -> Iterator[str]:
-    """Yield a line for each of `keys` that is not at its default although it has no effect: the
-    line says `when` that is so, as in "with kind preset"."""
+def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
+    """Yield `KEY RULE, got VALUE` for each key of a section that is wrong, unless its rule says the
+    value; `path` is where the section is in the config."""
+    for key, wrong, rule in checks:
+        if wrong:
+            value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"
+            yield f"{join(path, key)} {rule}{value}"
+
+
+def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
+    """Check that each of `keys`, which has no effect, is at its default; `when` says when that is
+    so, as in "with kind preset"."""
     for key in keys:
-        default, value = getattr(type(section), key), getattr(section, key)
-        if value != default:
-            yield (
-                f"{key} must keep its default {shown(default)}, as it has no effect {when}, "
-                f"got {shown(value)}"
-            )
+        default = getattr(type(section), key)
+        rule = f"must keep its default {shown(default)}, as it has no effect {when}"
+        yield key, getattr(section, key) != default, rule
+
+
+def join(path: str, name: str) -> str:
+    """Return `path.name`, or `name` at the root."""
+    return f"{path}.{name}" if path else name
 
 
 def shown(value: object) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from models.blocks.activation import ACTIVATIONS
 from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.routed_scale import scale_of
+from models.section import Check
 
 LATENT_EPSILON = 1e-6
 """What transformers gives the norms of DeepSeek's latents, whatever config.json says."""
@@ -63,24 +64,22 @@ def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
         yield "expert_groups must be 1", str(moe.expert_groups)
 
 
-def deepseek_limits(model: ModelConfig) -> Iterator[str]:
-    """Yield what transformers cannot express of a model of the family deepseek.
+def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
+    """Check that transformers can express a model of the family deepseek.
 
     It is refused before training: a run that trained for weeks could not be exported.
     """
-    for line in _settings(model):
-        yield f"{line}: transformers' DeepseekV3 has no setting for it"
-
-
-def _settings(model: ModelConfig) -> Iterator[str]:
-    """Yield the settings that are not free."""
+    limits = list(latent_limits(model))
     if model.kv_heads not in (None, model.heads):
-        yield f"kv_heads must be null or heads = {model.heads}, got {model.kv_heads}"
+        limits.append((f"kv_heads must be null or heads = {model.heads}", str(model.kv_heads)))
     if model.head_dim is not None:
-        yield f"head_dim must be null beside latent, which has the sizes, got {model.head_dim}"
-    yield from (f"{rule}, got {value}" for rule, value in latent_limits(model))
+        rule = "head_dim must be null beside latent, which has the sizes"
+        limits.append((rule, str(model.head_dim)))
     if model.moe is not None:
-        yield from (f"moe.{rule}, got {value}" for rule, value in mixture_limits(model.moe))
+        limits += [(f"moe.{rule}", value) for rule, value in mixture_limits(model.moe)]
+    for rule, value in limits:
+        key, rule = rule.split(" ", 1)
+        yield key, True, f"{rule}, got {value}: transformers' DeepseekV3 has no setting for it"
 
 
 @dataclass(frozen=True, kw_only=True)

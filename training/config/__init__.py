@@ -13,8 +13,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from training.config.binding import InvalidConfigError, bind
-from training.config.checks import problems_between, world
-from training.config.files import Content, escaped, read_merged, read_saved
+from training.config.checks import BETWEEN, world
+from training.config.files import escaped, read_merged, read_saved
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
@@ -35,15 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
-    return with_paper_choices(checked(read_merged(Path(path), overrides)))
-
-
-def checked(content: Content) -> Config:
-    """Return the config that nested mappings describe; raises InvalidConfigError."""
-    config = bind(Config, content)
-    if problems := list(problems_between(config)):
-        raise InvalidConfigError(problems)
-    return config
+    return with_paper_choices(bind(Config, read_merged(Path(path), overrides), BETWEEN))
 
 
 def load_saved_config(path: str | Path) -> Config:
@@ -61,9 +53,8 @@ def check(config: Config, world_size: int) -> None:
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
-    problems = list(world(checked(asdict(config)), world_size))
-    if problems:
-        raise InvalidConfigError(problems)
+    if lines := list(world(bind(Config, asdict(config), BETWEEN), world_size)):
+        raise InvalidConfigError(lines)
 
 
 def to_yaml(config: Config) -> str:

@@ -8,13 +8,14 @@ str, None, Literal, unions, list, tuple, dict[str, T] and sections of these.
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from models.section import Section, closest, shown
+from models.section import Check, Section, closest, join, problems, shown
 from training.config.removed import removal
 from training.errors import ConfigError
 
@@ -34,6 +35,8 @@ BOUNDS: Final = {
     "greater_than": ("gt", "above"),
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "below"),
+    "multiple_of": ("multiple_of", "a multiple of"),
+    "too_short": ("min_length", "a list of at least"),
 }
 """By kind of pydantic's error, the name of its bound and the words for it."""
 
@@ -59,28 +62,52 @@ class InvalidConfigError(ConfigError):
         self.problems = list(problems)
 
 
-def bind(kind: type[T], mapping: object, *, check: bool = True) -> T:
+def bind(
+    kind: type[T],
+    mapping: object,
+    between: Sequence[Callable[[T], Iterator[Check]]] = (),
+    *,
+    check: bool = True,
+) -> T:
     """Return the section `kind` that `mapping` describes.
 
-    Without `check`, only keys, types and bounds count, not what must hold between fields. Raises
-    InvalidConfigError with all problems.
+    Without `check`, only keys, types and bounds count, not what must hold between fields, nor
+    `between` its sections. Raises InvalidConfigError with all problems.
     """
     adapter, text = _adapter(kind), json.dumps(mapping, default=str)
-    problems: list[str] = []
+    lines: list[str] = []
     try:
         bound: T = adapter.validate_json(text)
-        problems += walk_problems(bound) if check else ()
-    except ValidationError:
-        try:  # again, for what sections that could be bound have to say of themselves
-            adapter.validate_json(text, context=check)
-        except ValidationError as error:
-            problems += _lines(kind, error)
-    if problems:
-        raise InvalidConfigError(problems)
+        sound: dict[Loc, Any] = {(): bound}
+    except ValidationError as error:
+        lines += _lines(kind, error)
+        sound = dict(_sound(kind, json.loads(text)))
+        bound = object.__new__(kind)
+        vars(bound).update({str(loc[0]): part for loc, part in sound.items() if len(loc) == 1})
+    if check:
+        for loc, part in sound.items():
+            lines += walk_problems(part, ".".join(map(str, loc)))
+        for checks in between:
+            # What is wrong by itself may be missing, or make no sense to others.
+            with suppress(Exception) if lines else nullcontext():
+                lines += problems(bound, checks(bound))
+    if lines:
+        raise InvalidConfigError(lines)
     return bound
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def _sound(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
+    """Yield place and value of each section that can be bound, without the sections in it."""
+    try:
+        yield loc, _adapter(kind).validate_json(json.dumps(content))
+    except ValidationError:
+        for name, inner in types_of(kind).items() if isinstance(content, Mapping) else ():
+            part = content.get(name, {} if is_dataclass(inner) else None)
+            if types_of(inner) and part is not None:
+                yield from _sound(inner, part, (*loc, name))
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
@@ -89,7 +116,7 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
     for found in error.errors(include_url=False):
         loc, name, value = found["loc"], found["type"], found["input"]
         if name == "missing" and loc and isinstance(loc[-1], int):
-            loc, name = loc[:-1], "too_short"  # an item of a tuple
+            loc, name = loc[:-1], "tuple_type"  # it has too few items
         path, kind = place(root, loc)
         if path in seen and name not in ("value_error", "unexpected_keyword_argument"):
             continue
@@ -99,8 +126,7 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
         elif name == "missing":
             yield from _missing(kind, path)
         elif name == "value_error":
-            for line in str(found["ctx"]["error"]).splitlines():
-                yield placed(path, line, kind)
+            yield from (join(path, line) for line in str(found["ctx"]["error"]).splitlines())
         elif name in BOUNDS:
             bound, words = BOUNDS[name]
             most = found["ctx"][bound]
@@ -124,10 +150,10 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
     """Yield a line for a required key, or for each required key of a section."""
-    hints = get_type_hints(kind) if is_dataclass(kind) else {}
-    inner = [f.name for f in fields(cast(Any, kind)) if required(f)] if hints else []
-    for name in inner:
-        yield from _missing(hints[name], join(path, name))
+    inner = {f.name for f in fields(kind) if required(f)} if is_dataclass(kind) else ()
+    for name, part in types_of(kind).items():
+        if name in inner:
+            yield from _missing(part, join(path, name))
     if not inner:
         yield f"{path} is required ({described(kind)})"
 
@@ -136,7 +162,7 @@ def _unknown(root: type, loc: Loc) -> str:
     """Return the line about an unknown key: what to do about a removed one, else the key that is
     most like it."""
     path, kind = place(root, loc[:-1])
-    key, siblings = str(loc[-1]), [f.name for f in fields(without_null(kind))]
+    key, siblings = str(loc[-1]), list(types_of(kind))
     full = join(path, key)
     if line := removal(full):
         return line
@@ -151,13 +177,12 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
     """Return dotted path and annotation of what pydantic names by `loc`."""
     path, kind = "", cast(Any, root)
     for part in loc:
-        inner = without_null(kind)
-        args, hints = get_args(inner), get_type_hints(inner) if is_dataclass(inner) else {}
+        inner, types = get_args(without_null(kind)), types_of(kind)
         if isinstance(part, int):
-            kind = args[min(part, len(args) - 1)] if args[1:] != (...,) else args[0]
+            kind = inner[0]  # of a list, whose items are alike
             path += f"[{part}]"
-        elif part in hints or get_origin(inner) is dict:
-            kind = hints[part] if hints else args[1]
+        elif part in types or get_origin(without_null(kind)) is dict:
+            kind = types.get(part) or inner[1]
             path = join(path, part)
         else:
             break  # a member of a union
@@ -169,23 +194,9 @@ def walk_problems(section: object, path: str = "") -> Iterator[str]:
     inner: Mapping[str, object] = section if isinstance(section, Mapping) else {}
     if isinstance(section, Section):
         inner = vars(section)
-        for line in section.problems():
-            yield placed(path, line, type(section))
+        yield from problems(section, section.checks(), path)
     for key, value in inner.items():
         yield from walk_problems(value, join(path, key))
-
-
-def placed(path: str, sentence: str, kind: Any) -> str:
-    """Return `sentence` with the dotted path of the key that it is about."""
-    first = sentence.split(" ", 1)[0].split(".")[0]
-    if first in {field.name for field in fields(without_null(kind))}:
-        return join(path, sentence)
-    return f"{path}: {sentence}" if path else sentence
-
-
-def join(path: str, name: str) -> str:
-    """Return `path.name`, or `name` at the root."""
-    return f"{path}.{name}" if path else name
 
 
 def described(kind: Any) -> str:
@@ -202,18 +213,26 @@ def described(kind: Any) -> str:
     return SCALARS[dict if is_dataclass(kind) or origin is dict else kind]
 
 
-def schema_paths(kind: type, path: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Yield dotted path, NAME for a dict's key, and field of each leaf of the dataclass `kind`."""
-    hints = get_type_hints(kind)
-    for field in fields(cast(Any, kind)):
-        inner, place = hints[field.name], join(path, field.name)
+def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted path, NAME for a dict's key, and annotation of each leaf of a section."""
+    for name, inner in types_of(kind).items():
+        place = join(path, name)
         if get_origin(inner) is dict:
             inner, place = get_args(inner)[1], f"{place}.NAME"
-        inner = without_null(inner)
-        if is_dataclass(inner):
-            yield from schema_paths(cast(type, inner), place)
+        if types_of(inner):
+            yield from schema_paths(inner, place)
         else:
-            yield place, field
+            yield place, inner
+
+
+def types_of(kind: Any) -> dict[str, Any]:
+    """Return the annotations of the fields of a section, or of one that may be null, by name; none
+    for any other annotation."""
+    section = without_null(kind)
+    if not is_dataclass(section):
+        return {}
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in fields(section)}
 
 
 def without_null(kind: Any) -> Any:

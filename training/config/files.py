@@ -9,16 +9,19 @@ come from somebody else: `read_saved` reads it, and nothing in it refers to anyt
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.config.binding import NAMED_SECTIONS, InvalidConfigError, join
+from models.section import join
+from training.config.binding import NAMED_SECTIONS, InvalidConfigError
 
 Content = Mapping[Any, Any]
 
@@ -47,8 +50,6 @@ _OLD_NUMBER: Final = re.compile(
     r"|(?=\.?[0-9].*_)[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)"
 )
 _ESCAPED: Final = re.compile(r"(\\*)\\\$\{")
-# What yaml and OmegaConf raise for a text that they cannot read; ValueError for a huge number.
-_UNREADABLE: Final = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 
 
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
@@ -56,18 +57,29 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
 
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
     """
+    with _readable(_shown(path)):
+        files = list(islice(_files(path), MOST_FILES + 1))
+        if len(files) > MOST_FILES:
+            raise InvalidConfigError([f"{_shown(path)} has more than {MOST_FILES} base files"])
+        contents = [*(content for _, content in files), *map(_override, overrides)]
+        empty: Content = {}
+        merged = reduce(over, contents, empty)
+        if lines := list(_foreign_references(merged)):
+            raise InvalidConfigError(lines)
+        return cast(Content, OmegaConf.to_container(OmegaConf.create(dict(merged)), resolve=True))
+
+
+@contextmanager
+def _readable(prefix: str) -> Iterator[None]:
+    """Turn what yaml and OmegaConf raise, and int for a huge number, into InvalidConfigError."""
     try:
-        merged = reduce(over, map(_override, overrides), _read(path, (), []))
-        problems = list(_foreign_references(merged))
-        if problems:
-            raise InvalidConfigError(problems)
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(merged)), resolve=True)
-    except _UNREADABLE as error:
-        if isinstance(error, InvalidConfigError):
-            raise
-        raise InvalidConfigError([f"{_shown(path)}: {_one_line(error)}"]) from error
-    assert isinstance(resolved, dict)
-    return resolved
+        yield
+    except InvalidConfigError:
+        raise
+    except RecursionError as error:
+        raise InvalidConfigError([f"{prefix}: it is nested too deeply"]) from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise InvalidConfigError([f"{prefix}: {' '.join(str(error).split())}"]) from error
 
 
 def merged_overrides(overrides: Sequence[str]) -> Content:
@@ -84,12 +96,12 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
     for text in reversed(overrides):
         if _at(_override(text), names) is not None:
             return f"the override {text}"
-    content = _load(path)
-    if _at(content, names) is not None:
-        line = _line_of(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), names)
-        return _shown(path) + (f", line {line}" if line else "")
-    bases = reversed(_bases(content.get("base"), path))
-    return next(filter(None, (place_of(base.resolve(), (), names) for base in bases)), None)
+    for file, content in reversed(list(_files(path))):
+        if _at(content, names) is not None:
+            root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+            line = _line_of(root, names)
+            return _shown(file) + (f", line {line}" if line else "")
+    return None
 
 
 def _at(content: Any, names: Sequence[str]) -> Any:
@@ -171,20 +183,14 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def _foreign_references(content: Any, path: str = "") -> Iterator[str]:
+def _foreign_references(content: Content) -> Iterator[str]:
     """Yield a sentence for each value that refers to anything but other keys, and may not."""
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            yield from _foreign_references(value, join(path, str(key)))
-    elif isinstance(content, list):
-        for value in content:
-            yield from _foreign_references(value, path)
-    elif isinstance(content, str):
-        for match in _RESOLVER.finditer(content):
-            allowed = any(fnmatchcase(path, key) for key in ENVIRONMENT_KEYS)
-            if match[1].strip() != "oc.env:" or not allowed:
+    for key, value in flat(content):
+        is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
+        for match in _RESOLVER.finditer(str(value)):
+            if match[1].strip() != "oc.env:" or not is_path:
                 yield (
-                    f"{path} must not use {match[0]!r}: only ${{oc.env:NAME}} is allowed, in keys "
+                    f"{key} must not use {match[0]!r}: only ${{oc.env:NAME}} is allowed, in keys "
                     "that are paths"
                 )
 
@@ -194,59 +200,53 @@ def _override(text: str) -> Content:
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
-    try:
+    with _readable(f"override {text!r:.80} is not valid YAML"):
         if _after(value).strip():
             raise yaml.YAMLError("what follows # is a comment; put a text with # in quotes")
         _check_numbers(value)
-        return _plain(OmegaConf.from_dotlist([text]))
-    except _UNREADABLE as error:
-        problem = f"override {text!r:.80} is not valid YAML: {_one_line(error)}"
-        raise InvalidConfigError([problem]) from error
+        return cast(Content, OmegaConf.to_container(OmegaConf.from_dotlist([text])))
 
 
-def _read(path: Path, chain: tuple[Path, ...], opened: list[Path]) -> Content:
-    """The mapping of `path` merged over its bases; `chain` has the files that led to it, `opened`
-    all files that were read."""
+def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
+    """Yield the bases of a file, and last the file itself, each with what it says: later ones win.
+    `chain` has the files that led to it."""
     path = path.resolve()
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
         raise InvalidConfigError([f"base files form a cycle: {loop}"])
-    opened.append(path)
-    if len(opened) > MOST_FILES:
-        raise InvalidConfigError([f"{_shown(opened[0])} has more than {MOST_FILES} base files"])
-    own = dict(_load(path, f", the base of {_shown(chain[-1])}" if chain else ""))
-    bases = _bases(own.pop("base", None), path)
-    return reduce(over, [*(_read(base, (*chain, path), opened) for base in bases), own], {})
+    content = dict(_load(path, f", the base of {_shown(chain[-1])}" if chain else ""))
+    base = content.pop("base", None)
+    names = base if isinstance(base, list) else [] if base is None else [base]
+    if not all(isinstance(name, str) for name in names):
+        problem = f"base in {_shown(path)} must be a file or a list of files, got {base}"
+        raise InvalidConfigError([problem])
+    for name in names:
+        yield from _files(path.parent / name, (*chain, path))
+    yield path, content
 
 
 def _load(path: Path, origin: str = "") -> Content:
     """The plain mapping in one file, references not resolved; `origin` says what named the file."""
-    try:
-        if path.exists() and not path.is_file():
-            raise InvalidConfigError([f"config {_shown(path)}{origin} must be a file"])
-        if path.stat().st_size > LARGEST:
+    name = _shown(path)
+    with _readable(f"{name} is not valid YAML"):
+        try:
             size = path.stat().st_size
-            raise InvalidConfigError(
-                [f"config {_shown(path)}{origin} must have at most {LARGEST} bytes, got {size}"]
-            )
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, yaml.SafeLoader)
-        if root is not None and not isinstance(root, yaml.MappingNode):
-            raise InvalidConfigError([f"{_shown(path)} must hold a mapping of sections"])
-        if root is not None and _values(root, {}) > MOST_VALUES:
+            if not path.is_file():
+                raise InvalidConfigError([f"config {name}{origin} must be a file"])
+            if size > LARGEST:
+                rule = f"must have at most {LARGEST} bytes, got {size}"
+                raise InvalidConfigError([f"config {name}{origin} {rule}"])
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            problem = f"cannot read config {name}{origin}: {error.strerror or error}"
+            raise InvalidConfigError([problem]) from error
+        root = yaml.compose(text, yaml.SafeLoader) or yaml.MappingNode("", [])
+        if not isinstance(root, yaml.MappingNode):
+            raise InvalidConfigError([f"{name} must hold a mapping of sections"])
+        if _values(root, {}) > MOST_VALUES:
             raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
         _check_numbers(text)
-        content = OmegaConf.create(text)
-    except OSError as error:
-        problem = f"cannot read config {_shown(path)}{origin}: {error.strerror or error}"
-        raise InvalidConfigError([problem]) from error
-    except _UNREADABLE as error:
-        if isinstance(error, InvalidConfigError):
-            raise
-        problem = f"{_shown(path)} is not valid YAML: {_one_line(error)}"
-        raise InvalidConfigError([problem]) from error
-    assert isinstance(content, DictConfig)
-    return _plain(content)
+        return cast(Content, OmegaConf.to_container(OmegaConf.create(text)))
 
 
 def _after(value: str) -> str:
@@ -270,31 +270,10 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
     has itself inside. `known` has what was counted so far, by node."""
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # for an alias inside
-        inner: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            inner = [each for pair in node.value for each in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            inner = node.value
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        inner = [each for part in parts for each in (part if isinstance(part, tuple) else [part])]
         known[id(node)] = 1 + sum(_values(each, known) for each in inner)
     return known[id(node)]
-
-
-def _bases(value: object, path: Path) -> list[Path]:
-    """The files that the `base` entry of `path` names."""
-    if value is None:
-        return []
-    names = value if isinstance(value, list) else [value]
-    if not all(isinstance(name, str) for name in names):
-        problem = f"base in {_shown(path)} must be a file or a list of files, got {value}"
-        raise InvalidConfigError([problem])
-    return [path.parent / str(name) for name in names]
-
-
-def _plain(config: DictConfig) -> Content:
-    """`config` as plain containers, references not yet resolved."""
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    return plain
 
 
 def _shown(path: Path) -> str:
@@ -302,10 +281,3 @@ def _shown(path: Path) -> str:
     path = path.resolve()
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _one_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return " ".join(str(error).split())

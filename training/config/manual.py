@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import Field, fields, is_dataclass
-from typing import Any, Final, cast, get_args, get_origin, get_type_hints
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, cast, get_args, get_origin
 
-from models.section import shown
+from models.section import join, shown
 from spectral.options import meanings_of
-from training.config.binding import described, join, required, without_null
+from training.config.binding import described, required, types_of, without_null
 from training.config.schema import Config
 
 Row = tuple[str, str, str, str]
@@ -25,8 +25,8 @@ def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -
 
     Rows in `said` are left out: they stand above, once for several sections.
     """
-    hints = get_type_hints(kind)
-    children = {f.name: nested(hints[f.name]) for f in fields(cast(Any, kind))}
+    types = types_of(kind)
+    children = {name: child for name, inner in types.items() if (child := nested(inner))}
     if "." in path:
         yield f"| **{path}** | | | {_cell(sentence)} |"
     else:
@@ -34,31 +34,29 @@ def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -
         yield from [sentence, ""] if sentence else []
         yield from ["| key | type | default | |", "|---|---|---|---|"]
     yield from (_line(path, row) for row in _rows(kind) if row not in said)
-    sections = {n: child for n, child in children.items() if child and hints[n] is child and path}
-    shared = _shared(sections)
+    shared = _shared({n: child for n, child in children.items() if types[n] is child and path})
     for row, names in shared.items():
         yield _line(f"{path}.*", (*row[:3], f"{row[3]} For {', '.join(names)}."))
     sentences = meanings_of(kind)
     for name, child in children.items():
-        if child is not None:
-            suffix = ".NAME" if get_origin(hints[name]) is dict else ""
-            first = (inspect.getdoc(child) or "").split("\n\n")[0]  # paragraph
-            about = sentences.get(name) or " ".join(first.split())
-            yield from _section(child, join(path, name) + suffix, about, shared)
+        suffix = ".NAME" if get_origin(types[name]) is dict else ""
+        first = (inspect.getdoc(child) or "").split("\n\n")[0]  # paragraph
+        about = sentences.get(name) or " ".join(first.split())
+        yield from _section(child, join(path, name) + suffix, about, shared)
 
 
 def _rows(kind: type) -> list[Row]:
     """The leaves of a section."""
-    hints, sentences = get_type_hints(kind), meanings_of(kind)
+    types, sentences = types_of(kind), meanings_of(kind)
     return [
         (
             f.name,
-            described(hints[f.name]).removeprefix("a ").removeprefix("an "),
-            "required" if required(f) else f"`{_plain(f)}`",
+            described(types[f.name]).removeprefix("a ").removeprefix("an "),
+            "required" if required(f) else f"`{shown(f.default).replace(chr(39), '')}`",
             sentences[f.name],
         )
         for f in fields(cast(Any, kind))
-        if nested(hints[f.name]) is None
+        if nested(types[f.name]) is None
     ]
 
 
@@ -77,13 +75,6 @@ def _line(path: str, row: Row) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", chr(92) + "|")
-
-
-def _plain(field: Field[Any]) -> str:
-    """The default of a leaf as YAML writes it."""
-    if isinstance(field.default, tuple):
-        return f"[{', '.join(map(str, field.default))}]"
-    return field.default if isinstance(field.default, str) else shown(field.default)
 
 
 def manual() -> str:

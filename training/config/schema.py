@@ -1,10 +1,8 @@
 """The run config, made of its sections. The sentence under each field is its manual."""
 
-from collections.abc import Iterator
 from dataclasses import field
 
 from models.config import ModelConfig
-from models.families import family_problems
 from models.pc_config import PCConfig
 from models.section import Section, Whole
 from training.config.sections.data import DataConfig
@@ -48,8 +46,3 @@ class Config(Section):
     log: LogConfig = field(default_factory=LogConfig)
     monitors: MonitorsConfig = field(default_factory=MonitorsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-
-    def problems(self) -> Iterator[str]:
-        """Yield what the family of the model cannot be."""
-        for line in family_problems(self.model):
-            yield f"model.{line}"

@@ -18,7 +18,7 @@ from parallel.plan.step_shape import PlanInputs, StepShape
 from training.assignments import unit_options
 from training.build import config_assignments, config_units
 from training.config import Config
-from training.config.checks import layout_problems, run_problems
+from training.config.checks import fits, holds, layout_checks, run_checks
 from training.dry_run import step_flops, step_shape
 
 Changes = Mapping[str, Any]
@@ -77,11 +77,12 @@ class Layouts:
 
     def legal(self, changes: Changes) -> bool:
         """Return whether a variant's layout and batch are possible."""
-        return not any(layout_problems(changed(self.config, changes), self.gpus))
+        config = changed(self.config, changes)
+        return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
         """Return whether a variant's sections agree, the layout aside."""
-        return not any(run_problems(changed(self.config, changes)))
+        return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
         """Return the shape of a variant's step."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from models.section import Positive, Section
+from models.section import Check, Positive, Section
 
 # Set names become parts of metric names.
 SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -51,11 +51,11 @@ class DataConfig(Section):
     made_by: str | None = None
     """Command that makes the sets, and its cost; shown if a file of theirs is missing."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the sets."""
-        if not self.train and not self.mock:
-            yield "train must name at least one set, got none"
+    def checks(self) -> Iterator[Check]:
+        """Check that there are sets, and their names."""
+        none = not self.train and not self.mock
+        yield "train", none, "must name at least one set, got none"
         for kind in ("train", "validation"):
             for name in getattr(self, kind):
-                if not SET_NAME.fullmatch(name):
-                    yield f"{kind} has a set {name!r}; names are letters, digits, '_', '-' and '.'"
+                rule = f"must name sets by letters, digits, '_', '-' and '.', got {name!r}"
+                yield kind, not SET_NAME.fullmatch(name), rule

@@ -1,6 +1,5 @@
 """The gram_penalty section of a run config: the off-diagonal Gram penalty on the loss."""
 
-from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -21,7 +20,7 @@ LARGE_WIDTH: Final = 1024
 class GramPenaltyConfig(Section):
     """Off-diagonal Gram penalty on the loss; see docs/spectral.md."""
 
-    roles: tuple[str, ...] = ("v", "o", "down")
+    roles: Annotated[tuple[str, ...], Field(min_length=1)] = ("v", "o", "down")
     """Roles whose matrices are penalised, each unit on its own."""
     coefficient: Positive | None = None
     """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice: 1e-3
@@ -38,8 +37,3 @@ class GramPenaltyConfig(Section):
     def last_step(self, steps: int) -> int:
         """Return the last step of the horizon, counted from 1, in a run of `steps`."""
         return max(1, round(self.horizon * steps))
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the penalty."""
-        if not self.roles:
-            yield "roles must name at least one role, got none"

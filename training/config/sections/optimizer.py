@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_arg
 from pydantic import AfterValidator, Field
 
 from models.layout import QKVUnits
-from models.section import AtLeast0, Positive, Section, shown
+from models.section import AtLeast0, Check, Positive, Section, problems
 from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
 from spectral.rules.muon_sphere import RadiusRule
@@ -28,12 +28,10 @@ LARGEST_OF_RULES: Final = 1000
 
 def bounded(rule: Rule) -> Rule:
     """Return `rule`; raises ValueError for each of its numbers that would take forever."""
-    lines = [
-        f"{key} must be at most {LARGEST_OF_RULES}, got {shown(value)}"
-        for key, value in vars(rule).items()
-        if isinstance(value, int | float) and abs(value) > LARGEST_OF_RULES
-    ]
-    if lines:
+    sizes = {key: abs(x) for key, x in vars(rule).items() if isinstance(x, int | float)}
+    limit = f"must be at most {LARGEST_OF_RULES}"
+    too_large = ((key, size > LARGEST_OF_RULES, limit) for key, size in sizes.items())
+    if lines := list(problems(rule, too_large)):
         raise ValueError("\n".join(lines))
     return rule
 
@@ -43,9 +41,6 @@ if TYPE_CHECKING:
 
     class RulesConfig:
         """Settings of the update rules, a section for each."""
-
-        def __init__(self, **rules: Rule) -> None: ...
-        def __getattr__(self, name: str) -> Rule: ...
 
 else:
     RuleName = Literal[tuple(RULES)]
@@ -81,10 +76,6 @@ class GroupConfig(Section):
     weight_decay: AtLeast0 = 0.0
     """Decoupled weight decay: a step multiplies the weight by 1 - lr * weight_decay."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with a group's settings."""
-        yield from erasing(self)
-
 
 class RoleConfig(Section):
     """Settings of one role that differ from its group's."""
@@ -106,16 +97,6 @@ class RoleSettings(NamedTuple):
     rule: str
     lr: float
     weight_decay: float
-
-
-def erasing(settings: GroupConfig | RoleSettings, prefix: str = "") -> Iterator[str]:
-    """Yield a line if one step with these settings would erase a weight; `prefix` goes before the
-    key."""
-    if settings.lr * settings.weight_decay >= 1:
-        yield (
-            f"{prefix}weight_decay times lr must be below 1, got {settings.weight_decay} times "
-            f"{settings.lr}: one step would erase the weight"
-        )
 
 
 class DistributedConfig(Section):
@@ -150,10 +131,10 @@ class DistributedConfig(Section):
     """Record clipping and update as one CUDA graph; needs a GPU and `overlap_gather: false`, and
     keeps the step's scratch memory allocated."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the distribution."""
-        if self.cuda_graph and self.overlap_gather:
-            yield "overlap_gather must be false with cuda_graph, got true"
+    def checks(self) -> Iterator[Check]:
+        """Check that a step can be recorded."""
+        overlapped = self.cuda_graph and self.overlap_gather
+        yield "overlap_gather", overlapped, "must be false with cuda_graph"
 
 
 class OptimizerConfig(Section):
@@ -212,38 +193,28 @@ class OptimizerConfig(Section):
         scalers = {role: own.radius_scaler for role, own in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong between groups, roles and rules."""
+    def checks(self) -> Iterator[Check]:
+        """Check groups and roles, and their rules."""
         rule = self.settings_for("gain").rule
-        if RULES[rule].whole_matrix:
-            place = "roles.gain.rule" if "gain" in self.roles else "scalar.rule"
-            yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
-        for role in self.roles:
-            yield from erasing(self.settings_for(role), f"roles.{role}.")
-        for role, scaler in self.radius_scalers().items():
-            rule = self.settings_for(role).rule
-            if not isinstance(self.rule(rule), RadiusRule):
-                yield (
-                    f"roles.{role}.radius_scaler must be null with rule {rule}, which keeps no "
-                    f"radius, got {scaler}"
-                )
-        yield from self._decays()
-        for name in RULES if self.distributed.cuda_graph else ():
-            waits = waiting_field(self.rule(name))
-            if waits is not None:
-                yield (
-                    f"rules.{name}.{waits} must not be true with "
-                    "distributed.cuda_graph, as it waits for the device, got true"
-                )
-
-    def _decays(self) -> Iterator[str]:
-        """Yield the weight decays that the rule of their group or role cannot use."""
+        place = "roles.gain.rule" if "gain" in self.roles else "scalar.rule"
+        elementwise = f"must be an elementwise rule, as gains are vectors, got {rule!r}"
+        yield place, RULES[rule].whole_matrix, elementwise
         groups = {name: getattr(self, name) for name in GROUPS}
         roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
-        for place, settings in (groups | roles).items():
-            problem = decay_problem(self.rule(settings.rule), settings.weight_decay)
-            if problem is not None:
-                yield f"{place}.{problem}"
+        for place, own in (groups | roles).items():
+            key, got = f"{place}.weight_decay", f"{own.weight_decay} times {own.lr}"
+            rule = f"times lr must be below 1, got {got}: one step would erase the weight"
+            yield key, own.lr * own.weight_decay >= 1, rule
+            problem = decay_problem(self.rule(own.rule), own.weight_decay)
+            yield key, problem, str(problem).removeprefix("weight_decay ")
+        for role, scaler in self.radius_scalers().items():
+            other = not isinstance(self.rule(self.settings_for(role).rule), RadiusRule)
+            rule = f"must be null with rule {self.settings_for(role).rule}, which keeps no radius"
+            yield f"roles.{role}.radius_scaler", other, f"{rule}, got {scaler}"
+        for name in RULES if self.distributed.cuda_graph else ():
+            waits = waiting_field(self.rule(name))
+            why = "must not be true with distributed.cuda_graph, as it waits for the device"
+            yield f"rules.{name}.{waits}", waits, why
 
 
 def group_of(role: str) -> Group:
@@ -251,12 +222,6 @@ def group_of(role: str) -> Group:
 
     Every role that is not the embedding, the output head or a vector is a matrix.
     """
-    match role:
-        case "embedding":
-            return "embedding"
-        case "head":
-            return "head"
-        case "gain" | "gamma":
-            return "scalar"
-        case _:
-            return "matrix"
+    if role in ("gain", "gamma"):
+        return "scalar"
+    return "embedding" if role == "embedding" else "head" if role == "head" else "matrix"

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from models.layout import Layout
-from models.section import Count, Section
+from models.section import Check, Count, Section
 
 Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
 
@@ -54,21 +54,12 @@ class ParallelConfig(Section):
         """Number of ranks that together hold one copy of the model."""
         return self.tensor * self.pipeline * self.context
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the layout, whatever the model."""
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            yield (
-                f"virtual_pipeline needs pipeline > 1, got {self.virtual_pipeline} with pipeline 1"
-            )
+    def checks(self) -> Iterator[Check]:
+        """Check the layout, whatever the model."""
+        whole, interleaved = self.pipeline == 1, self.virtual_pipeline > 1
+        yield "virtual_pipeline", whole and interleaved, "needs pipeline > 1"
         for key in ("first_stage_layers", "last_stage_layers"):
-            if getattr(self, key) is None:
-                continue
-            if self.pipeline == 1:
-                yield f"{key} needs pipeline > 1, got {getattr(self, key)} with pipeline 1"
-            elif self.virtual_pipeline > 1:
-                yield (
-                    f"{key} needs virtual_pipeline = 1, got {getattr(self, key)} with "
-                    f"virtual_pipeline {self.virtual_pipeline}"
-                )
-        if self.sequence and self.tensor == 1:
-            yield "sequence needs tensor > 1, got true with tensor 1"
+            given = getattr(self, key) is not None
+            yield key, given and whole, "needs pipeline > 1"
+            yield key, given and interleaved, "needs virtual_pipeline = 1"
+        yield "sequence", self.sequence and self.tensor == 1, "needs tensor > 1"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from models.section import Count, Positive, Section, Whole
+from models.section import Check, Count, Positive, Section, Whole
 
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
@@ -27,10 +27,10 @@ class RunConfig(Section):
     """Use only GPU kernels that repeat bit for bit, which slows the backward pass of attention. A
     warning names each operation without such a kernel."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the folder: nothing replaces a `~` by a home."""
-        if not self.dir or self.dir.startswith("~"):
-            yield f"dir must be the path of a folder, not empty and without ~, got {self.dir!r}"
+    def checks(self) -> Iterator[Check]:
+        """Check the folder: nothing replaces a `~` by a home."""
+        wrong = not self.dir or self.dir.startswith("~")
+        yield "dir", wrong, "must be the path of a folder, not empty and without ~"
 
 
 class PlanConfig(Section):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from models.section import Count, Section, Whole
+from models.section import Check, Count, Section, Whole
 
 Steps = Annotated[int, Field(ge=1, le=10**10)]
 Batch = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -46,14 +46,13 @@ class TrainConfig(Section):
     max_skipped_steps: Whole = 10
     """Consecutive non-finite steps to skip before the run aborts."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the length, the batches or the precision."""
-        if self.fused_loss == "liger" and self.loss_chunk is not None:
-            yield f"fused_loss liger needs loss_chunk null, got {self.loss_chunk}"
-        if self.fp8 is not None and self.precision != "bf16":
-            yield f"fp8 needs precision bf16, got {self.fp8} with precision {self.precision}"
-        if self.exit_step is not None and self.exit_step > self.steps:
-            yield f"exit_step must be at most steps = {self.steps}, got {self.exit_step}"
+    def checks(self) -> Iterator[Check]:
+        """Check the loss, the precision and the length."""
+        chunked = self.fused_loss == "liger" and self.loss_chunk is not None
+        yield "loss_chunk", chunked, "must be null with fused_loss liger"
+        yield "fp8", self.fp8 is not None and self.precision != "bf16", "needs precision bf16"
+        late = self.exit_step is not None and self.exit_step > self.steps
+        yield "exit_step", late, f"must be at most steps = {self.steps}"
 
 
 class ScheduleConfig(Section):

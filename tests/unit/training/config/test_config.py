@@ -80,7 +80,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("model.heads=5", "model.heads must divide hidden = 64, got 5 (or set head_dim)"),
         ("model.head_dim=15", "model.head_dim must be even for rotary positions, got 15"),
         ("data.train.text.weight=0", "data.train.text.weight must be above 0, got 0"),
-        ("data.validation={a/b: {path: x}}", "data.validation has a set 'a/b'; names are letters"),
+        ("data.validation={a/b: {path: x}}", "data.validation must name sets by letters"),
         ("train.exit_step=101", "train.exit_step must be at most steps = 100, got 101"),
         ("schedule.warmup_steps=100", "schedule.warmup_steps must be below train.steps = 100"),
         ("checkpoint.allow_change=[layout]", "checkpoint.allow_change[0] must be one of data,"),
@@ -97,7 +97,10 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("run.name=${run.nam}", "run.nam"),
         ("pc.blocks=[embedding]", "pc.blocks must name one of"),
         ("pc.overrides.late={layers: [3, 9], level: 1}", "must end below model.layers = 4, got 9"),
-        ("pc.overrides.late={roles: [q], level: 1}", "pc.overrides.late.roles must name PC layers"),
+        (
+            "pc.overrides.late={roles: [q], level: 1}",
+            "pc.overrides.late.roles must name one of o, gate",
+        ),
         ("pc.polynomial={kind: fitted, cutoff: 1.2}", "cutoff must be below upper = 1.1, got 1.2"),
     ],
 )
@@ -115,6 +118,30 @@ def test_all_problems_come_at_once(minimal: Path) -> None:
         "optimizer.head.lr",
     ]
     assert len(found) == 4
+
+
+def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) -> None:
+    """A section that could be bound is checked by itself and beside the others that could be."""
+    found = problems(
+        minimal,
+        "optimizer.head.lr=-1",
+        "model.family=qwen3",
+        "model.kv_heads=3",
+        "schedule.warmup_steps=100",
+        "optimizer.distributed.cuda_graph=true",
+        "parallel.pipeline=3",
+    )
+    assert [line.split(" ")[0] for line in found] == [
+        "optimizer.head.lr",
+        "model.kv_heads",
+        "optimizer.distributed.overlap_gather",
+        "model.qk_norm",
+        "schedule.warmup_steps",
+        "model.layers",
+    ]
+    # The family is unknown, so there is nothing to say about its roles.
+    found = problems(minimal, "model.family=lama", "optimizer.roles.gat.lr=1")
+    assert [line.split(" ")[0] for line in found] == ["model.family"]
 
 
 def test_bases_are_merged_in_order_and_lists_replace(tmp_path: Path, minimal: Path) -> None:

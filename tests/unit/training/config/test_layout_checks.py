@@ -15,7 +15,7 @@ REFUSED = [
     (["parallel.tensor=3"], "model.heads must be divisible by parallel.tensor = 3"),
     (["parallel.tensor=4", "model.kv_heads=2"], "model.kv_heads must be divisible by"),
     (["parallel.tensor=64"], "model.ffn must be divisible by parallel.tensor = 64"),
-    (["parallel.tensor=64"], "train.sequence_length must be divisible by parallel.tensor = 64"),
+    (["parallel.tensor=64"], "train.sequence_length must be divisible by 64 for parallel.context"),
     (["parallel.pipeline=3"], "model.layers must be divisible by parallel.pipeline"),
     (["parallel={pipeline: 2, virtual_pipeline: 4}"], "model.layers must be divisible by"),
     (["parallel.expert_tensor=2"], "parallel.expert_tensor must be 1 for model.family llama"),
