@@ -97,13 +97,9 @@ def output(folder: Path, rank: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The environment of processes: one thread each, importable repository, no rank.
-
-    A test of this process that made a world of one rank has left its variables here.
-    """
-    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    """The environment of processes: one thread each, importable repository."""
     return {
-        **own,
+        **os.environ,
         "OMP_NUM_THREADS": "1",
         # What comes before the installed packages, such as another engine, comes before them here.
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),

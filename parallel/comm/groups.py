@@ -162,21 +162,20 @@ def initialize(
     `agree` is called when all ranks can be reached, before the groups of the layout are made; if it
     raises, no groups are left.
     """
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        os.environ.setdefault(key, value)
+    rank = os.environ.get("RANK", "0")
     device = torch.device("cpu")
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     prepare_megatron()
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store = _store(timeout)
-    store.set(f"host/{os.environ['RANK']}", socket.gethostname())  # for `collectives.absent_ranks`
+    store.set(f"host/{rank}", socket.gethostname())  # for `collectives.absent_ranks`
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        rank=int(os.environ["RANK"]),
+        rank=int(rank),
         world_size=world_size(),
         store=store,
         timeout=timeout,

@@ -40,8 +40,7 @@ def keys() -> set[str]:
 
 
 @each_page
-def test_every_command_is_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # of a test before it in this process
+def test_every_command_is_understood(name: str) -> None:
     for module, arguments in commands(READ[name]):
         program = importlib.import_module(module)
         options = program.parse(arguments)

@@ -14,10 +14,8 @@ from tests.run_configs import tiny_config
 
 
 @pytest.fixture
-def folder(folder, tmp_path, monkeypatch):
-    """A folder with a token set and a config.yaml that trains on it; no torchrun environment."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def folder(folder, tmp_path):
+    """A folder with a token set and a config.yaml that trains on it."""
     tiny_config(folder)
     return tmp_path
 
