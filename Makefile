@@ -46,7 +46,7 @@ smoke := tests/smoke
 
 # Parts of `make test-all`, by the files of their slow tests: files of their own, then what is left of
 # a folder. PART="recipes engine" runs these two alone.
-recipes := $(wildcard tests/unit/recipes tests/*/test_recipes.py)
+recipes := $(wildcard tests/unit/recipes tests/*/test_*recipes.py)
 studies := $(wildcard tests/unit/*/test_*study*.py tests/distributed/test_*study*.py)
 examples := tests/unit/test_examples.py
 fuzz := $(wildcard tests/unit/test_fuzz*.py)

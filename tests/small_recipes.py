@@ -46,11 +46,11 @@ def every_recipe(pattern: str = "*") -> list[Any]:
 
 
 def recipes() -> dict[str, list[str]]:
-    """Return the names of all recipes by the model that they train."""
+    """Return the names of all recipes by the model that they train; of tiny ones, by two words."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         size = "_".join(path.stem.split("_")[: 2 if path.stem.startswith("tiny_") else 1])
-        found.setdefault("tiny" if size.startswith("tiny") else size, []).append(path.stem)
+        found.setdefault(size, []).append(path.stem)
     return found
 
 
