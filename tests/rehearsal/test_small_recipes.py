@@ -1,5 +1,5 @@
-"""Every recipe and every full command of docs/papers.md that changes one, made small, with an axis
-cut in two, on simulated GPUs."""
+"""Every recipe and every full command of docs/papers.md that changes one, made small, on
+two simulated GPUs: each with one of the axes cut that it allows, in turn."""
 
 import shlex
 from dataclasses import replace
@@ -17,8 +17,7 @@ from training.rehearsal.rank import Job
 
 pytestmark = pytest.mark.slow
 
-NAMES = [name for names in recipes().values() for name in names]
-RUNS = {
+RUNS = {name for names in recipes().values() for name in names} | {
     key_of(run)
     for paper in read_catalogue().values()
     for item in paper.items.values()
@@ -28,24 +27,28 @@ PEERS = 2
 CUTS = ("tensor", "pipeline", "context", "expert")
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("run", sorted(RUNS | set(NAMES)))
+@pytest.mark.parametrize(("run", "first"), [(run, i) for i, run in enumerate(sorted(RUNS))])
 def test_a_small_run_would_not_break(
-    run: str, cut: str, processes: Processes, tmp_path: Path
+    run: str, first: int, processes: Processes, tmp_path: Path
 ) -> None:
     recipe, *overrides = shlex.split(run)
-    try:
-        config = small_recipe(recipe, str(tmp_path), overrides, **{cut: PEERS})
-        config = replace(
-            config,
-            data=replace(config.data, mock=True),
-            train=replace(config.train, global_batch=2 * config.train.micro_batch),
-            checkpoint=replace(config.checkpoint, interval=2),
-            monitors=replace(config.monitors, interval=2 * bool(config.monitors.interval)),
-        )
-        check(config, PEERS)
-    except InvalidConfigError as error:
-        pytest.skip(str(error).splitlines()[0])
+    turn = first % len(CUTS)
+    for cut in CUTS[turn:] + CUTS[:turn]:
+        try:
+            config = small_recipe(recipe, str(tmp_path), overrides, **{cut: PEERS})
+            config = replace(
+                config,
+                data=replace(config.data, mock=True),
+                train=replace(config.train, global_batch=2 * config.train.micro_batch),
+                checkpoint=replace(config.checkpoint, interval=2),
+                monitors=replace(config.monitors, interval=2 * bool(config.monitors.interval)),
+            )
+            check(config, PEERS)
+            break
+        except InvalidConfigError:  # a dense model has no experts to cut, PC layers no pieces
+            continue
+    else:
+        pytest.fail("no axis of this run can be cut")
     rank = PEERS - 1  # also the last stage of a pipeline
     (report,) = processes.perform([Job(config, PEERS, rank, H100)])
     check_rank(report)
