@@ -81,9 +81,11 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
     A row becomes zero where less than about the square root of `dependent` is left of it without
     those before it. By a Cholesky factor of the Gram matrix, which `dependent` keeps positive.
     """
-    result = kernels.orthonormal(x, dependent)
-    if result is not None:
-        return result
+    count, device = x.shape[1], kernels.device_name(x.device)
+    if count <= kernels.VECTORS and kernels.small_problem(count, device):
+        from .kernels import small
+
+        return small.orthonormal(x, dependent)
     wide = x.double()
     gram = torch.bmm(wide, wide.mT)
     gram.diagonal(dim1=-2, dim2=-1).add_(dependent)

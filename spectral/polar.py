@@ -188,10 +188,20 @@ def _gram_form_(
 ) -> tuple[Tensor, ...]:
     """Replace stacks of the same rows by their polar factors; return whether each is bounded."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
-        factor, gram, step = gram_factor(kernels.grams(ys), steps[first:last])
+        gram = kernels.gram(*ys)
+        factor: Tensor | None = None  # Q, where these steps map X to Q X
+        for index in range(first, last):
+            a, b, c = steps[index]
+            step = kernels.polynomial(gram, b, c, a)
+            factor = step if factor is None else kernels.commuting(step, factor)
+            if index + 1 < last:
+                # Two statements, so that the previous matrix is freed between them.
+                gram = kernels.commuting(step, gram)
+                gram = kernels.commuting(step, gram)
         if last == len(steps):
             bounded = is_bounded(gram, step, steps, steps[-1][0])
         del gram, step  # before the product
+        assert factor is not None
         for i, part in enumerate(apart(factor, ys)):
             ys[i] = product(part, ys[i])
         del factor, part  # before the next Gram matrix
@@ -245,23 +255,6 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     plain = count * (4 * ratio + 2)
     gram = segments * 4 * ratio + 2 * (4 * count - 3 * segments)
     return gram < plain
-
-
-def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the Q that maps X to `Q X` by the steps, from `gram` `[batch, rows, rows]`, `X X^T`.
-
-    Also returns the Gram matrix R before the last step, and `a I + b R + c R^2` of that step.
-    """
-    factor: Tensor | None = None
-    for index, (a, b, c) in enumerate(steps):
-        step = kernels.polynomial(gram, b, c, a)
-        factor = step if factor is None else kernels.commuting(step, factor)
-        if index + 1 < len(steps):
-            # Two statements, so that the previous matrix is freed between them.
-            gram = kernels.commuting(step, gram)
-            gram = kernels.commuting(step, gram)
-    assert factor is not None
-    return factor, gram, step
 
 
 @torch.no_grad()

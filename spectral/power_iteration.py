@@ -255,9 +255,10 @@ def _top_eigenvector(t: Tensor) -> Tensor:
 
     Squarings amount to 2^21 power iterations, without an eigensolver or a host sync.
     """
-    found = kernels.top_eigenvector(t, SQUARINGS, TINY)
-    if found is not None:
-        return found
+    if kernels.small_problem(t.shape[-1], kernels.device_name(t.device)):
+        from .kernels import small
+
+        return small.top_eigenvector(t, SQUARINGS, TINY)
     for count in SQUARINGS:
         # The top value is between the largest entry and `size` times it; neither's power is lost.
         t = t / t.amax((-2, -1), keepdim=True).mul_(t.shape[1] ** 0.5).clamp_(min=TINY)

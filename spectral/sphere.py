@@ -16,14 +16,9 @@ eqs. 7 and 16). With spectral_mup updates change hidden features by the same RMS
 with align_adam_rms an update has AdamW's typical RMS of 0.2."""
 
 
-def shape_scale(shape: tuple[int, int], mode: str) -> float:
-    """Compute the scale of a whole unit of `shape`, never of a shard; `mode` is one of `SCALES`."""
-    return SCALES[mode](*shape)
-
-
 def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
-    """Compute the radius of a `[rows, cols]` unit, its scale times `scaler`."""
-    return scaler * shape_scale(shape, mode)
+    """Compute the radius of a whole unit of `shape`, never of a shard: `scaler` times its scale."""
+    return scaler * SCALES[mode](*shape)
 
 
 def _gate(factor: Tensor, active: Tensor | None) -> Tensor:

@@ -203,7 +203,7 @@ def _grams(stacks: Sequence[Tensor]) -> Tensor:
     """Compute `M M^T`, its blocks below the diagonal by copying those above."""
     parts = blocks_of(stacks[0].shape[1])
     if len(parts) == 1 or kernels.mirrors(stacks):
-        return kernels.grams(stacks)
+        return kernels.gram(*stacks)
     rows = stacks[0].shape[1]
     result = stacks[0].new_zeros(sum(map(len, stacks)), rows, rows)
     for m, gram in zip(stacks, apart(result, stacks), strict=True):
@@ -317,9 +317,10 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
     `f` does not decrease, so a few rounds on ever finer grids enclose the root; the last interval
     is interpolated linearly.
     """
-    found = kernels.root(model.block, model.weight, model.half, *GRID)
-    if found is not None:
-        return found
+    if kernels.small_problem(model.weight.shape[-1], kernels.device_name(model.weight.device)):
+        from .kernels import small
+
+        return small.root(model.block, model.weight, model.half, *GRID)
     rounds, points = CPU_GRID if model.half.device.type == "cpu" else GRID
     fractions = torch.linspace(0, 1, points + 1, dtype=torch.float64, device=model.half.device)
     low, width = -model.half[:, None], 2 * model.half[:, None]

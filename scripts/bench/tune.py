@@ -56,19 +56,24 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
     its columns.
     """
     if operation == "gram":
-        return ways(partial(library.gram, x), partial(symmetric.gram, x), tiles)
+        return ways(partial(library.symmetric, x), partial(symmetric.product, x, x), tiles)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
         tiles = tuple(tile for tile in tiles if tile != dispatch.QUACK)  # one stack alone
-        return ways(partial(library.grams, stacks), partial(grouped.grams, stacks), tiles)
-    r = library.gram(x)
+
+        def grams() -> Tensor:
+            return torch.cat([library.symmetric(stack) for stack in stacks])
+
+        return ways(grams, partial(grouped.grams, stacks), tiles)
+    r = library.symmetric(x)
     r = r / torch.linalg.matrix_norm(r, keepdim=True)
-    b, c, a = -2.9, 0.5, 4.1
+    a, b, c = 4.1, -2.9, 0.5
+    polynomial = partial(library.symmetric, r, r, r, alpha=c, beta=b, diagonal=a)
     if operation == "polynomial":
-        each = partial(library.polynomial, r, b, c, a)
-        return ways(each, partial(symmetric.polynomial, r, b, c, a), tiles)
-    p = library.polynomial(r, b, c, a)
-    return ways(partial(library.commuting, p, r), partial(symmetric.commuting, p, r, 0.0), tiles)
+        by_kernel = partial(symmetric.product, r, r, s=r, alpha=c, beta=b, gamma=a)
+        return ways(polynomial, by_kernel, tiles)
+    p = polynomial()
+    return ways(partial(library.symmetric, p, r), partial(symmetric.product, p, r), tiles)
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:

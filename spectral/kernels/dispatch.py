@@ -114,12 +114,6 @@ class Entry:
 
 
 @constant_result
-def fused_update(dtype: torch.dtype, device: str) -> bool:
-    """Return whether weights of this dtype are updated by the fused kernel."""
-    return listed(device) and dtype == torch.float32 and has_triton()
-
-
-@constant_result
 def small_problem(size: int, device: str) -> bool:
     """Return whether a small problem of each matrix takes a kernel of its own.
 
@@ -222,6 +216,6 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 def forget() -> None:
     """Clear the caches, so that a table that tuning has written is read."""
-    for function in (listed, fused_update, small_problem, lookup):
+    for function in (listed, small_problem, lookup):
         function.cache_clear()
     entries.cache_clear()

@@ -7,7 +7,6 @@ is float16, and where torch uses no AVX-512, as on most laptops, bfloat16.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
 BLOCKS = 4
 """Blocks of rows in which a CPU computes a large symmetric product, with 10/16 of its FLOPs."""
 LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
-"""Rows from which that pays, by dtype; see `_symmetric`."""
+"""Rows from which that pays, by dtype; see `symmetric`."""
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -38,40 +37,18 @@ def fused(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
 
 
-def fused_(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) -> None:
-    """Replace `c` by `beta c + alpha a @ b` for stacks."""
-    if _is_slow(a):
-        c.copy_(fused(c, a, b, beta, alpha))
-    else:
-        c.baddbmm_(a, b, beta=beta, alpha=alpha)
-
-
-def gram(x: Tensor) -> Tensor:
-    """Compute `X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`."""
-    if _is_slow(x):
-        return gram(x.float()).to(x.dtype)
-    return _symmetric(x, x.mT)
-
-
-def grams(stacks: Sequence[Tensor]) -> Tensor:
-    """Compute `X X^T` `[sum of batches, rows, rows]` of stacks `[batch, rows, cols]`."""
-    return torch.cat([gram(x) for x in stacks])
-
-
-def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
-    """Compute the symmetric `P Q + a I` `[batch, n, n]` of symmetric, commuting `p` and `q`."""
-    return _with_diagonal(_symmetric(p, q), a)
-
-
-def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-    """Compute `a I + b R + c R^2` `[batch, n, n]` of symmetric `r`."""
-    return _with_diagonal(_symmetric(r, r, r, b, c), a)
-
-
-def _symmetric(
-    a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+def symmetric(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
 ) -> Tensor:
-    """Compute `A B`, or `beta C + alpha A B`, `[batch, n, n]` of stacks, where it is symmetric.
+    """Compute `alpha A B + beta C + diagonal I` `[batch, n, n]` where it is symmetric.
+
+    Without `b` it is that of `A A^T`.
 
     On a CPU a large one is computed by blocks of rows: of each the columns up to the block's end,
     which are then mirrored, so that the result is exactly symmetric. What is differentiated is
@@ -84,20 +61,24 @@ def _symmetric(
     are eight below 1,024 rows. Where a processor has instructions for bfloat16, blocks take 1.5 to
     4 times as long as the whole.
     """
+    other = a.mT if b is None else b
     if _is_slow(a):
         p = a.float()
-        q = p if b is a else b.float()
+        q = p if b is a else None if b is None else b.float()
         r = p if c is a else None if c is None else c.float()
-        return _symmetric(p, q, r, beta, alpha).to(a.dtype)
-    if not _pays_by_blocks(a, b):
-        return product(a, b) if c is None else fused(c, a, b, beta, alpha)
-    n = a.shape[1]
-    result = a.new_empty(a.shape[0], n, n) if c is None else c.clone()
-    size = -(-n // BLOCKS)
-    for start in range(0, n, size):
-        rows, cols = slice(start, start + size), slice(0, start + size)
-        fused_(result[:, rows, cols], a[:, rows], b[:, :, cols], beta, alpha)
-    _mirror_(result)
+        result = symmetric(p, q, r, alpha=alpha, beta=beta).to(a.dtype)
+    elif _pays_by_blocks(a, other):
+        n = a.shape[1]
+        result = a.new_empty(a.shape[0], n, n) if c is None else c.clone()
+        size = -(-n // BLOCKS)
+        for start in range(0, n, size):
+            rows, cols = slice(start, start + size), slice(0, start + size)
+            result[:, rows, cols].baddbmm_(a[:, rows], other[:, :, cols], beta=beta, alpha=alpha)
+        _mirror_(result)
+    else:
+        result = product(a, other) if c is None else fused(c, a, other, beta, alpha)
+    if diagonal:
+        result.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     return result
 
 
@@ -119,13 +100,6 @@ def _mirror_(x: Tensor) -> None:
     x[:, first, last] = x[:, last, first].mT
     _mirror_(x[:, first, first])
     _mirror_(x[:, last, last])
-
-
-def _with_diagonal(x: Tensor, a: float) -> Tensor:
-    """Add `a I` to `x` in place."""
-    if a:
-        x.diagonal(dim1=-2, dim2=-1).add_(a)
-    return x
 
 
 def _is_slow(x: Tensor) -> bool:

@@ -108,25 +108,20 @@ INTERPRETED = not isinstance(symmetric_kernel, triton.runtime.JITFunction)
 operands are widened to float32, which leaves the products the same."""
 
 
-def gram(x: Tensor, tile: Tile) -> Tensor:
-    """Compute `X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`, of any strides."""
-    return _launch(x, x, None, 1.0, 0.0, 0.0, tile)
-
-
-def commuting(p: Tensor, q: Tensor, a: float, tile: Tile) -> Tensor:
-    """Compute the symmetric `P Q + a I` `[batch, n, n]` of symmetric, commuting `p` and `q`."""
-    return _launch(p, q, None, 1.0, 0.0, a, tile)
-
-
-def polynomial(r: Tensor, b: float, c: float, a: float, tile: Tile) -> Tensor:
-    """Compute `a I + b R + c R^2` `[batch, n, n]` of symmetric `r`, in one pass."""
-    return _launch(r, r, r, c, b, a, tile)
-
-
-def _launch(
-    a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float, tile: Tile
+def product(
+    a: Tensor,
+    b: Tensor,
+    tile: Tile,
+    s: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
 ) -> Tensor:
-    """Launch the kernel for `alpha A B^T + beta S + gamma I` `[batch, n, n]`."""
+    """Compute `alpha A B^T + beta S + gamma I` `[batch, n, n]` of `a`, `b` `[batch, n, depth]`.
+
+    In one pass; strides are free.
+    """
     check_operands(a, b)
     if tile == QUACK:
         return by_quack(a, b, s, alpha, beta, gamma)
@@ -153,7 +148,7 @@ def _launch(
 def by_quack(
     a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float
 ) -> Tensor:
-    """Compute what `_launch` does by quack-kernels, which also computes half of the tiles."""
+    """Compute what `product` does by quack-kernels, which also computes half of the tiles."""
     from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
 
     out: Tensor = gemm_symmetric(a, b.mT, s, alpha=alpha, beta=beta)

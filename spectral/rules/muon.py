@@ -12,7 +12,7 @@ from .. import kernels
 from ..host_values import unless_all
 from ..joined_stacks import apart, numbers, together
 from ..polar import Polar, cache_slices, polars_of
-from ..sphere import SCALES, shape_scale
+from ..sphere import SCALES
 from .base import (
     Report,
     Stack,
@@ -85,21 +85,22 @@ class PolarRule(MomentumRule, MsignRule):
         scale: Tensor | None,
         decays: bool,
     ) -> Tensor:
+        from ..kernels.update import update_
+
         weights = [stack.weight for stack in stacks]
         lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
         decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
         unit = numbers([1.0] * len(stacks), weights)
-        scales = numbers([self.update_scale(matrix_shape(w)) for w in weights], weights)
+        step = numbers([self.update_scale(matrix_shape(w)) for w in weights], weights) * lr
         decays = decays and (isinstance(decay, Tensor) or decay != 0)
-        return kernels.update_(
-            weights,
-            [polar.direction for polar in polars],
-            step=scales * lr,
-            factor=unit * (1 - lr * decay) if decays else unit,
-            active=gate,
-            scale=scale,
-            cautious=self.cautious,
-        )
+        factor = unit * (1 - lr * decay) if decays else unit
+        scales = [None] * len(stacks) if scale is None else apart(scale, weights)
+        each = zip(*(apart(x, weights) for x in (factor, step, gate)), scales, strict=True)
+        squares = [
+            update_(w, polar.direction, decay, size, active, part, self.cautious)
+            for w, polar, (decay, size, active, part) in zip(weights, polars, each, strict=True)
+        ]
+        return together(squares).sqrt()
 
     def _update(self, stack: Stack, polar: Polar, gate: Tensor, *, decays: bool) -> Tensor:
         """Update one stack by the library and return the directions' norms `[batch]`."""
@@ -122,7 +123,7 @@ class PolarRule(MomentumRule, MsignRule):
 
     def update_scale(self, shape: tuple[int, int]) -> float:
         """Return what `lr` times the direction is multiplied by."""
-        return self.scale_factor * shape_scale(shape, self.scale)
+        return self.scale_factor * SCALES[self.scale](*shape)
 
 
 @dataclass(frozen=True, kw_only=True)

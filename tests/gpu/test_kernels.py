@@ -36,12 +36,14 @@ def test_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape, device="cuda").div(shape[2] ** 0.5).to(dtype)
     for view in (x, x.flip(0).contiguous().mT.contiguous().mT):
         for tile in tiles(dtype):
-            assert_close(symmetric.gram(view, tile), library.gram(view.double()))
-            r = symmetric.gram(view, tile)
+            assert_close(symmetric.product(view, view, tile), library.symmetric(view.double()))
+            r = symmetric.product(view, view, tile)
             wide = r.double()
-            expected = library.polynomial(wide, -1.5, 0.5, 2.0)
-            assert_close(symmetric.polynomial(r, -1.5, 0.5, 2.0, tile), expected)
-            assert_close(symmetric.commuting(r, r, 0.5, tile), library.commuting(wide, wide, 0.5))
+            expected = library.symmetric(wide, wide, wide, alpha=0.5, beta=-1.5, diagonal=2.0)
+            found = symmetric.product(r, r, tile, r, alpha=0.5, beta=-1.5, gamma=2.0)
+            assert_close(found, expected)
+            found = symmetric.product(r, r, tile, gamma=0.5)
+            assert_close(found, library.symmetric(wide, wide, diagonal=0.5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,7 +52,7 @@ def test_stacks_of_different_columns(dtype: torch.dtype) -> None:
 
     stacks = [torch.randn(b, 130, n, device="cuda").div(n**0.5).to(dtype) for b, n in SIZES]
     for tile in tiles(dtype):
-        expected = library.grams([x.double() for x in stacks])
+        expected = torch.cat([library.symmetric(x.double()) for x in stacks])
         assert_close(grouped.grams(stacks, tile), expected)
 
 

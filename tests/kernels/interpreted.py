@@ -22,7 +22,7 @@ from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.optimizer import SpectralOptimizer
 from spectral.rules.base import take_step
-from spectral.rules.muon import MuonRule
+from spectral.rules.muon import MuonRule, PolarRule
 from spectral.rules.spectral_sphere import SpectralSphereRule
 
 SHIPPED = dispatch.TABLE
@@ -50,8 +50,8 @@ def assert_close(value: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gram(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x = stack(*shape, dtype)
-    result = symmetric.gram(x, TILE)
-    assert_close(result, library.gram(x.double()))
+    result = symmetric.product(x, x, TILE)
+    assert_close(result, kernels.gram(x.double()))
     assert torch.equal(result, result.mT)
 
 
@@ -60,23 +60,23 @@ def test_float32_by_three_tensor_core_products() -> None:
     a table may ask for it, and the routing table names it."""
     tile = replace(TILE, precision="tf32x3")
     x = stack(2, 17, 33, torch.float32)
-    assert_close(symmetric.gram(x, tile), library.gram(x.double()))
+    assert_close(symmetric.product(x, x, tile), kernels.gram(x.double()))
     assert str(tile) == "16x16x16 tf32x3" and tune.parse_tile("16x16:4:2:tf32x3") == tile
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_polynomial(dtype: torch.dtype) -> None:
-    r = library.gram(stack(2, 21, 30, torch.float32)).div(30).to(dtype)
-    result = symmetric.polynomial(r, -1.5, 0.5, 2.25, TILE)
-    assert_close(result, library.polynomial(r.double(), -1.5, 0.5, 2.25))
+    r = kernels.gram(stack(2, 21, 30, torch.float32)).div(30).to(dtype)
+    result = symmetric.product(r, r, TILE, r, alpha=0.5, beta=-1.5, gamma=2.25)
+    assert_close(result, kernels.polynomial(r.double(), -1.5, 0.5, 2.25))
     assert torch.equal(result, result.mT)
 
 
 def test_commuting() -> None:
-    r = library.gram(stack(2, 21, 30, torch.float32)).div(30)
-    p, q = library.polynomial(r, 0.5, -0.25, 1.0), library.polynomial(r, -0.5, 0.125, 2.0)
-    result = symmetric.commuting(p, q, 0.75, TILE)
-    assert_close(result, library.commuting(p.double(), q.double(), 0.75))
+    r = kernels.gram(stack(2, 21, 30, torch.float32)).div(30)
+    p, q = kernels.polynomial(r, 0.5, -0.25, 1.0), kernels.polynomial(r, -0.5, 0.125, 2.0)
+    result = symmetric.product(p, q, TILE, gamma=0.75)
+    assert_close(result, kernels.commuting(p.double(), q.double(), 0.75))
     assert torch.equal(result, result.mT)
 
 
@@ -92,38 +92,41 @@ def test_commuting() -> None:
 )
 def test_strides(view: Callable[[Tensor], Tensor]) -> None:
     x = view(stack(3, 19, 22, torch.float32))
-    assert_close(symmetric.gram(x, TILE), library.gram(x.double()))
+    assert_close(symmetric.product(x, x, TILE), kernels.gram(x.double()))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (3, 0, 7)])
 def test_nothing_to_do(shape: tuple[int, int, int]) -> None:
     x = torch.empty(shape)
-    assert symmetric.gram(x, TILE).shape == (shape[0], shape[1], shape[1])
+    assert symmetric.product(x, x, TILE).shape == (shape[0], shape[1], shape[1])
 
 
 def test_nan_reaches_what_depends_on_it_and_no_other_matrix() -> None:
     x = stack(2, 20, 18, torch.float32)
     x[0, 17, 3] = float("nan")
-    result = symmetric.gram(x, TILE)
-    assert torch.equal(result.isnan(), library.gram(x).isnan())
+    result = symmetric.product(x, x, TILE)
+    assert torch.equal(result.isnan(), kernels.gram(x).isnan())
     assert result[0, 17].isnan().all() and not result[1].isnan().any()
 
 
 def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
     x = stack(3, 20, 40, torch.bfloat16)
-    together = symmetric.gram(x, TILE)
-    assert all(torch.equal(symmetric.gram(x[i : i + 1], TILE)[0], together[i]) for i in range(3))
+    together = symmetric.product(x, x, TILE)
+    assert all(
+        torch.equal(symmetric.product(x[i : i + 1], x[i : i + 1], TILE)[0], together[i])
+        for i in range(3)
+    )
 
 
 @pytest.mark.parametrize("other", [torch.float64, torch.int32])
 def test_dtypes_that_no_kernel_takes(other: torch.dtype) -> None:
     with pytest.raises(ValueError, match="must be float32, bfloat16 or float16"):
-        symmetric.gram(torch.ones(1, 4, 4, dtype=other), TILE)
+        symmetric.product(*[torch.ones(1, 4, 4, dtype=other)] * 2, TILE)
 
 
 def test_a_matrix_that_32_bits_cannot_address() -> None:
     with pytest.raises(ValueError, match="less than 2\\^31 elements"):
-        symmetric.gram(torch.empty(1, 1, 2**31 + 1, device="meta"), TILE)
+        symmetric.product(*[torch.empty(1, 1, 2**31 + 1, device="meta")] * 2, TILE)
 
 
 PROBLEM = {"batch": 2, "rows": 20, "cols": 28, "dtype": "float32"}
@@ -232,9 +235,12 @@ def test_optimizer_joins_shapes_by_the_kernels(
     monkeypatch.setattr(
         grouped, "grams", lambda x, t: joined_products.append(len(x)) or launch(x, t)
     )
-    with patch.object(kernels, "update_", wraps=kernels.update_) as passes:
+    by_kernel = PolarRule._update_by_kernel
+    with patch.object(
+        PolarRule, "_update_by_kernel", autospec=True, side_effect=by_kernel
+    ) as passes:
         joined = stepped()
-        assert [len(call.args[0]) for call in passes.call_args_list] == [3, 1]  # 6 x 24 is alone
+        assert [len(call.args[1]) for call in passes.call_args_list] == [3, 1]  # 6 x 24 is alone
         assert not dtype or set(joined_products) == {3}
         monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
         dispatch.forget()
@@ -266,9 +272,9 @@ def test_quacks_product_is_chosen_where_it_runs_and_gives_the_librarys(
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
     r = kernels.gram(x)
     p = kernels.polynomial(r, -2.9, 0.5, 4.1)
-    torch.testing.assert_close(r, library.gram(x))
-    torch.testing.assert_close(p, library.polynomial(r, -2.9, 0.5, 4.1))
-    torch.testing.assert_close(kernels.commuting(p, r, 0.3), library.commuting(p, r, 0.3))
+    torch.testing.assert_close(r, library.symmetric(x))
+    torch.testing.assert_close(p, library.symmetric(r, r, r, alpha=0.5, beta=-2.9, diagonal=4.1))
+    torch.testing.assert_close(kernels.commuting(p, r, 0.3), library.symmetric(p, r, diagonal=0.3))
 
 
 def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
@@ -287,8 +293,8 @@ def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
 
 def test_a_wrong_result_is_never_chosen() -> None:
     x = stack(1, 8, 8, torch.float32)
-    assert tune.agrees(library.gram(x), library.gram(x))
-    assert not tune.agrees(library.gram(x) * 1.001, library.gram(x))
+    assert tune.agrees(kernels.gram(x), kernels.gram(x))
+    assert not tune.agrees(kernels.gram(x) * 1.001, kernels.gram(x))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -301,7 +307,7 @@ def test_several_stacks_in_one_launch(sizes: list[tuple[int, int]], dtype: torch
     stacks = [torch.randn(batch, 18, cols).to(dtype) for batch, cols in sizes]
     stacks[-1] = stacks[-1].mT.contiguous().mT
     result = grouped.grams(stacks, TILE)
-    assert_close(result, library.grams([x.double() for x in stacks]))
+    assert_close(result, kernels.gram(*[x.double() for x in stacks]))
     assert torch.equal(result, result.mT)
 
 
@@ -309,5 +315,5 @@ def test_nan_stays_in_its_matrix_of_its_stack() -> None:
     stacks = [torch.randn(2, 17, 4), torch.randn(1, 17, 20)]
     stacks[0][1, 16, 2] = float("nan")
     result = grouped.grams(stacks, TILE)
-    assert torch.equal(result.isnan(), library.grams(stacks).isnan())
+    assert torch.equal(result.isnan(), kernels.gram(*stacks).isnan())
     assert result[1, 16].isnan().all() and not result[[0, 2]].isnan().any()

@@ -31,10 +31,10 @@ def calls() -> dict[str, Callable[[], object]]:
     rate, gate = torch.empty(2, device="meta"), torch.empty((), dtype=torch.bool, device="meta")
     block = _matrices(2, 40, batch=3, dtype=torch.float64)
     found: dict[str, Callable[[], object]] = {
-        "polynomial": partial(symmetric.polynomial, square, 1.0, 1.0, 1.0, FAST),
-        "gram tf32x3": partial(symmetric.gram, wide, Tile(64, 32, 4, 3, "tf32x3")),
-        "gram ieee": partial(symmetric.gram, wide, Tile(64, 32, 8, 3, "ieee")),
-        "commuting": partial(symmetric.commuting, square, square, 0.0, FAST),
+        "polynomial": partial(symmetric.product, square, square, FAST, square),
+        "gram tf32x3": partial(symmetric.product, wide, wide, Tile(64, 32, 4, 3, "tf32x3")),
+        "gram ieee": partial(symmetric.product, wide, wide, Tile(64, 32, 8, 3, "ieee")),
+        "commuting": partial(symmetric.product, square, square, FAST),
         "grouped": partial(grouped.grams, [narrow] * grouped.STACKS, candidates("bfloat16")[0]),
         "update": partial(update.update_, wide, narrow, rate, rate, gate, rate),
         "root": partial(small.root, block, block[0], block[0, :, 0], 2, 512),

@@ -29,7 +29,8 @@ def check_kernels(device: torch.device) -> None:
     from spectral.kernels import symmetric
 
     try:
-        symmetric.gram(torch.ones(1, 64, 64, device=device), TILE)
+        ones = torch.ones(1, 64, 64, device=device)
+        symmetric.product(ones, ones, TILE)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DeviceError(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectral import kernels
 from spectral.kernels import library
 from tests.step_trace import Operations
 
@@ -28,12 +29,12 @@ def symmetric(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "polynomial": lambda r: library.polynomial(r, -1.5, 0.5, 2.25),
+    "polynomial": lambda r: kernels.polynomial(r, -1.5, 0.5, 2.25),
     # Different ones that commute, as polynomials of one matrix do.
-    "commuting": lambda r: library.commuting(
-        library.polynomial(r, 0.5, -0.25, 1.0), library.polynomial(r, -0.5, 0.125, 2.0), 0.75
+    "commuting": lambda r: kernels.commuting(
+        kernels.polynomial(r, 0.5, -0.25, 1.0), kernels.polynomial(r, -0.5, 0.125, 2.0), 0.75
     ),
-    "square": lambda r: library.commuting(r, r),
+    "square": lambda r: kernels.commuting(r, r),
 }
 
 
@@ -63,9 +64,9 @@ def test_products_through_float32_are_rounded_once(
             results = {
                 library.product(a, b): exact,
                 library.product(a[:1], b[:1]): exact[:1],
-                library.gram(a): gram,
+                kernels.gram(a): gram,
                 library.fused(c, a, b, 0.5, 2.0): 0.5 * c.double() + 2 * exact,
-                library.polynomial(r, 0.5, 2.0): 0.5 * r.double() + 2 * square,
+                kernels.polynomial(r, 0.5, 2.0): 0.5 * r.double() + 2 * square,
             }
         multiplied = [kinds for name, kinds in operations.seen if "mm" in name]
         assert {kind for kinds in multiplied for _, kind, _ in kinds} == {
@@ -82,7 +83,7 @@ def test_products_through_float32_are_rounded_once(
 @pytest.mark.parametrize("name", ["gram", *PRODUCTS])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_large_products_are_right_and_exactly_symmetric(name: str, dtype: torch.dtype) -> None:
-    call = PRODUCTS.get(name, library.gram)
+    call = PRODUCTS.get(name, kernels.gram)
     x = symmetric(1, LARGE, LARGE, dtype=dtype)[:, :, : 70 if name == "gram" else None]
     found = call(x)
     assert found.dtype == dtype and (dtype not in WIDE or torch.equal(found, found.mT))
@@ -96,7 +97,7 @@ def test_blocks_agree_with_the_whole(
     name: str, n: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64, so that another order of sums is all that may differ."""
-    call = PRODUCTS.get(name, library.gram)
+    call = PRODUCTS.get(name, kernels.gram)
     x = symmetric(batch, n, n, dtype=torch.float64)
     by_blocks(monkeypatch, n + 1)
     whole = call(x)
@@ -109,7 +110,7 @@ def test_blocks_agree_with_the_whole(
 @pytest.mark.parametrize("name", ["gram", *PRODUCTS])
 def test_nan_and_infinity_come_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they do from the whole product, in a matrix of which one row and column has them."""
-    call = PRODUCTS.get(name, library.gram)
+    call = PRODUCTS.get(name, kernels.gram)
     for bad in (float("nan"), float("inf")):
         x = symmetric(3, 20, 20)
         x[1, 13] = x[1, :, 13] = bad

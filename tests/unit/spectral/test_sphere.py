@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from spectral.rules import MuonSphereRule
-from spectral.sphere import dynamic_factor, hard_factor, radius, shape_scale
+from spectral.sphere import SCALES, dynamic_factor, hard_factor, radius
 
 
 def test_scales_of_the_paper() -> None:
-    assert shape_scale((128, 2048), "spectral_mup") == pytest.approx(0.25)
-    assert shape_scale((128, 2048), "align_adam_rms") == pytest.approx(0.2 * math.sqrt(2048))
-    assert shape_scale((128, 2048), "spectral_kaiming") == 1.0
-    assert shape_scale((6144, 2048), "spectral_kaiming") == pytest.approx(math.sqrt(3))
+    assert SCALES["spectral_mup"](128, 2048) == pytest.approx(0.25)
+    assert SCALES["align_adam_rms"](128, 2048) == pytest.approx(0.2 * math.sqrt(2048))
+    assert SCALES["spectral_kaiming"](128, 2048) == 1.0
+    assert SCALES["spectral_kaiming"](6144, 2048) == pytest.approx(math.sqrt(3))
 
 
 def test_radius_has_the_scaler_and_the_update_scale_has_not() -> None:
