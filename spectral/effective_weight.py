@@ -23,28 +23,8 @@ from torch import Tensor
 
 from .cost import product_flops, triplet_cost
 from .differentiation import differentiable_once
-from .odd_polynomial import (
-    COMPOSITES,
-    PRESETS,
-    Level,
-    apply_stage,
-    evaluate,
-    fit_polynomial,
-    inner,
-    stage_vjp,
-    stages,
-)
+from .odd_polynomial import Level, apply_stage, inner, stage_vjp, stages
 from .power_iteration import cold_start, top_singular
-
-__all__ = [
-    "COMPOSITES",
-    "PRESETS",
-    "EffectiveWeightGradient",
-    "Preconditioner",
-    "evaluate",
-    "fit_polynomial",
-    "stages",
-]
 
 SpectralNorm = Literal["stream", "none"]
 

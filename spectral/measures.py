@@ -1,4 +1,4 @@
-"""Figures of weights, gradients and activations: ranks, condition numbers, alignment, noise.
+"""Figures of weights, gradients and activations: ranks, condition numbers, noise.
 
 Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
 from an exact decomposition in at least float32, which waits for a GPU, so these functions belong to
@@ -143,19 +143,6 @@ def noise_of(products: Tensor) -> Noise:
         signal_share=_ratio(signal, signal + noise),
         top_share=torch.where(finite, _ratio(top.clamp_min(0), noise), torch.nan),
     )
-
-
-def alignment(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the cosine `[...]` of two matrices `[..., rows, cols]`, 0 where one is zero.
-
-    For mean gradients, or updates without weight decay, of successive steps this is the Align of
-    "Learning in Transformers under Spectral Constraints", appendix B.
-    """
-    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    a, b = a.to(wide), b.to(wide)
-    a, b = (x / torch.where((n := x.abs().amax((-2, -1), keepdim=True)) == 0, 1, n) for x in (a, b))
-    norms = torch.linalg.matrix_norm(a) * torch.linalg.matrix_norm(b)
-    return _ratio((a * b).sum((-2, -1)), norms).clamp(-1, 1)
 
 
 def correlation(w: Tensor) -> Tensor:

@@ -108,7 +108,6 @@ class Solver:
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise
             exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
-        overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
     """
 
     tolerance: float = 2e-4
@@ -117,10 +116,11 @@ class Solver:
     schedule: str = "polar_express"
     steps: int = 8
     dtype: torch.dtype | None = None
-    overwrite: bool = False
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
         """Solve for stacks of matrices whose shorter sides are equal, together.
+
+        Directions are returned in the buffers of `m`, which saves a stack of matrices.
 
         What depends on the shorter side alone is launched once for all of them. Up to rounding, the
         solution of a matrix does not depend on the others. `problems` is at least one, all of one
@@ -176,7 +176,7 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
         ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`,
             `steps < 1`, or an unknown schedule.
     """
-    (solution,) = Solver(**options).solve([TangentProblem(m, u, v)])
+    (solution,) = Solver(**options).solve([TangentProblem(m.clone(), u, v)])
     return solution
 
 
@@ -214,7 +214,7 @@ class _Refinement:
         self.polynomials, self.msign_dtype = polynomials, dtype
         self.rounding = ROUNDING.get(dtype, 0.0)
         # Whether the first evaluation is the last one and may overwrite M.
-        self.last = options.overwrite and options.max_evaluations == 1
+        self.last = options.max_evaluations == 1
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
         self.evaluations = torch.ones_like(model.centre, dtype=torch.int32)
 
@@ -320,7 +320,7 @@ class _Refinement:
     def _solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
-        if self.options.overwrite and not self.last:
+        if not self.last:
             both = zip(self.stacks, directions, strict=True)
             directions = [m.copy_(direction) for m, direction in both]
         directions = [direction.to(self.dtype) for direction in directions]

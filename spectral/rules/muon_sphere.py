@@ -60,12 +60,8 @@ class RadiusRule(PolarRule):
         They take the buffers of the momenta; `options` are further ones of `Solver`.
         """
         each = [TangentProblem(m, u.to(m.dtype), v.to(m.dtype)) for m, u, v in problems]
-        msign: dict[str, Any] = {
-            "schedule": self.schedule,
-            "steps": self.steps,
-            "dtype": self.dtype,
-        }
-        return Solver(**msign, **options, overwrite=True).solve(each)
+        msign: dict[str, Any] = {"schedule": self.schedule, "steps": self.steps}
+        return Solver(**msign, dtype=self.dtype, **options).solve(each)
 
 
 @dataclass(frozen=True, kw_only=True)

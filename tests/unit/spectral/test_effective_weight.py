@@ -8,14 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.effective_weight import (
-    PRESETS,
-    EffectiveWeightGradient,
-    Preconditioner,
-    fit_polynomial,
-    stages,
-)
-from spectral.odd_polynomial import Level, evaluate
+from spectral.effective_weight import EffectiveWeightGradient, Preconditioner
+from spectral.odd_polynomial import PRESETS, Level, evaluate, fit_polynomial, stages
 
 SHAPES = [(96, 64), (64, 96), (64, 64), (1, 16), (16, 1), (3, 24, 40), (2, 2, 40, 24), (0, 8, 4)]
 CUTOFFS = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}

@@ -185,24 +185,28 @@ def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced() -> None:
     solver = Solver(max_evaluations=12)
     model = build([m], u, [v], steps, torch.float64)
     offset, slope = root(model)
-    refinement = _Refinement([problem], model, solver, steps, torch.float64)
+    own = TangentProblem(m.clone(), u, v)
+    refinement = _Refinement([own], model, solver, steps, torch.float64)
     (solution,) = refinement.run(torch.where(offset == offset[1], torch.nan, offset), slope)
     (expected,) = solver.solve([problem])
     assert solution.converged.all() and solution.evaluations[1] > expected.evaluations[1]
     torch.testing.assert_close(solution.multiplier, expected.multiplier, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("evaluations", [1, 2])
 @pytest.mark.parametrize("shape", [(3, 24, 40), (3, 40, 24), (2, 1200, 1000)])
-def test_overwriting_changes_nothing_but_the_buffer(shape: tuple[int, int, int]) -> None:
+def test_directions_take_the_buffers_of_rules_alone(
+    shape: tuple[int, int, int], evaluations: int
+) -> None:
     generator = torch.Generator().manual_seed(6)
     m = torch.randn(shape, generator=generator) / (shape[1] * shape[2]) ** 0.5
     u = torch.nn.functional.normalize(torch.randn(shape[:2], generator=generator), dim=-1)
     v = torch.nn.functional.normalize(torch.randn(shape[0], shape[2], generator=generator), dim=-1)
-    options = {"steps": 3, "max_evaluations": 2}
+    options, before = {"steps": 3, "max_evaluations": evaluations}, m.clone()
     plain = solve_multiplier(m, u, v, **options)
-    kept = m.clone()
-    over = solve_multiplier(kept, u, v, overwrite=True, **options)
-    assert over.direction.data_ptr() == kept.data_ptr()
+    assert torch.equal(m, before)
+    (over,) = Solver(**options).solve([TangentProblem(m, u, v)])
+    assert over.direction.data_ptr() == m.data_ptr()
     assert over.removed is plain.removed is None  # in float32
     for name in set(TangentSolution._fields) - {"removed"}:
         assert torch.equal(getattr(over, name), getattr(plain, name)), name
