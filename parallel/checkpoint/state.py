@@ -15,7 +15,6 @@ holds more than its own part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.bucket_layout import Span
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.parameter_names import named_buffers
+from spectral.division import Box
 from spectral.grouped import grouped
 
 SCHEMA = 1
@@ -190,51 +190,40 @@ def _misfits(
             yield f"{key} has dtype {found.properties.dtype}, the model's has {part.value.dtype}"
 
 
-@dataclass(frozen=True)
-class Box:
-    """The part `[offset, offset + sizes)` of an n-dimensional array."""
-
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     """Split the range `[start, stop)` of a row-major array of shape `axes` into boxes, in order.
 
     Each box is contiguous in the array. With n dimensions there are at most 2 n - 1.
     """
     if len(axes) == 1:
-        return [Box((start,), (stop - start,))]
-    inner, rest = prod(axes[1:]), tuple(axes[1:])
+        return [((start, stop - start),)]
+    inner, rest = prod(axes[1:]), axes[1:]
     found: list[Box] = []
     while start < stop:
         row, column = divmod(start, inner)
         if column == 0 and stop - start >= inner:
             rows = (stop - start) // inner
-            found.append(Box((row, *(0 for _ in rest)), (rows, *rest)))
+            found.append(((row, rows), *((0, size) for size in rest)))
             start += rows * inner
         else:
             end = min(stop - row * inner, inner)
-            found += [Box((row, *box.offset), (1, *box.sizes)) for box in boxes(column, end, rest)]
+            found += [((row, 1), *box) for box in boxes(column, end, rest)]
             start = row * inner + end
     return found
 
 
 def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[Part]:
     """The boxes of a span of a unit's local piece, whose elements are `flat` `[span.length]`."""
-    axes = unit.local_axes(tensor.size)
-    shift = [tensor.rank * size if axis == unit.shard_axis else 0 for axis, size in enumerate(axes)]
-    position = 0
+    axes, cut, position = unit.local_axes(tensor.size), unit.shard_axis, 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
-        numel = prod(box.sizes)
-        yield Part(
-            key,
-            flat.narrow(0, position, numel).view(box.sizes),
-            unit.axes,
-            tuple(a + b for a, b in zip(box.offset, shift, strict=True)),
-            written=not unit.replicated or tensor.rank == 0,
-        )
-        position += numel
+        sizes = [length for _, length in box]
+        offset = [start for start, _ in box]
+        if cut is not None:
+            offset[cut] += tensor.rank * axes[cut]
+        value = flat.narrow(0, position, prod(sizes)).view(sizes)
+        written = not unit.replicated or tensor.rank == 0
+        yield Part(key, value, unit.axes, tuple(offset), written)
+        position += value.numel()
 
 
 def _whole(key: str, value: Tensor, written: bool = True) -> Part:

@@ -96,29 +96,29 @@ def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pendin
 
     The shards are equal. Returns what to wait for, None on an axis of one rank.
     """
-    size = flat.numel() // axis.size
-    comm_volume["reduce-scatter"] += size * flat.element_size() * (axis.size - 1)
+    shard = _shard(flat, axis, comm_volume, "reduce-scatter")
     if axis.size == 1:
         return None
-    shard = flat.narrow(0, axis.rank * size, size)
     with named("reduce-scatter of gradients"):
         work = _reduce_scatter(shard, flat, group=axis.group, async_op=True)
     return Pending("reduce-scatter of gradients", work)
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start to fill `flat`, in place, from every rank's shard of it.
-
-    The shards are equal. Returns what to wait for, None on an axis of one rank.
-    """
-    size = flat.numel() // axis.size
-    comm_volume["all-gather"] += size * flat.element_size() * (axis.size - 1)
+    """Start to fill `flat`, in place, from every rank's shard of it; as `reduce_scatter_`."""
+    shard = _shard(flat, axis, comm_volume, "all-gather")
     if axis.size == 1:
         return None
-    shard = flat.narrow(0, axis.rank * size, size)
     with named("all-gather of weights"):
         work = _all_gather(flat, shard, group=axis.group, async_op=True)
     return Pending("all-gather of weights", work)
+
+
+def _shard(flat: Tensor, axis: Axis, comm_volume: CommVolume, kind: str) -> Tensor:
+    """Return this rank's shard of `flat`, and count the bytes of the others."""
+    size = flat.numel() // axis.size
+    comm_volume[kind] += size * flat.element_size() * (axis.size - 1)
+    return flat.narrow(0, axis.rank * size, size)
 
 
 def all_to_all(
@@ -136,11 +136,11 @@ def all_to_all(
     return received
 
 
-def from_all(value: Value) -> list[Value]:
+def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Gather a picklable `value` of every rank on every rank, by ascending rank. Slow."""
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size(group)
     with named("exchange of plain values"):
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -8,7 +8,7 @@ Matrices of one parameter have the same inspection rank, which therefore also ha
 that they share.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,20 +16,11 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm.collectives import CommVolume
-from parallel.optimizer.domain_optimizer import DomainOptimizer
-from parallel.optimizer.exchange import (
-    UnitTransfer,
-    assemble,
-    assemble_stack,
-    empty_pieces,
-    plan_transfers,
-    stage_exchange,
-)
+from parallel.optimizer.exchange import StackMemory, plan_transfers, stage_exchange
 from parallel.optimizer.inspection import inspection_rounds
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.grouped import grouped
-from spectral.sharded.exchange import Exchange
 
 Shards = list[list[Tensor]]
 """Per domain and bucket, this rank's shard of something that has the shape of the weights."""
@@ -87,11 +78,21 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 class UnitGather:
-    """The unit gathers of all domains of this rank's pipeline stage."""
+    """The unit gathers of all domains of this rank's pipeline stage, planned once."""
 
     def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
         """Plan the gathers; a rank inspects matrices of `elements` elements, or one, at a time."""
-        self.domains = [DomainUnitGather(domain, elements) for domain in optimizer.domains]
+        self.plans = []
+        for index, domain in enumerate(optimizer.domains):
+            stage, units = domain.domain.stage, domain.model.stage_units
+            layout = domain.buffers.bucket_layout
+            for owners in inspection_rounds(units, layout, stage.size, elements):
+                transfers = plan_transfers(units, layout, owners)
+                bucket, _ = layout.slots[transfers[0].unit.parameter]
+                owned = [transfer for transfer in transfers if transfer.owner == stage.rank]
+                stacks = [*grouped(owned, lambda transfer: transfer.unit.shape).values()]
+                exchange = stage_exchange(transfers, domain.domain, CommVolume())
+                self.plans.append((index, bucket.index, stacks, exchange))
 
     def inspections(self, arrays: Mapping[str, Shards]) -> Iterator[Inspection]:
         """Gather every matrix and yield those that this rank inspects, in stacks of equal shape.
@@ -99,52 +100,14 @@ class UnitGather:
         `arrays` are the shards to gather, by name. All ranks of the stage call it together. The
         matrices of an inspection are dropped when the next one is asked for.
         """
-        for index, domain in enumerate(self.domains):
-            mine = {name: shards[index] for name, shards in arrays.items()}
-            yield from domain.inspections(mine)
-
-
-class DomainUnitGather:
-    """The unit gather of one domain, planned once."""
-
-    def __init__(self, domain: DomainOptimizer, elements: int) -> None:
-        stage, units = domain.domain.stage, domain.model.stage_units
-        self.rank = stage.rank
-        bucket_layout = domain.buffers.bucket_layout
-        self.plans = []
-        for owners in inspection_rounds(units, bucket_layout, stage.size, elements):
-            transfers = plan_transfers(units, bucket_layout, owners)
-            bucket, _ = bucket_layout.slots[transfers[0].unit.parameter]
-            exchange = stage_exchange(transfers, domain.domain, CommVolume())
-            self.plans.append((bucket.index, transfers, exchange))
-
-    def inspections(self, arrays: Mapping[str, Sequence[Tensor]]) -> Iterator[Inspection]:
-        """Gather the matrices of this domain; see `UnitGather.inspections`."""
-        for bucket, transfers, exchange in self.plans:
-            owned = [transfer for transfer in transfers if transfer.owner == self.rank]
-            gathered = {
-                name: gathered_pieces(owned, exchange, shards, shards[bucket])
-                for name, shards in arrays.items()
-            }
-            for stack in grouped(owned, lambda transfer: transfer.unit.shape).values():
-                matrices = {name: joined(stack, whole) for name, whole in gathered.items()}
+        for index, bucket, stacks, exchange in self.plans:
+            gathered = {}
+            for name, shards in arrays.items():
+                held, like = shards[index], shards[index][bucket]
+                gathered[name] = StackMemory(stacks, like.dtype, like.device)
+                exchange.gather(held, gathered[name].pieces, like)
+            for stack in stacks:
+                matrices = {name: memory.assembled(stack) for name, memory in gathered.items()}
                 yield Inspection([transfer.unit for transfer in stack], matrices)
                 matrices.clear()
             del gathered
-
-
-def gathered_pieces(
-    owned: Sequence[UnitTransfer], exchange: Exchange, shards: Sequence[Tensor], like: Tensor
-) -> dict[str, Tensor]:
-    """Gather the pieces `[elements]` of the matrices inspected here, as `like`."""
-    whole = empty_pieces(owned, like.dtype, like.device)
-    exchange.gather(shards, whole, like)
-    return whole
-
-
-def joined(stack: Sequence[UnitTransfer], pieces: Mapping[str, Tensor]) -> Tensor:
-    """Join the pieces of units of one shape to `[units, rows, cols]`, those of one unit without a
-    copy if they lie together."""
-    if len(stack) == 1:
-        return assemble(stack[0], pieces[stack[0].unit.name])[None]
-    return assemble_stack(stack, pieces)

@@ -1,12 +1,11 @@
 """Builds the distributed optimizer of a model: owners, transfers, and agreement about them."""
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from parallel.comm.collectives import named
+from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.optimizer.domain_optimizer import DomainOptimizer
@@ -108,14 +107,8 @@ def place_units(
 
 def check_agreement(digests: Sequence[str], stage: Axis) -> None:
     """Raise DisagreementError unless all ranks of the stage have the same digests."""
-    device = "cuda" if dist.get_backend(stage.group) == "nccl" else "cpu"
-    # The same number of bytes on every rank, whatever it has planned.
-    summary = hashlib.sha256("\n".join(digests).encode()).digest()
-    mine = torch.tensor(list(summary), dtype=torch.uint8, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(stage.size)]
-    with named("comparison of owners"):
-        dist.all_gather(everyone, mine, group=stage.group)
-    different = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, mine)]
+    everyone = from_all(list(digests), stage.group)
+    different = [rank for rank, theirs in enumerate(everyone) if theirs != list(digests)]
     if different:
         raise DisagreementError(
             f"bucket layout or placement differs between rank {stage.rank} and ranks "

@@ -18,17 +18,20 @@ from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Domain
 from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
-    Room,
+    StackMemory,
     UnitTransfer,
     add_,
-    assemble_stack,
-    empty_pieces,
     stage_exchange,
     unit_views,
     weight_exchange,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
-from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks, stepped_units
+from parallel.optimizer.owned_stacks import (
+    OwnedStack,
+    gathered_weights,
+    owned_stacks,
+    stepped_units,
+)
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.storage.buffers import Buffers
@@ -80,11 +83,6 @@ class StepGroup:
     materialized: MaterializedUnits
     penalised: PenalisedUnits
     kept: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def owned(self) -> list[UnitTransfer]:
-        """The units that this rank steps, PC layers left out."""
-        return [transfer for stack in self.stacks for transfer in stack.transfers]
 
     @cached_property
     def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
@@ -244,9 +242,9 @@ class DomainOptimizer:
         """Step the matrices owned here, and add every owner's updates to the masters."""
         gradients, master = self.buffers.gradient_shards(), self.buffers.master
         stacks = [stack.transfers for stack in group.stacks]
-        momentum = Room(stacks, gradients[0].dtype, gradients[0].device)
+        momentum = StackMemory(stacks, gradients[0].dtype, gradients[0].device)
         group.exchange.gather(gradients, momentum.pieces, gradients[0], self.exchange_dtype)
-        changes = Room(stacks, master.dtype, master.device)
+        changes = StackMemory(stacks, master.dtype, master.device)
         self._fill_weights(group, changes.pieces)
         for rule, owned in group.stacks_by_rule.items():
             units = [
@@ -286,19 +284,6 @@ class DomainOptimizer:
             copy_all_(zip(mine, rounded, strict=True))
         add_all_(zip(kept, mine, strict=True))
 
-    def _whole_weights(
-        self, owned: Sequence[UnitTransfer], exchange: Exchange, weight_exchange: Exchange
-    ) -> dict[str, Tensor]:
-        """The weights of each unit owned here, `[elements]`.
-
-        They are the masters of units that lie whole in this rank's shard, and otherwise the
-        model's parameters, which every data-parallel rank holds.
-        """
-        weights = empty_pieces(owned, self.buffers.master.dtype, self.buffers.master.device)
-        weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
-        copy_all_(local_pairs(exchange.local_targets, weights, self.buffers.masters))
-        return weights
-
     def _new_group(
         self,
         buckets: tuple[int, ...],
@@ -320,26 +305,27 @@ class DomainOptimizer:
             weight_exchange(
                 [each for each in plain if not each.is_local], self.domain, self.comm_volume
             ),
-            MaterializedUnits(pc, self.domain, self.buffers, self.comm_volume, self.exchange_dtype),
+            MaterializedUnits(
+                pc,
+                self.assign,
+                self.domain,
+                self.buffers,
+                self.comm_volume,
+                self.exchange_dtype,
+                self.momentum_dtype,
+            ),
             PenalisedUnits(
                 penalised, self.assign, self.domain, self.buffers, self.weights, self.comm_volume
             ),
         )
-        weights = self._whole_weights(group.owned, group.exchange, group.weight_exchange)
-        if self.narrow:
-            moved = (each.unit.name for each in group.owned if not each.is_local)
-            group.kept.update((name, weights[name]) for name in moved)
-        for stack in group.stacks:
+        weights = gathered_weights(stacks, group.exchange, self.buffers)
+        for stack in stacks:
             rule = stack.rule
-            whole = assemble_stack(stack.transfers, weights)
-            state = rule.init_state(whole)
+            if self.narrow:
+                moved = (each.unit.name for each in stack.transfers if not each.is_local)
+                group.kept.update((name, weights.pieces[name].clone()) for name in moved)
+            state = rule.init_state(weights.assembled(stack.transfers))
             stack.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
-        units = group.materialized
-        units.start(
-            owned_stacks(units.owned, self.assign),
-            self._whole_weights(units.owned, units.exchange, units.weight_exchange),
-            self.momentum_dtype,
-        )
         return group
 
     def _new_regions(self, bucket: int) -> Iterator[Region]:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from models.units import Unit
+from models.units import ALL, Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.storage.bucket_layout import BucketLayout
@@ -45,6 +45,11 @@ class UnitTransfer(Transfer):
     def pieces(self) -> int:
         """Number of tensor-parallel pieces that make up the unit."""
         return len(self.tensor_ranks)
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of one of them."""
+        return self.unit.numel // self.pieces
 
 
 def plan_transfers(
@@ -140,7 +145,7 @@ def weight_exchange(
             each.matrix,
             each.owner % tensor.size,
             tuple(
-                Part(rank, each.matrix, (), ((i * piece_numel(each), piece_numel(each)),))
+                Part(rank, each.matrix, (), ((i * each.piece_numel, each.piece_numel),))
                 for i, rank in enumerate(each.tensor_ranks)
             ),
             (),
@@ -184,21 +189,6 @@ def replace_(exchange: Exchange, whole: Mapping[str, Tensor], shards: Held, like
         copy_all_(zip(targets, unpacked(new, targets), strict=True))
 
 
-def piece_numel(transfer: UnitTransfer) -> int:
-    """Elements of one tensor-parallel piece of a unit."""
-    return transfer.unit.numel // transfer.pieces
-
-
-def empty_pieces(
-    transfers: Iterable[UnitTransfer], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Allocate `[elements]` for the pieces of each unit, by name."""
-    return {
-        each.unit.name: torch.empty(each.unit.numel, dtype=dtype, device=device)
-        for each in transfers
-    }
-
-
 def assemble(transfer: UnitTransfer, pieces: Tensor) -> Tensor:
     """Join a unit's flattened pieces `[elements]` to the whole matrix `[rows, cols]`."""
     unit = transfer.unit
@@ -221,35 +211,32 @@ def assemble_stack(transfers: Sequence[UnitTransfer], pieces: Mapping[str, Tenso
     return torch.stack([assemble(each, pieces[each.unit.name]) for each in transfers])
 
 
-class Room:
-    """Memory for the pieces of stacks of units, each stack in one piece.
+class StackMemory:
+    """Memory for the pieces of stacks of units, each stack in one block.
 
     Attributes:
         pieces: `[elements]` of each unit, by name; views.
     """
 
     def __init__(
-        self,
-        stacks: Sequence[Sequence[UnitTransfer]],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, stacks: Iterable[Sequence[UnitTransfer]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate room for the units of `stacks`, each of units of one shape."""
+        """Allocate memory for the units of `stacks`, each of units of one shape."""
         self.dtype, self.device = dtype, device
         self.pieces: dict[str, Tensor] = {}
-        self._stacks: dict[str, Tensor] = {}  # by the name of the first unit
+        self._blocks: dict[str, Tensor] = {}  # by the name of the first unit
         for transfers in stacks:
-            stack = torch.empty(len(transfers), transfers[0].unit.numel, dtype=dtype, device=device)
-            self._stacks[transfers[0].unit.name] = stack
-            for transfer, flat in zip(transfers, stack, strict=True):
-                self.pieces[transfer.unit.name] = flat
+            block = torch.empty(len(transfers), transfers[0].unit.numel, dtype=dtype, device=device)
+            self._blocks[transfers[0].unit.name] = block
+            names = [transfer.unit.name for transfer in transfers]
+            self.pieces |= zip(names, block, strict=True)
 
-    def assembled(self, transfers: Sequence[UnitTransfer], part: slice) -> Tensor:
+    def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
         """Return some matrices of a stack `[units, rows, cols]`: a view, unless units are cut."""
         if any(transfer.pieces > 1 for transfer in transfers):
             return assemble_stack(transfers[part], self.pieces)
         first = transfers[0].unit
-        return self._stacks[first.name].view(len(transfers), *first.shape)[part]
+        return self._blocks[first.name].view(len(transfers), *first.shape)[part]
 
     def set_(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
         """Write some matrices of a stack, unless they are the view that `assembled` returned."""

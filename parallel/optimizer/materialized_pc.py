@@ -21,13 +21,11 @@ from parallel.optimizer.exchange import (
     assemble_stack,
     disassemble_,
     disassemble_stack_,
-    empty_pieces,
     replace_,
     stage_exchange,
-    weight_exchange,
 )
-from parallel.optimizer.owned_stacks import OwnedStack
-from parallel.optimizer.routing import PCAssignment
+from parallel.optimizer.owned_stacks import OwnedStack, gathered_weights, owned_stacks
+from parallel.optimizer.routing import Assign, PCAssignment
 from parallel.storage.buffers import Buffers
 from spectral.division import narrowed
 from spectral.rules.base import Rate, Report, Stack, State, Step
@@ -160,12 +158,14 @@ class MaterializedUnits:
     def __init__(
         self,
         transfers: Sequence[UnitTransfer],
+        assign: Assign,
         domain: Domain,
         buffers: Buffers,
         comm_volume: CommVolume,
         exchange_dtype: torch.dtype | None,
+        momentum_dtype: torch.dtype | None,
     ) -> None:
-        """Plan the exchange of the units among `transfers`.
+        """Plan the exchange of the units among `transfers`; their owners take W from the masters.
 
         Gradients are sent to owners in `exchange_dtype`, None for their own dtype. PC(W) is sent in
         the parameters' dtype, so that every rank has the same.
@@ -175,21 +175,13 @@ class MaterializedUnits:
         self.dtype = exchange_dtype
         self.exchange = stage_exchange(transfers, domain, comm_volume)
         self.owned = [each for each in transfers if each.owner == domain.stage.rank]
-        moved = [each for each in transfers if not each.is_local]
-        self.weight_exchange = weight_exchange(moved, domain, comm_volume)
-        self.stacks: list[MaterializedStack] = []
+        stacks = owned_stacks(self.owned, assign)
+        weights = gathered_weights(stacks, self.exchange, buffers)
+        self.stacks = [
+            materialized_stack(stack, weights.assembled(stack.transfers), momentum_dtype)
+            for stack in stacks
+        ]
         self._gradients: dict[str, Tensor] | None = None
-
-    def start(
-        self,
-        stacks: Sequence[OwnedStack],
-        weights: Mapping[str, Tensor],
-        momentum_dtype: torch.dtype | None,
-    ) -> None:
-        """Set up the state of every unit owned here from its W `[elements]`."""
-        for stack in stacks:
-            whole = assemble_stack(stack.transfers, weights)
-            self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
 
     def _taken(self) -> dict[str, Tensor]:
         """Send the gradients of PC(W) to their owners and turn them into those of W and gamma, once
@@ -203,8 +195,11 @@ class MaterializedUnits:
             for each in self.owned
             if each.is_local and len(each.sources) == 1
         }
-        others = [each for each in self.owned if each.unit.name not in gradients]
-        pieces = empty_pieces(others, shards[0].dtype, shards[0].device)
+        pieces = {
+            each.unit.name: shards[0].new_empty(each.unit.numel)
+            for each in self.owned
+            if each.unit.name not in gradients
+        }
         self.exchange.gather(shards, pieces, shards[0], self.dtype)
         gradients |= pieces
         for stack in self.stacks:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.optimizer.exchange import Room, UnitTransfer
+from parallel.optimizer.exchange import StackMemory, UnitTransfer
 from parallel.optimizer.routing import Assignment
+from parallel.storage.buffers import Buffers
 from spectral.grouped import grouped
 from spectral.rules.base import Report, Rule, Stack, State, Step
+from spectral.sharded.exchange import Exchange
 from spectral.stepping import Units
 
 
@@ -71,7 +73,19 @@ def owned_stacks(
     ]
 
 
-def stepped_units(owned: OwnedStack, momenta: Room, weights: Room, step: Step) -> Units:
+def gathered_weights(
+    stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
+) -> StackMemory:
+    """Gather the weights of stacks from the masters' shards; all ranks of the stage call it."""
+    master = buffers.master
+    weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
+    exchange.gather(buffers.masters, weights.pieces, master)
+    return weights
+
+
+def stepped_units(
+    owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step
+) -> Units:
     """Return a stack to be stepped from `momenta`; changes take the place of `weights`."""
     transfers = owned.transfers
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
+    StackMemory,
     UnitTransfer,
     add_,
-    assemble_stack,
     disassemble_stack_,
-    empty_pieces,
     stage_exchange,
     weight_exchange,
 )
@@ -72,14 +71,14 @@ class PenalisedUnits:
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
         self.weight_exchange = weight_exchange(transfers, domain, comm_volume, "penalty weights")
-        self.owned = [each for each in transfers if each.owner == domain.stage.rank]
+        owned = [each for each in transfers if each.owner == domain.stage.rank]
         self.parts = [
             part
             for transfer in transfers
             for part in transfer.sources
             if part.rank == domain.stage.rank
         ]
-        self.stacks = grouped(self.owned, lambda each: (assign(each.unit).penalty, each.unit.shape))
+        self.stacks = grouped(owned, lambda each: (assign(each.unit).penalty, each.unit.shape))
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if it `acts`.
@@ -95,22 +94,23 @@ class PenalisedUnits:
             for part in self.parts:
                 sums[4] += part.of(shards).double().square().sum()
         some = self.buffers.parameters[0]
-        weights = empty_pieces(self.owned, some.dtype, some.device)
-        self.weight_exchange.gather(self.weights, weights, some)
-        gradients = empty_pieces(self.owned, shards[0].dtype, shards[0].device)
+        stacks = self.stacks.values()
+        weights = StackMemory(stacks, some.dtype, some.device)
+        self.weight_exchange.gather(self.weights, weights.pieces, some)
+        gradients = StackMemory(stacks, shards[0].dtype, shards[0].device)
         for (penalty, _), stack in self.stacks.items():
             if penalty is not None:
                 sums[:4] += self._penalise(penalty, stack, weights, gradients, measured=measured)
         if acts:
-            add_(self.exchange, gradients, shards, shards[0])
+            add_(self.exchange, gradients.pieces, shards, shards[0])
         return sums if measured else None
 
     def _penalise(
         self,
         penalty: Penalty,
         transfers: Sequence[UnitTransfer],
-        weights: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
+        weights: StackMemory,
+        gradients: StackMemory,
         *,
         measured: bool,
     ) -> Tensor:
@@ -118,13 +118,13 @@ class PenalisedUnits:
 
         Returns the stack's value, shares, number of units and squared gradient norm, `[SUMS - 1]`.
         """
-        matrices = assemble_stack(transfers, weights)
+        matrices = weights.assembled(transfers)
         matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         value, gradient = gram_penalty_and_grad(
             matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
         )
         gradient.mul_(penalty.coefficient)
-        disassemble_stack_(transfers, gradient, gradients)
+        disassemble_stack_(transfers, gradient, gradients.pieces)
         found = self._zeros()[:4]
         if measured:
             share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")

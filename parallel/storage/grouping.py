@@ -1,6 +1,8 @@
 """Which parameters share a bucket, and which buckets a step group: always consecutive ones."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from math import prod
 
 from models.units import Unit
@@ -41,7 +43,8 @@ def bucket_parameters(units: Sequence[Unit], *, join_layers: bool = False) -> li
     most = bucket_numel(sizes, join_layers) * (1 + NEGLIGIBLE)
     buckets: list[list[str]] = []
     layers = numel = 0
-    for layer, names in _blocks(reversed(list(sizes))):
+    for layer, block in groupby(reversed(sizes), layer_of):
+        names = list(block)
         size, own = sum(sizes[name] for name in names), int(layer is not None)
         if not buckets or numel + size > most or layers + own > LAYERS_PER_BUCKET:
             buckets.append([])
@@ -63,11 +66,11 @@ def bucket_numel(sizes: dict[str, int], join_layers: bool) -> int:
     It is one layer, or 40M elements if a layer is smaller, but at most two layers. With
     `join_layers` it is always two layers, since more matrices can be packed more tightly.
     """
-    layers: dict[str, int] = {}
+    layers = Counter[str]()
     for name, size in sizes.items():
         layer = layer_of(name)
         if layer is not None:
-            layers[layer] = layers.get(layer, 0) + size
+            layers[layer] += size
     largest = max(layers.values(), default=DEFAULT_BUCKET)
     joined = LAYERS_PER_BUCKET * largest
     return joined if join_layers else min(max(largest, DEFAULT_BUCKET), joined)
@@ -77,17 +80,6 @@ def layer_of(parameter: str) -> str | None:
     """Prefix of the layer: `layers.3` of `layers.3.mlp.down`, None outside of the layers."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
-
-
-def _blocks(names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
-    """Split names into consecutive ones of one layer, or of none."""
-    blocks: list[tuple[str | None, list[str]]] = []
-    for name in names:
-        layer = layer_of(name)
-        if not blocks or blocks[-1][0] != layer:
-            blocks.append((layer, []))
-        blocks[-1][1].append(name)
-    return blocks
 
 
 def default_step_groups(shard_numel: int) -> int:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..division import Box, numel_of
+from ..division import Box, intersection, numel_of
 from ..local_part import local_of
 from .ranks import RankGroup
 
@@ -25,6 +25,11 @@ class TensorLayout:
 
     boxes: tuple[Box, ...]
     copies: tuple[int, ...]
+
+    def parts(self, box: Box) -> dict[int, Box]:
+        """Return what each rank holds of the part `box` of the tensor, by rank, if anything."""
+        common = ((rank, intersection(held, box)) for rank, held in enumerate(self.boxes))
+        return {rank: part for rank, part in common if part is not None}
 
     @cached_property
     def numel(self) -> int:

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..division import Box, Division, intersection, numel_of, relative
+from ..division import Box, Division, numel_of, relative
 from ..grouped import grouped
 from ..host_values import unless_all
 from ..local_part import local_of
@@ -43,15 +43,13 @@ Key = tuple[int, int, str]
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
     """Plan the way of the part `box` of a tensor, from the copy that its owner has a part of."""
-    parts = []
-    for rank, held in enumerate(layout.boxes):
-        common = intersection(held, box)
-        if common is not None:
-            tensor = key[0], key[2]
-            parts.append(Part(rank, tensor, relative(common, held), relative(common, box)))
-    near = layout.copies[owner]
+    tensor, near = (key[0], key[2]), layout.copies[owner]
+    parts = tuple(
+        Part(rank, tensor, relative(common, layout.boxes[rank]), relative(common, box))
+        for rank, common in layout.parts(box).items()
+    )
     sources = tuple(part for part in parts if layout.copies[part.rank] == near)
-    return Transfer(key, owner, sources, tuple(parts))
+    return Transfer(key, owner, sources, parts)
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class SharedMatrices:
             Work(
                 f"{i:06d}.{j:06d}",
                 shared.rule.cost(unit.shape),
-                _holders(shared.layout, unit.box),
+                {rank: numel_of(part) for rank, part in shared.layout.parts(unit.box).items()},
             )
             for i, shared in enumerate(self.parameters)
             for j, unit in enumerate(shared.units)
@@ -360,9 +358,3 @@ class SharedMatrices:
         )
         targets, received = exchange.scatter(owned, local, like, wire)
         copy_all_(zip(targets, unpacked(received, targets), strict=True))
-
-
-def _holders(layout: TensorLayout, box: Box) -> dict[int, int]:
-    """Count the elements of a matrix that each rank holds."""
-    parts = ((rank, intersection(held, box)) for rank, held in enumerate(layout.boxes))
-    return {rank: numel_of(part) for rank, part in parts if part is not None}
