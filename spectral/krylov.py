@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import kernels
 from .joined_stacks import apart, images, preimages, together
+from .kernels.dispatch import VECTORS, device_name, small_problem
 
 CYCLE = 5
 """Most steps between two orthogonalisations. Five powers keep apart what float32 can tell: with
@@ -55,7 +55,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 
 def cycle(count: int) -> int:
     """Return the steps of `count` vectors between orthogonalisations, each by one program."""
-    return max(1, min(CYCLE, kernels.VECTORS // count))
+    return max(1, min(CYCLE, VECTORS // count))
 
 
 def _size(image: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
     A row becomes zero where less than about the square root of `dependent` is left of it without
     those before it. By a Cholesky factor of the Gram matrix, which `dependent` keeps positive.
     """
-    count, device = x.shape[1], kernels.device_name(x.device)
-    if count <= kernels.VECTORS and kernels.small_problem(count, device):
+    count, device = x.shape[1], device_name(x.device)
+    if count <= VECTORS and small_problem(count, device):
         from .kernels import small
 
         return small.orthonormal(x, dependent)

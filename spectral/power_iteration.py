@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import kernels
 from .constant_result import constant_result
 from .host_values import is_known
 from .joined_stacks import apart, images, together
+from .kernels.dispatch import device_name, small_problem
 from .krylov import DEPENDENT, krylov_basis, orthonormal, unit
 from .polar import cache_slices, normalized
 
@@ -255,7 +255,7 @@ def _top_eigenvector(t: Tensor) -> Tensor:
 
     Squarings amount to 2^21 power iterations, without an eigensolver or a host sync.
     """
-    if kernels.small_problem(t.shape[-1], kernels.device_name(t.device)):
+    if small_problem(t.shape[-1], device_name(t.device)):
         from .kernels import small
 
         return small.top_eigenvector(t, SQUARINGS, TINY)

@@ -26,6 +26,7 @@ from . import kernels
 from .constant_result import constant, constant_result
 from .host_values import is_known
 from .joined_stacks import apart, images, preimages, together
+from .kernels.dispatch import device_name, small_problem
 from .krylov import DEPENDENT, extended, orthonormal, unit
 from .polar import CACHE_ELEMENTS, workspace_units
 from .positive_definite import blocks_of, factorized_, solve
@@ -317,7 +318,7 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
     `f` does not decrease, so a few rounds on ever finer grids enclose the root; the last interval
     is interpolated linearly.
     """
-    if kernels.small_problem(model.weight.shape[-1], kernels.device_name(model.weight.device)):
+    if small_problem(model.weight.shape[-1], device_name(model.weight.device)):
         from .kernels import small
 
         return small.root(model.block, model.weight, model.half, *GRID)

@@ -51,6 +51,25 @@ class UnitTransfer(Transfer):
         """Elements of one of them."""
         return self.unit.numel // self.pieces
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the pieces, one after the other, are the whole matrix."""
+        return self.pieces == 1 or self.unit.shard_axis == 0
+
+    def logical(self, pieces: Tensor) -> Tensor:
+        """View flattened pieces `[elements]` in the order of the matrix, its cut axis as two."""
+        local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
+        return local.movedim(0, self.unit.shard_axis or 0)
+
+    def whole(self, pieces: Tensor) -> Tensor:
+        """Return the matrix `[rows, cols]` of flattened pieces: a view, if they are `in_order`."""
+        return self.logical(pieces).reshape(self.unit.shape)
+
+    def cut_(self, whole: Tensor, pieces: Tensor) -> None:
+        """Cut a matrix `[rows, cols]` into flattened pieces: the inverse of `whole`."""
+        target = self.logical(pieces)
+        target.copy_(whole.reshape(target.shape))
+
 
 def plan_transfers(
     stage_units: Sequence[Sequence[Unit]],
@@ -189,28 +208,6 @@ def replace_(exchange: Exchange, whole: Mapping[str, Tensor], shards: Held, like
         copy_all_(zip(targets, unpacked(new, targets), strict=True))
 
 
-def assemble(transfer: UnitTransfer, pieces: Tensor) -> Tensor:
-    """Join a unit's flattened pieces `[elements]` to the whole matrix `[rows, cols]`."""
-    unit = transfer.unit
-    local = pieces.view(transfer.pieces, *unit.local_axes(transfer.pieces))
-    if transfer.pieces == 1 or unit.shard_axis == 0:
-        return local.view(unit.shape)
-    assert unit.shard_axis is not None  # a unit in pieces is cut along one
-    # [pieces, ..., axis / pieces, ...] -> [..., axis, ...]
-    return torch.cat(list(local), dim=unit.shard_axis).view(unit.shape)
-
-
-def disassemble_(transfer: UnitTransfer, whole: Tensor, pieces: Tensor) -> None:
-    """Cut the matrix `whole` `[rows, cols]` into `pieces`: the inverse of `assemble`."""
-    for row, piece in enumerate(pieces.chunk(transfer.pieces)):
-        piece.copy_(transfer.unit.piece(whole, row, transfer.pieces).flatten())
-
-
-def assemble_stack(transfers: Sequence[UnitTransfer], pieces: Mapping[str, Tensor]) -> Tensor:
-    """Join the pieces `[elements]` of units of one shape to `[units, rows, cols]`."""
-    return torch.stack([assemble(each, pieces[each.unit.name]) for each in transfers])
-
-
 class StackMemory:
     """Memory for the pieces of stacks of units, each stack in one block.
 
@@ -232,21 +229,21 @@ class StackMemory:
             self.pieces |= zip(names, block, strict=True)
 
     def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
-        """Return some matrices of a stack `[units, rows, cols]`: a view, unless units are cut."""
-        if any(transfer.pieces > 1 for transfer in transfers):
-            return assemble_stack(transfers[part], self.pieces)
-        first = transfers[0].unit
-        return self._blocks[first.name].view(len(transfers), *first.shape)[part]
+        """Return some matrices of a stack `[units, rows, cols]`: a view, if all are `in_order`."""
+        if all(transfer.in_order for transfer in transfers):
+            first = transfers[0].unit
+            return self._blocks[first.name].view(len(transfers), *first.shape)[part]
+        return torch.stack([each.whole(self.pieces[each.unit.name]) for each in transfers[part]])
 
-    def set_(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
+    def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
         """Write some matrices of a stack, unless they are the view that `assembled` returned."""
-        if any(transfer.pieces > 1 for transfer in transfers):
-            disassemble_stack_(transfers[part], stack, self.pieces)
+        if not all(transfer.in_order for transfer in transfers):
+            cut_all_(transfers[part], stack, self.pieces)
 
 
-def disassemble_stack_(
+def cut_all_(
     transfers: Sequence[UnitTransfer], stack: Tensor, pieces: Mapping[str, Tensor]
 ) -> None:
     """Cut the matrices of `stack` `[units, rows, cols]` into `pieces[name]`, by unit."""
     for transfer, whole in zip(transfers, stack, strict=True):
-        disassemble_(transfer, whole, pieces[transfer.unit.name])
+        transfer.cut_(whole, pieces[transfer.unit.name])

@@ -18,9 +18,7 @@ from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
     UnitTransfer,
-    assemble_stack,
-    disassemble_,
-    disassemble_stack_,
+    cut_all_,
     replace_,
     stage_exchange,
 )
@@ -96,7 +94,7 @@ class MaterializedStack(OwnedStack):
                 self.gamma[part, 0],
             )
             self.gamma_gradient[part, 0] = result.gamma
-            disassemble_stack_(self.transfers[part], result.weight, gradients)
+            cut_all_(self.transfers[part], result.weight, gradients)
 
     def step(
         self, gradients: Mapping[str, Tensor], rate: Callable[[float], Rate], active: Tensor
@@ -143,7 +141,8 @@ class MaterializedStack(OwnedStack):
 
     def stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
         """Whole matrices `[part, rows, cols]` of some units, in the dtype of W."""
-        return assemble_stack(self.transfers[part], pieces).to(self.weight.dtype)
+        matrices = [each.whole(pieces[each.unit.name]) for each in self.transfers[part]]
+        return torch.stack(matrices).to(self.weight.dtype)
 
     def _chunks(self) -> Iterator[slice]:
         """Slices of the stack of about `CHUNK_NUMEL` elements each."""
@@ -241,7 +240,7 @@ class MaterializedUnits:
                         target.copy_(torch.where(new.isfinite(), new, target))
                     continue
                 pieces = effective.new_empty(transfer.unit.numel)
-                disassemble_(transfer, effective, pieces)
+                transfer.cut_(effective, pieces)
                 moved[transfer.unit.name] = pieces
             refused = (~torch.stack(finite)).float()
             before = stack.report.get("refused", torch.zeros_like(refused))

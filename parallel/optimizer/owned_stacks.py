@@ -98,6 +98,6 @@ def stepped_units(
     def put(part: slice, stack: Stack, report: Report) -> None:
         old = weights.assembled(transfers, part)
         change = torch.sub(stack.weight, old, out=old)
-        weights.set_(transfers, part, change)
+        weights.write(transfers, part, change)
 
     return Units(owned.units[0].shape, weights.dtype, weights.device, len(transfers), take, put)

@@ -19,7 +19,7 @@ from parallel.optimizer.exchange import (
     StackMemory,
     UnitTransfer,
     add_,
-    disassemble_stack_,
+    cut_all_,
     stage_exchange,
     weight_exchange,
 )
@@ -124,7 +124,7 @@ class PenalisedUnits:
             matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
         )
         gradient.mul_(penalty.coefficient)
-        disassemble_stack_(transfers, gradient, gradients.pieces)
+        cut_all_(transfers, gradient, gradients.pieces)
         found = self._zeros()[:4]
         if measured:
             share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -53,10 +53,6 @@ class Device:
     def room(self) -> int:
         """Bytes that the tensors of a run may take."""
         return int(self.memory_bytes * (1 - RESERVE))
-
-    def constants(self) -> dict[str, Any]:
-        """Return what modelled times are made of."""
-        return asdict(self)
 
 
 # Peaks are those of NVIDIA's data sheets without sparsity; float32 is that of ordinary units, which
@@ -142,8 +138,8 @@ def device_named(text: str) -> Device:
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold keys of a device, got {loaded!r}")
     own = {str(key): value for key, value in loaded.items()}
-    values = device_named(str(own.pop("base", "h100"))).constants() | own
+    base = device_named(str(own.pop("base", "h100")))
     unknown = [key for key in own if key not in {f.name for f in fields(Device)}]
     if unknown:
         raise ValueError(f"{path} has unknown keys {', '.join(unknown)}")
-    return Device(**values)
+    return replace(base, **own)

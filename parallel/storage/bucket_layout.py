@@ -85,10 +85,6 @@ class Bucket:
         """Elements that belong to no parameter."""
         return self.numel - self.used
 
-    def shard_numel(self, ranks: int) -> int:
-        """Elements of each shard if `ranks` ranks share the bucket."""
-        return self.numel // ranks
-
 
 @dataclass(frozen=True)
 class Span:

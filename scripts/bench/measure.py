@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from scripts.command import write_whole
-from spectral.kernels import device_name
+from spectral.kernels.dispatch import device_name
 from training.machine.facts import versions
 from training.report.table import table
 

@@ -52,7 +52,7 @@ from parallel.comm.groups import Groups, world_size
 from parallel.plan.devices import peak_flops
 from scripts.bench.measure import MIB, in_turn, print_table, record, write_json
 from scripts.command import add_config, add_json, command, whole_number
-from spectral.kernels import device_name
+from spectral.kernels.dispatch import device_name
 from training.build import (
     build_data,
     build_trainer,

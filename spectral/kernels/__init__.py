@@ -11,28 +11,7 @@ from torch import Tensor
 
 from ..joined_stacks import together
 from . import library
-from .dispatch import (
-    VECTORS,
-    Operation,
-    Tile,
-    choose,
-    device_name,
-    has_triton,
-    listed,
-    small_problem,
-)
-
-__all__ = [
-    "VECTORS",
-    "commuting",
-    "device_name",
-    "gram",
-    "listed",
-    "mirrors",
-    "polynomial",
-    "small_problem",
-    "updates",
-]
+from .dispatch import Operation, Tile, choose, device_name, has_triton, listed
 
 
 def gram(*stacks: Tensor) -> Tensor:

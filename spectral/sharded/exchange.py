@@ -7,7 +7,7 @@ is not sent. Parts are slices of buckets in the trainer, boxes of DTensors in th
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,8 @@ AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
 returns what came, by ascending rank."""
 
 
-class Held(Protocol):
-    """The tensors of which a rank holds parts."""
-
-    def __getitem__(self, tensor: Any, /) -> Tensor:
-        """Return one of them."""
+Held = Mapping[Any, Tensor] | Sequence[Tensor]
+"""The tensors of which a rank holds parts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Part:
     """
 
     rank: int
-    tensor: Hashable
+    tensor: Any
     inside: Box
     whole: Box
 

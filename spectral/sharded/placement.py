@@ -8,7 +8,7 @@ matrices.
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,22 +84,16 @@ def place(
     """
     base = [0.0] * ranks if base is None else base
     works = sorted(works, key=lambda work: work.name)
-    costs = [work.cost for work in works]
-    sizes = [work.numel for work in works]
-    holders = [work.holders for work in works]
-    strategies: dict[str, Callable[[], tuple[int, ...]]] = {
-        "longest_processing_time": lambda: longest_processing_time(
-            costs, ranks, holders=holders, base=base
-        ),
-        "ping_pong": lambda: ping_pong(sizes, ranks),
-    }
-    if len({work.name for work in works}) != len(works):
-        twice = [name for name, n in Counter(work.name for work in works).items() if n > 1]
+    twice = [name for name, n in Counter(work.name for work in works).items() if n > 1]
+    if twice:
         raise ValueError(f"names of units must be unique, got {', '.join(twice)} more than once")
-    tried = [
-        _placement(name, works, strategies[name](), base)
-        for name in (strategies if strategy == "auto" else (strategy,))
-    ]
+    tried = []
+    if strategy == "auto":
+        costs, holders = [work.cost for work in works], [work.holders for work in works]
+        owners = longest_processing_time(costs, ranks, holders=holders, base=base)
+        tried.append(_placement("longest_processing_time", works, owners, base))
+    owners = ping_pong([work.numel for work in works], ranks)
+    tried.append(_placement("ping_pong", works, owners, base))
     limit = min(max(placement.loads) for placement in tried) * (1 + SLACK)
     return min(
         (placement for placement in tried if max(placement.loads) <= limit),

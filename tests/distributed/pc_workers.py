@@ -15,7 +15,6 @@ from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.model import ParallelModel
-from parallel.optimizer.exchange import assemble
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.state_workers import label, started
@@ -131,7 +130,7 @@ def materialized(
         for units in domain.materialized:
             for batch, gradients in units.gradients():
                 for i, transfer in enumerate(batch.transfers):
-                    yield transfer.unit.name, assemble(transfer, gradients[i]).clone()
+                    yield transfer.unit.name, transfer.whole(gradients[i]).clone()
                     yield f"{transfer.unit.name}.gamma", batch.gamma_gradient[i].clone()
 
 

@@ -13,7 +13,7 @@ from parallel.comm.agreement import Agreement
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
 from parallel.plan.devices import peak_flops
-from spectral.kernels import device_name
+from spectral.kernels.dispatch import device_name
 from training.config import Config
 from training.lifecycle.stragglers import Stragglers
 from training.report.metrics import performance

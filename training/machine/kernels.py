@@ -6,8 +6,7 @@ import subprocess
 import torch
 
 from models.compiler import compiler_problem
-from spectral.kernels import device_name, listed
-from spectral.kernels.dispatch import Tile
+from spectral.kernels.dispatch import Tile, device_name, listed
 from training.machine.device import DeviceError
 
 TILE = Tile(64, 32, 4, 3)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from parallel.plan.devices import RESERVE, Device
@@ -91,7 +91,7 @@ class Report:
                 for name, counts in self.phases.items()
             },
             "processor_seconds": self.processor_seconds,
-            "roofline": self.device.constants(),
+            "roofline": asdict(self.device),
         }
 
 

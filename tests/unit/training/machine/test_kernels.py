@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectral.kernels import device_name, dispatch
+from spectral.kernels import dispatch
 from training.machine.device import DeviceError
 from training.machine.kernels import check_kernels
 
@@ -23,7 +23,7 @@ def as_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_run_ends_before_its_data_is_read(as_listed, monkeypatch, tmp_path):
     device = torch.device("cpu")
-    assert device_name(device) == "cpu"
+    assert dispatch.device_name(device) == "cpu"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(DeviceError, match="lacks a C compiler"):
