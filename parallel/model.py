@@ -385,7 +385,7 @@ def build_domain(
         own,
         domain,
         comm_volume,
-        tensor_sums=frozenset(u.parameter for u in own_units if u.summed_over_tensor(sequence)),
+        tensor_sums=[unit for unit in own_units if unit.summed_over_tensor(sequence)],
         overlap=options.overlap_reduce,
     )
     return DomainModel(domain, units, buffers, reducer)
@@ -460,12 +460,9 @@ def wait_before_forward(model: ParallelModel) -> None:
         for name, (bucket, _) in part.buffers.bucket_layout.slots.items()
     }
 
-    def hook_on(module: torch.nn.Module, needed: list[tuple[int, int]]) -> None:
-        def wait(*_: object) -> None:
-            for domain, bucket in needed:
-                model.domains[domain].wait([bucket])
-
-        module.register_forward_pre_hook(wait)
+    def wait(needed: Sequence[tuple[int, int]], *_: object) -> None:
+        for domain, bucket in needed:
+            model.domains[domain].wait([bucket])
 
     for chunk in model.chunks:
         for module in chunk.modules():
@@ -473,4 +470,4 @@ def wait_before_forward(model: ParallelModel) -> None:
             inside = isinstance(module, GroupedExperts | RotatedSelfAttention)
             needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:
-                hook_on(module, list(needed))
+                module.register_forward_pre_hook(partial(wait, list(needed)))

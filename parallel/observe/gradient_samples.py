@@ -87,6 +87,6 @@ class GradientSamples:
         for i, gradient in enumerate(self.kept.get(name, [])):
             samples[self.first + i].copy_(gradient.flatten())
         all_reduce_(samples, part.domain.replicas, CommVolume(), "samples")
-        if name in part.reducer.tensor_sums:
+        if any(unit.parameter == name for unit in part.reducer.tensor_sums):
             all_reduce_(samples, part.domain.tensor, CommVolume(), "samples")
         return samples

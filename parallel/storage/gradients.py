@@ -1,11 +1,13 @@
 """Accumulation of gradients in their buckets, and the reduction of each bucket once complete."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from models.units import Unit
 from parallel.comm.collectives import CommVolume, Pending, all_reduce_, reduce_scatter_
 from parallel.comm.groups import Domain
 from parallel.storage.buffers import Buffers
@@ -22,8 +24,8 @@ class GradientReducer:
     last gradient is there, and overlaps with the rest; otherwise all start in `finish`.
 
     observers     by name, what is called with each micro-batch's gradient of each parameter
-    tensor_sums   names of parameters whose gradient is a sum over tensor-parallel ranks: the gains
-                  under sequence parallelism, where each rank sees its part of the sequence
+    tensor_sums   units whose gradient is a sum over tensor-parallel ranks: the gains under sequence
+                  parallelism, where each rank sees its part of the sequence
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class GradientReducer:
         domain: Domain,
         comm_volume: CommVolume,
         *,
-        tensor_sums: frozenset[str] = frozenset(),
+        tensor_sums: Sequence[Unit] = (),
         overlap: bool = True,
     ) -> None:
         self.buffers = buffers
@@ -95,27 +97,18 @@ class GradientReducer:
             self.buffers.gradients[bucket], self.buffers.replicas, self.comm_volume
         )
 
+    @cached_property
+    def _partial(self) -> list[Tensor]:
+        """What this rank's shards hold of gradients that are partial sums, views."""
+        layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
+        spans = [span for unit in self.tensor_sums for span in layout.shard_spans(unit, rank)]
+        return [self.buffers.gradients[s.bucket].narrow(0, s.start, s.length) for s in spans]
+
     def _sum_over_tensor_ranks(self) -> None:
         """All-reduce this shard's part of the gradients that are partial sums, packed."""
-        if self.tensor.size == 1 or not self.tensor_sums:
+        if self.tensor.size == 1 or not self._partial:
             return
-        parts = [
-            self.buffers.gradients[i].narrow(0, start, length)
-            for i, start, length in self._sums_in_shard()
-        ]
-        if not parts:
-            return
-        packed = torch.cat(parts)
+        packed = torch.cat(self._partial)
         all_reduce_(packed, self.tensor, self.comm_volume, "tensor-parallel sum of gradients")
-        torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))
-
-    def _sums_in_shard(self) -> Iterator[tuple[int, int, int]]:
-        """`(bucket, start, length)` of the parts of `tensor_sums` in this rank's shards."""
-        replicas = self.buffers.replicas
-        for i, bucket in enumerate(self.buffers.bucket_layout.buckets):
-            size = bucket.numel // replicas.size
-            first, last = replicas.rank * size, (replicas.rank + 1) * size
-            for slot in bucket.slots:
-                start, stop = max(slot.offset, first), min(slot.offset + slot.numel, last)
-                if slot.parameter in self.tensor_sums and start < stop:
-                    yield i, start, stop - start
+        parts = packed.split([part.numel() for part in self._partial])
+        torch._foreach_copy_(self._partial, list(parts))
