@@ -23,7 +23,6 @@ from parallel.optimizer.exchange import (
     add_,
     stage_exchange,
     unit_views,
-    weight_exchange,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import (
@@ -70,16 +69,14 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, stepped and all-gathered together.
 
-    kept   of parameters in 16 bits, the float32 weights `[elements]` of the owned units that do not
-           lie whole in this rank's shard, by name: equal to the masters that the units' ranks hold,
-           as both add the same updates
+    kept   the weights `[elements]` of the owned units that do not lie whole in this rank's shard,
+           by name: equal to the masters that the units' ranks hold, as both add the same updates
     """
 
     buckets: tuple[int, ...]
     regions: list[Region]
     stacks: list[OwnedStack]
     exchange: Exchange
-    weight_exchange: Exchange
     materialized: MaterializedUnits
     penalised: PenalisedUnits
     kept: dict[str, Tensor] = field(default_factory=dict)
@@ -150,11 +147,6 @@ class DomainOptimizer:
             self.model.all_gather_weights()
 
     @property
-    def narrow(self) -> bool:
-        """Whether the parameters have less precision than the masters."""
-        return self.buffers.parameters[0].dtype != self.buffers.master.dtype
-
-    @property
     def stacks(self) -> list[OwnedStack]:
         """Every stack that this rank steps, PC layers included."""
         groups = self.step_groups
@@ -200,7 +192,7 @@ class DomainOptimizer:
 
     def reload_kept(self) -> None:
         """Set the weights that owners keep to the masters, for instance after a checkpoint."""
-        for group in self.step_groups if self.narrow else ():
+        for group in self.step_groups:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
 
     def memory_bytes(self) -> int:
@@ -245,7 +237,9 @@ class DomainOptimizer:
         momentum = StackMemory(stacks, gradients[0].dtype, gradients[0].device)
         group.exchange.gather(gradients, momentum.pieces, gradients[0], self.exchange_dtype)
         changes = StackMemory(stacks, master.dtype, master.device)
-        self._fill_weights(group, changes.pieces)
+        weights = [(changes.pieces[name], weight) for name, weight in group.kept.items()]
+        weights += local_pairs(group.exchange.local_targets, changes.pieces, self.buffers.masters)
+        copy_all_(weights)
         for rule, owned in group.stacks_by_rule.items():
             units = [
                 stepped_units(stack, momentum, changes, stack.assigned.step(rate, active))
@@ -257,18 +251,6 @@ class DomainOptimizer:
                 stack.report = report
         self._update_kept(group, changes.pieces)
         add_(group.exchange, changes.pieces, self.buffers.masters, master, self.exchange_dtype)
-
-    def _fill_weights(self, group: StepGroup, weights: Mapping[str, Tensor]) -> None:
-        """Copy the weights that are stepped here to `weights`.
-
-        Never from below float32: what is not whole in this rank's masters is kept if the parameters
-        have 16 bits, and otherwise taken from the parameters.
-        """
-        pairs = [(weights[name], weight) for name, weight in group.kept.items()]
-        pairs += local_pairs(group.exchange.local_targets, weights, self.buffers.masters)
-        copy_all_(pairs)
-        if not self.narrow:
-            group.weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
 
     def _update_kept(self, group: StepGroup, changes: Mapping[str, Tensor]) -> None:
         """Add the updates to the weights that are kept, rounded as they are sent."""
@@ -302,9 +284,6 @@ class DomainOptimizer:
             [region for bucket in buckets for region in self._new_regions(bucket)],
             stacks,
             stage_exchange(plain, self.domain, self.comm_volume),
-            weight_exchange(
-                [each for each in plain if not each.is_local], self.domain, self.comm_volume
-            ),
             MaterializedUnits(
                 pc,
                 self.assign,
@@ -321,9 +300,8 @@ class DomainOptimizer:
         weights = gathered_weights(stacks, group.exchange, self.buffers)
         for stack in stacks:
             rule = stack.rule
-            if self.narrow:
-                moved = (each.unit.name for each in stack.transfers if not each.is_local)
-                group.kept.update((name, weights.pieces[name].clone()) for name in moved)
+            moved = (each.unit.name for each in stack.transfers if not each.is_local)
+            group.kept.update((name, weights.pieces[name].clone()) for name in moved)
             state = rule.init_state(weights.assembled(stack.transfers))
             stack.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
         return group

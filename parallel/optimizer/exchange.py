@@ -2,8 +2,8 @@
 
 A matrix may be cut twice: by tensor parallelism, and by the border of a data-parallel shard. Each
 matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends the pieces
-of the momentum to the owners, another sends the updates back. Weights are not exchanged between
-data-parallel ranks, which all hold them, only between tensor-parallel ranks.
+of the momentum to the owners, another sends the updates back. Owners keep the weights of the
+matrices that they step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,10 +147,7 @@ def stage_exchange(
 
 
 def weight_exchange(
-    transfers: Sequence[UnitTransfer],
-    domain: Domain,
-    volume: CommVolume,
-    kind: str = "exchange weights",
+    transfers: Sequence[UnitTransfer], domain: Domain, volume: CommVolume, kind: str
 ) -> Exchange:
     """Plan the gather of the weights of units from the model's parameters, `unit_views`.
 

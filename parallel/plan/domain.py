@@ -1,6 +1,6 @@
 """What the ranks of one domain of a pipeline stage hold and send per step, given who owns what."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -120,37 +120,15 @@ class DomainPlan:
         sums = self.bucket_layout.shard_elements(
             (unit, 4) for unit in self.units[0] if unit.summed_over_tensor(inputs.sequence_parallel)
         )
-        # Owners keep the masters of parameters in 16 bits.
-        exchanged = self._kept_by_owners() if inputs.dtype.itemsize >= 4 else ()
         return {
             "reduce-scatter": np.full(ranks, others * 4),
             "all-gather": np.full(ranks, others * inputs.dtype.itemsize),
             "exchange in": leaving * inputs.exchange_bytes,
             "exchange out": returning,
-            "exchange weights": self._weight_bytes({n: owners[n] for n in exchanged}),
             "tensor-parallel sum of gradients": np.repeat(
                 2 * np.array(sums) * (tensor - 1) // tensor, tensor
             ),
         }
-
-    def _kept_by_owners(self) -> Iterator[str]:
-        """Names of the units whose weights their owners step, PC layers left out."""
-        for name, assigned in self.assigned.items():
-            if assigned.has_owner and assigned.pc is None:
-                yield name
-
-    def _weight_bytes(self, owners: Owners) -> np.ndarray:
-        """Bytes of weights that each rank sends to owners that lack its tensor-parallel piece."""
-        tensor = self.inputs.tensor
-        sent = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
-        for source, members in enumerate(self.units):
-            for unit in members:
-                owner = owners.get(unit.name)
-                if owner is not None and owner % tensor != source:
-                    pieces = tensor if unit.shard_axis is not None else 1
-                    local = unit.numel // pieces * self.inputs.dtype.itemsize
-                    sent[owner // tensor * tensor + source] += local
-        return sent
 
     def state(self, owners: Owners) -> np.ndarray:
         """Bytes of the rules' state."""
@@ -169,15 +147,14 @@ class DomainPlan:
         return state
 
     def kept(self, owners: Owners) -> np.ndarray:
-        """Bytes of float32 weights on each owner (`StepGroup.kept`)."""
+        """Bytes of weights on each owner (`StepGroup.kept`)."""
         kept = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
-        if self.inputs.dtype.itemsize >= 4:
-            return kept
-        holders = {work.name: set(work.holders) for work in self.works}
-        for name in self._kept_by_owners():
-            unit = self.whole[name]
-            copied = unit.replicated and self.inputs.tensor > 1
-            kept[owners[name]] += 4 * unit.numel * (copied or holders[name] != {owners[name]})
+        for work in self.works:
+            unit, assigned = self.whole[work.name], self.assigned[work.name]
+            if assigned.has_owner and assigned.pc is None:
+                copied = unit.replicated and self.inputs.tensor > 1
+                moved = copied or work.holders.keys() != {owners[work.name]}
+                kept[owners[work.name]] += 4 * unit.numel * moved
         return kept
 
     def transient(self, owners: Owners) -> int:

@@ -71,13 +71,12 @@ class StagePlan:
     @property
     def load(self) -> OptimizerLoad:
         """What the optimizer does here per step."""
-        exchanged = ("exchange in", "exchange out", "exchange weights")
         return OptimizerLoad(
             flops=self.load_max,
             elements=self.elements,
             gradients=self.reduced,
             weights=self.gathered,
-            exchanged=sum(self.sent[kind] for kind in exchanged),
+            exchanged=self.sent["exchange in"] + self.sent["exchange out"],
         )
 
     @property

@@ -134,7 +134,7 @@ class OptimizerLoad:
     flops      of its matrices
     elements   of its shards
     gradients, weights   bytes reduced and gathered over the replicas of each domain
-    exchanged  bytes of momentum, updates and weights between owners and shards
+    exchanged  bytes of momentum and updates between owners and shards
     """
 
     flops: float
