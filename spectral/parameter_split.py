@@ -7,7 +7,7 @@ matrix.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,9 +18,6 @@ from .division import Division
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Rows = Callable[[nn.Module, int], tuple[int, ...]]
-"""The rows of the matrices of a weight, by the module around it and its number of outputs."""
 
 ELEMENTWISE_LR = 1e-3
 """Learning rate of AdamW for what takes no spectral rule, unless another is given."""
@@ -45,52 +42,34 @@ VECTORS = re.compile(r"(^|_)(bias|gain|scale|log|gamma|beta|table)(_|$)", re.IGN
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _heads(name: str) -> Rows:
-    """Return rows for a weight whose heads each have as many rows as the attribute `name` says."""
-    return lambda module, outputs: (_number(module, name),)
-
-
-def _halves(module: nn.Module, outputs: int) -> tuple[int, ...]:
-    """Return rows for two matrices of one size, a gate and what it multiplies."""
-    return outputs // 2, outputs - outputs // 2
-
-
-def _latent(module: nn.Module, outputs: int) -> tuple[int, ...]:
-    """Return rows for each head's keys and values of multi-head latent attention."""
-    return _number(module, "qk_nope_head_dim"), _number(module, "v_head_dim")
-
-
-def _number(module: nn.Module, name: str) -> int:
-    value = getattr(module, name, None)
-    if not isinstance(value, int):
-        raise LookupError(f"{type(module).__name__} has no {name}")
-    return value
-
-
-FUSED: dict[str, tuple[Rows, ...]] = {
+HEAD = (("head_dim",),)
+LATENT = (("qk_nope_head_dim", "v_head_dim"),)
+"""Each head's keys and values of multi-head latent attention."""
+FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     # Llama, Qwen, Mistral, Gemma, DeepSeek: fused over heads alone.
-    "q_proj": (_heads("qk_head_dim"), _heads("head_dim")),
-    "k_proj": (_heads("head_dim"),),
-    "v_proj": (_heads("head_dim"),),
+    "q_proj": (("qk_head_dim",), ("head_dim",)),
+    "k_proj": HEAD,
+    "v_proj": HEAD,
     # torchtitan
-    "wq": (_heads("qk_head_dim"), _heads("head_dim")),
-    "wk": (_heads("head_dim"),),
-    "wv": (_heads("head_dim"),),
-    "wq_b": (_heads("qk_head_dim"),),
-    "wkv_b": (_latent,),
+    "wq": (("qk_head_dim",), ("head_dim",)),
+    "wk": HEAD,
+    "wv": HEAD,
+    "wq_b": (("qk_head_dim",),),
+    "wkv_b": LATENT,
     # DeepSeek
-    "q_b_proj": (_heads("qk_head_dim"),),
-    "kv_b_proj": (_latent,),
+    "q_b_proj": (("qk_head_dim",),),
+    "kv_b_proj": LATENT,
     # GPT-2, Phi-3, GPT-NeoX: heads of queries, keys and values all have one size.
-    "c_attn": (_heads("head_dim"),),
-    "qkv_proj": (_heads("head_dim"),),
-    "query_key_value": (_heads("head_size"),),
-    "in_proj_weight": (_heads("head_dim"),),  # torch.nn.MultiheadAttention
-    **{f"{name}_proj_weight": (_heads("head_dim"),) for name in "qkv"},  # the same with `kdim`
-    # Phi-3, experts
-    "gate_up_proj": (_halves,),
+    "c_attn": HEAD,
+    "qkv_proj": HEAD,
+    "query_key_value": (("head_size",),),
+    "in_proj_weight": HEAD,  # torch.nn.MultiheadAttention
+    **{f"{name}_proj_weight": HEAD for name in "qkv"},  # the same with `kdim`
+    # Phi-3, experts: a gate and what it multiplies, of one size
+    "gate_up_proj": ((),),
 }
-"""Rows of the matrices of a weight, by its name; the first that the module around it answers."""
+"""By the name of a weight, the attributes of the module around it that are the rows of successive
+matrices, none for two halves; the first that the module has."""
 REQUIRED = ("q_b_proj", "kv_b_proj", "wq_b", "wkv_b", "c_attn", "qkv_proj", "query_key_value")
 """Weights that are never one matrix. Others without an answer are, as a `q_proj` of one head."""
 EXPERTS = re.compile(r"^(Mixtral|Qwen\d\w*Moe|DeepseekV\d|Olmoe|GraniteMoe)\w*Experts$")
@@ -243,7 +222,10 @@ def split_parameters(
     others = {"rule": "adamw", "lr": lr}
     found += [{"params": tables, **others}] if tables else []
     found += [{"params": vectors, **others, "weight_decay": 0.0}] if vectors else []
-    return ParameterSplit(found, rows, _replicas(module))
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp = isinstance(module, DistributedDataParallel)
+    return ParameterSplit(found, rows, module.process_group if ddp else None)
 
 
 def check_name(name: str) -> None:
@@ -362,12 +344,12 @@ def division_of(weight: Weight) -> Division:
         )
     outputs = shape[-1] if transposed else shape[int(stacked)]
     problem = ""
-    for rows in FUSED.get(name, ()):
-        try:
-            pattern = rows(weight.around, outputs)
-        except LookupError as error:
-            problem = f": {error}"
+    for attributes in FUSED.get(name, ()):
+        rows: dict[str, Any] = {a: getattr(weight.around, a, None) for a in attributes}
+        if lacking := [a for a, n in rows.items() if not isinstance(n, int)]:
+            problem = f": {type(weight.around).__name__} has no {lacking[0]}"
             continue
+        pattern = (*rows.values(),) or (outputs // 2, outputs - outputs // 2)
         if outputs % sum(pattern):
             raise ValueError(
                 f"{weight.name} has {outputs} outputs, which matrices of {pattern} rows do not "
@@ -385,10 +367,3 @@ def division_of(weight: Weight) -> Division:
             "units={name: {'rows': [n]}} with the rows of each matrix, or {} if it is one"
         )
     return Division(transposed=transposed, stacked=stacked)
-
-
-def _replicas(module: nn.Module) -> "ProcessGroup | None":
-    """Return the process group of a DDP model, else None."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return module.process_group if isinstance(module, DistributedDataParallel) else None
