@@ -75,6 +75,15 @@ class ParallelModel:
         """The units this rank holds, whole or in part, in forward order within each domain."""
         return [unit for part in self.domains for unit in part.units]
 
+    def domain_of(self, unit: Unit) -> Domain:
+        """Return the domain that a unit belongs to."""
+        return next(part.domain for part in self.domains if part.domain.name == unit.domain)
+
+    def reports(self, unit: Unit) -> bool:
+        """Return whether this rank, which holds a unit or a part of it, is to report it."""
+        domain = self.domain_of(unit)
+        return domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
+
     def gradient(self, unit: Unit) -> Tensor:
         """View of the accumulated gradient of this rank's piece of `unit`, float32 or wider."""
         parameter = self.parameters[unit.parameter]
@@ -96,14 +105,10 @@ class ParallelModel:
         One tensor `[units]` of each per layer (`UnitWeight.guard_`), on one of the ranks that
         hold the layer. All ranks of a stage call it together.
         """
-        domains = {part.domain.name: part.domain for part in self.domains}
         seen, gammas = [], []
         for effective in self.in_graph:
             largest = effective.guard_(self._weight_of(effective))
-            unit = effective.units[0]
-            domain = domains[unit.domain]
-            copied = domain.tensor.rank > 0 and unit.shard_axis is not None
-            if domain.replicas.rank == 0 and not copied:
+            if self.reports(effective.units[0]):
                 seen.append(largest)
                 gammas.append(effective.gamma.detach().to(largest.dtype))
         return seen, gammas
@@ -114,16 +119,15 @@ class ParallelModel:
 
         Yielded on one of the ranks that hold the unit. All ranks of a stage call it together.
         """
-        domains = {part.domain.name: part.domain for part in self.domains}
         for effective in self.in_graph:
-            domain = domains[effective.units[0].domain]
+            domain = self.domain_of(effective.units[0])
             if domain.replicas.rank > 0:
                 continue
             weight = self._weight_of(effective)
             local, tracked = effective(weight), effective.tracked_norms(weight)
             for i, unit in enumerate(effective.units):
                 whole = gathered(unit, unit.view(local), domain.tensor.group)
-                if unit.shard_axis is None or domain.tensor.rank == 0:
+                if self.reports(unit):
                     yield unit, whole, effective.gamma[i], tracked[i]
 
     def _weight_of(self, effective: UnitWeight) -> Tensor:

@@ -224,8 +224,9 @@ def split_parameters(
     found += [{"params": vectors, **others, "weight_decay": 0.0}] if vectors else []
     from torch.nn.parallel import DistributedDataParallel
 
-    ddp = isinstance(module, DistributedDataParallel)
-    return ParameterSplit(found, rows, module.process_group if ddp else None)
+    if not isinstance(module, DistributedDataParallel):
+        return ParameterSplit(found, rows)
+    return ParameterSplit(found, rows, module.process_group)
 
 
 def check_name(name: str) -> None:

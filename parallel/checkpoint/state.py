@@ -258,12 +258,9 @@ def _buffers(model: ParallelModel) -> Iterator[Part]:
 
 def _in_graph(model: ParallelModel) -> Iterator[Part]:
     """State of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
-    domains = {part.domain.name: part.domain for part in model.domains}
     for effective in model.in_graph:
         for i, unit in enumerate(effective.units):
-            domain = domains[unit.domain]
-            other_piece = unit.shard_axis is not None and domain.tensor.rank > 0
-            written = domain.replicas.rank == 0 and not other_piece
+            written = model.reports(unit)
             u, v = effective.pair(i)
             yield _whole(f"pc/{unit.name}/u", u[0], written)
             yield _whole(f"pc/{unit.name}/v", v[0], written)

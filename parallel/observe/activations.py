@@ -106,10 +106,9 @@ class ActivationWatch:
         All ranks of a stage call it together. Inputs that every tensor-parallel rank sees are
         counted once per rank, in `gram` and in `tokens`.
         """
-        domains = {part.domain.name: part.domain for part in self.model.domains}
-        names = {unit.parameter: unit.domain for unit in self.model.units}
+        units = {unit.parameter: unit for unit in self.model.units}
         for name, seen in self.seen.items():
-            domain = domains[names[name]]
+            domain = self.model.domain_of(units[name])
             axis = domain.stage if seen.cut is None else domain.replicas
             all_reduce_(seen.gram, axis, CommVolume(), "activations")
             all_reduce_(seen.tokens, axis, CommVolume(), "activations")
