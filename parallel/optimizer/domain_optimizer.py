@@ -22,7 +22,6 @@ from parallel.optimizer.exchange import (
     UnitTransfer,
     add_,
     stage_exchange,
-    unit_views,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import (
@@ -130,7 +129,8 @@ class DomainOptimizer:
             momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
         """
         self.model = model
-        self.weights = unit_views(model.units, parameters)
+        # This rank's piece of each unit in the model's parameters, views.
+        self.weights = {u.name: u.view(parameters[u.parameter].detach()) for u in model.units}
         self.domain: Domain = model.domain
         self.buffers: Buffers = model.buffers
         self.assign = assign

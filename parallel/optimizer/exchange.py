@@ -47,11 +47,6 @@ class UnitTransfer(Transfer):
         return len(self.tensor_ranks)
 
     @property
-    def piece_numel(self) -> int:
-        """Elements of one of them."""
-        return self.unit.numel // self.pieces
-
-    @property
     def in_order(self) -> bool:
         """Whether the pieces, one after the other, are the whole matrix."""
         return self.pieces == 1 or self.unit.shard_axis == 0
@@ -144,38 +139,6 @@ def stage_exchange(
     send = partial(all_to_all, axis=stage, comm_volume=volume)
     both = partial(send, kind=f"{kind} in"), partial(send, kind=f"{kind} out")
     return Exchange(transfers, transfers, stage.rank, stage.size, *both)
-
-
-def weight_exchange(
-    transfers: Sequence[UnitTransfer], domain: Domain, volume: CommVolume, kind: str
-) -> Exchange:
-    """Plan the gather of the weights of units from the model's parameters, `unit_views`.
-
-    Every data-parallel rank holds its tensor rank's parameters in full, so an owner lacks only the
-    pieces of other tensor-parallel ranks, and receives them from the ranks of its own tensor group.
-    Bytes are counted as `kind`.
-    """
-    tensor, data_rank = domain.tensor, domain.replicas.rank
-    near = [
-        Transfer(
-            each.matrix,
-            each.owner % tensor.size,
-            tuple(
-                Part(rank, each.matrix, (), ((i * each.piece_numel, each.piece_numel),))
-                for i, rank in enumerate(each.tensor_ranks)
-            ),
-            (),
-        )
-        for each in transfers
-        if each.owner // tensor.size == data_rank
-    ]
-    send = partial(all_to_all, axis=tensor, comm_volume=volume, kind=kind)
-    return Exchange(near, (), tensor.rank, tensor.size, send, send)
-
-
-def unit_views(units: Iterable[Unit], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's piece of each unit in the model's parameters, views by unit name."""
-    return {unit.name: unit.view(parameters[unit.parameter].detach()) for unit in units}
 
 
 def add_(

@@ -8,12 +8,13 @@ gradient norm on, takes it for part of the gradient of the loss.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import CommVolume
+from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
     StackMemory,
@@ -21,12 +22,12 @@ from parallel.optimizer.exchange import (
     add_,
     cut_all_,
     stage_exchange,
-    weight_exchange,
 )
 from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.buffers import Buffers
 from spectral.gram_penalty import gram_penalty_and_grad
 from spectral.grouped import grouped
+from spectral.sharded.exchange import Exchange, Part, Transfer
 
 SUMS = 5
 
@@ -54,6 +55,32 @@ class PenaltyFigures:
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
 
+def weight_exchange(
+    transfers: Sequence[UnitTransfer], domain: Domain, volume: CommVolume
+) -> Exchange:
+    """Plan the gather of the weights of units from the model's parameters.
+
+    Every data-parallel rank holds its tensor rank's parameters in full, so an owner lacks only the
+    pieces of other tensor-parallel ranks, and receives them from the ranks of its own tensor group.
+    """
+    tensor, data_rank = domain.tensor, domain.replicas.rank
+
+    def parts(transfer: UnitTransfer) -> tuple[Part, ...]:
+        size = transfer.unit.numel // transfer.pieces
+        return tuple(
+            Part(rank, transfer.matrix, (), ((i * size, size),))
+            for i, rank in enumerate(transfer.tensor_ranks)
+        )
+
+    near = [
+        Transfer(each.matrix, each.owner % tensor.size, parts(each), ())
+        for each in transfers
+        if each.owner // tensor.size == data_rank
+    ]
+    send = partial(all_to_all, axis=tensor, comm_volume=volume, kind="penalty weights")
+    return Exchange(near, (), tensor.rank, tensor.size, send, send)
+
+
 class PenalisedUnits:
     """The penalised units of one step group, on one rank."""
 
@@ -70,7 +97,7 @@ class PenalisedUnits:
         self.buffers = buffers
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
-        self.weight_exchange = weight_exchange(transfers, domain, comm_volume, "penalty weights")
+        self.weight_exchange = weight_exchange(transfers, domain, comm_volume)
         owned = [each for each in transfers if each.owner == domain.stage.rank]
         self.parts = [
             part

@@ -1,7 +1,6 @@
 """The weights of a layer as matrix products: their sizes, and how ranks cut them."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
@@ -51,15 +50,11 @@ class Layer:
 
     def elements(self, tensor: int) -> int:
         """Elements on one of `tensor` ranks, without routed experts."""
-        return self.gains + sum(_area(w.local(tensor)) for w in self.weights if not w.expert)
+        return self.gains + sum(math.prod(w.local(tensor)) for w in self.weights if not w.expert)
 
     def expert_elements(self, tensor: int) -> int:
         """Elements of one routed expert on one of `tensor` ranks that share it."""
-        return sum(_area(w.local(tensor)) for w in self.weights if w.expert)
-
-
-def _area(shape: Sequence[int]) -> int:
-    return shape[0] * shape[1]
+        return sum(math.prod(w.local(tensor)) for w in self.weights if w.expert)
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Layer:

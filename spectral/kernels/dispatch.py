@@ -145,11 +145,6 @@ def has_quack() -> bool:
     return any(importlib.metadata.Distribution.discover(name="quack-kernels"))
 
 
-def runs(tile: Tile | None, rows: int, cols: int) -> bool:
-    """Return whether a tile can be taken here: quack's needs the package and rows of 16 bytes."""
-    return tile != QUACK or (has_quack() and rows % 8 == cols % 8 == 0)
-
-
 @constant_result
 def listed(device: str) -> bool:
     """Return whether the table has a device of this name or its kind."""
@@ -175,7 +170,9 @@ def lookup(
     keys = _keys(device) if min(batch, rows, cols) else []
     known = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in known if (e.operation, e.dtype) == (operation, dtype))
-    fitting = [e for e in same if runs(e.tile, rows, cols)]
+    # Quack's product needs the package and rows of 16 bytes.
+    quack = has_quack() and rows % 8 == cols % 8 == 0
+    fitting = [e for e in same if quack or e.tile != QUACK]
     if not fitting:
         return None
     return min(fitting, key=lambda entry: entry.distance(batch, rows, cols)).tile
