@@ -35,14 +35,16 @@ if TYPE_CHECKING:
 MODES = ("print_config", "dry_run", "fit", "rehearse")
 """Options that say what to do instead of training."""
 NEEDS = {
-    "gpus": "--dry-run, --fit or --rehearse",
-    "device": "--dry-run, --fit or --rehearse",
-    "json": "--dry-run or --rehearse",
-    "write": "--fit",
-    "rank": "--rehearse",
-    "compile_kernels": "--rehearse",
+    "gpus": ("dry_run", "fit", "rehearse"),
+    "device": ("dry_run", "fit", "rehearse"),
+    "json": ("dry_run", "rehearse"),
+    "write": ("fit",),
+    "rank": ("rehearse",),
+    "compile_kernels": ("rehearse",),
+    "resume": (),
+    "ranks": (),
 }
-"""By option, those of `MODES` that it belongs to."""
+"""By option, those of `MODES` that it belongs to; none of them: a run that trains."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,18 +108,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     rehearsal.add_to(parser)
     options = parser.parse_intermixed_args(arguments)
     chosen = next((mode for mode in MODES if getattr(options, mode)), None)
-    for name, needed in NEEDS.items():
+    for name, modes in NEEDS.items():
         given = getattr(options, name)
-        if given is not None and given is not False and str(chosen).replace("_", "-") not in needed:
-            parser.error(f"--{name.replace('_', '-')} needs {needed}")
-    for name in ("resume", "ranks"):
-        if getattr(options, name) is not None and chosen is not None:
-            parser.error(f"--{name} needs a run that trains")
+        if given is not None and given is not False and chosen not in (modes or (None,)):
+            *others, last = map(flag, modes or [None])
+            needed = f"{', '.join(others)} or {last}" if others else last
+            parser.error(f"{flag(name)} needs {needed}")
     if options.ranks is not None and "LOCAL_RANK" in os.environ:
         parser.error("--ranks starts its own ranks: leave it out under torchrun")
     if options.rehearse and options.gpus is None:
         parser.error("--rehearse needs --gpus N")
     return options
+
+
+def flag(name: str | None) -> str:
+    """Return an option as it is typed, or what None of `MODES` is."""
+    return "a run that trains" if name is None else f"--{name.replace('_', '-')}"
 
 
 def positive(text: str) -> int:

@@ -3,6 +3,11 @@
 `start_save` copies this rank's part to host memory and forks a process that writes it; training may
 change the state at once. All ranks call `PendingSave.finish` together when all their writers are
 done. With one save at a time, the memory is one copy of the part, which the next save uses again.
+
+With torch's own `async_save` in a process per rank (torch 2.13) no later save of a run succeeds
+once one of these processes was killed, as nothing starts another and their group is broken. Of two
+gloo ranks with 50 MB each, a save began in 0.04 s there and in 0.07 s here, it was complete in 4 s
+there and in 0.4 s here, and each process, an interpreter of its own, kept 150 MB more.
 """
 
 import contextlib

@@ -21,6 +21,7 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
     from spectral.kernels import launches
 
     major, minor = trace.device.capability
+    known: set[object] = set()
 
     def on_launch(launch: launches.Launch) -> None:
         for tensor in launch.read:
@@ -28,10 +29,9 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
                 raise HostArgumentError(
                     f"{launch.name} at {place()} is given a tensor on {tensor.device}"
                 )
-        if launch.specialisation not in trace.specialisations:
-            trace.specialisations.add(launch.specialisation)
-            if compiled:
-                launch.compile_for(10 * major + minor)
+        if compiled and launch.specialisation not in known:
+            known.add(launch.specialisation)
+            launch.compile_for(10 * major + minor)
         written = launch.written
         read = [x for x in launch.read if not any(x is w for w in written)]
         kind = OPERANDS.get((read or written)[0].dtype, "fp32")

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +37,7 @@ class RankReport:
     marks    counts of the plain step at the beginning of each forward pass
     findings accesses that nothing orders and products that are not IEEE, by text
     calls    collectives in the order of the program
-    specialisations   Triton kernels that would be compiled
     side_pools        bytes that the allocator keeps for streams beside the default one
-    processor_seconds that the rehearsal took of this machine
     """
 
     rank: int
@@ -51,9 +48,7 @@ class RankReport:
     marks: list[Counts] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    specialisations: int = 0
     side_pools: int = 0
-    processor_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,6 @@ class Job:
 
     def perform(self) -> RankReport:
         """Rehearse it, in this process."""
-        began = time.process_time()
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)
@@ -89,10 +83,8 @@ class Job:
             trace.imprecise
         )
         report.calls = trace.calls
-        report.specialisations = len(trace.specialisations)
         pools = trace.memory.pools
         report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
-        report.processor_seconds = time.process_time() - began
         return report
 
 

@@ -31,7 +31,6 @@ class Report:
     mfu        model FLOPs over what the device could do in that time
     elementwise_bytes   that a micro-batch moves beside its products
     planned_seconds   of a step, by the plan
-    processor_seconds   of this machine, of all ranks together
     """
 
     world: int
@@ -42,14 +41,12 @@ class Report:
     setup: Counts = field(default_factory=Counts)
     findings: list[str] = field(default_factory=list)
     microbatches: tuple[int, int] = (0, 0)
-    specialisations: int = 0
     side_pools: int = 0
     planned: int = 0
     seconds: float = 0.0
     mfu: float = 0.0
     elementwise_bytes: float = 0.0
     planned_seconds: float = 0.0
-    processor_seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -74,7 +71,6 @@ class Report:
             "peak_memory_bytes": self.peak_memory_bytes,
             "planned_memory_bytes": self.planned,
             "side_stream_pools_bytes": self.side_pools,
-            "triton_specialisations": self.specialisations,
             "device_memory_bytes": self.device.memory_bytes,
             "modelled_seconds": self.seconds,
             "planned_seconds": self.planned_seconds,
@@ -90,7 +86,6 @@ class Report:
                 name: dict(counts.synchronizations.most_common())
                 for name, counts in self.phases.items()
             },
-            "processor_seconds": self.processor_seconds,
             "roofline": asdict(self.device),
         }
 
@@ -106,8 +101,6 @@ def combined(
         for name, counts in phases_of(each).items():
             report.phases[name] = largest(report.phases[name], counts)
         report.findings += [text for text in each.findings if text not in report.findings]
-        report.specialisations = max(report.specialisations, each.specialisations)
-        report.processor_seconds += each.processor_seconds
         report.side_pools = max(report.side_pools, each.side_pools)
         passes = each.counts.get((PLAIN_STEP, STEP))
         if passes is not None:

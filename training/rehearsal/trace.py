@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,7 +178,6 @@ class Trace:
         self.calls: list[Call] = []
         self.waited: list[int] = []  # numbers of calls waited for since the last one
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
-        self.specialisations: set[tuple[Any, ...]] = set()  # of Triton kernels
         self.muted = False  # where launches are not real ones
         self.imprecise: set[str] = set()  # products of the mathematics that are not IEEE
         self.recording: Recording | None = None
