@@ -31,14 +31,13 @@ SCALARS: Final[Mapping[Any, str]] = {
     dict: "a section",
 }
 BOUNDS: Final = {
-    "greater_than_equal": ("ge", "at least"),
-    "greater_than": ("gt", "above"),
-    "less_than_equal": ("le", "at most"),
-    "less_than": ("lt", "below"),
-    "multiple_of": ("multiple_of", "a multiple of"),
-    "too_short": ("min_length", "a list of at least"),
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "too_short": "a list of at least {min_length}",
 }
-"""By kind of pydantic's error, the name of its bound and the words for it."""
+"""By kind of pydantic's error, the words for its bound."""
 
 
 OTHER_NAMES: Final = {
@@ -105,9 +104,10 @@ def _sound(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
         yield loc, _adapter(kind).validate_json(json.dumps(content))
     except ValidationError:
         for name, inner in types_of(kind).items() if isinstance(content, Mapping) else ():
-            part = content.get(name, {} if is_dataclass(inner) else None)
+            absent = None if required(kind.__dataclass_fields__[name]) else {}
+            part = content.get(name, absent if is_dataclass(inner) else None)
             if types_of(inner) and part is not None:
-                yield from _sound(inner, part, (*loc, name))
+                yield from _sound(without_null(inner), part, (*loc, name))
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
@@ -128,10 +128,8 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
         elif name == "value_error":
             yield from (join(path, line) for line in str(found["ctx"]["error"]).splitlines())
         elif name in BOUNDS:
-            bound, words = BOUNDS[name]
-            most = found["ctx"][bound]
-            text = f"{most:g}" if isinstance(most, float) else most
-            yield f"{path} must be {words} {text}, got {shown(value)}"
+            bounds = {k: f"{v:g}" if isinstance(v, float) else v for k, v in found["ctx"].items()}
+            yield f"{path} must be {BOUNDS[name].format(**bounds)}, got {shown(value)}"
         else:
             yield _mismatch(kind, path, value)
 

@@ -46,10 +46,7 @@ def run_checks(config: Config) -> Iterator[Check]:
     sdpa = "needs model.attention_backend sdpa, as Transformer Engine fuses the same operations"
     yield "train.compile", compiled, sdpa
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
-    dense = (
-        "must be none or full for a model whose feed-forward blocks are all routed experts, which "
-        "selective does not recompute"
-    )
+    dense = "must be none or full where all blocks are routed experts, which selective keeps"
     yield "train.recompute", routed_only and train.recompute == "selective", dense
     yield from misnamed("optimizer.roles", config.optimizer.roles, _roles(config))
     unsaved = config.spikes.rewinds and not config.checkpoint.interval
@@ -105,7 +102,7 @@ def _owners(config: Config, beside: str) -> Check:
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {beside}"
 
 
-def gram_penalty_checks(config: Config) -> Iterator[Check]:
+def penalty_checks(config: Config) -> Iterator[Check]:
     """Check the penalty against other sections."""
     section, pc = config.gram_penalty, config.pc
     if section is None:
@@ -115,10 +112,7 @@ def gram_penalty_checks(config: Config) -> Iterator[Check]:
     yield _owners(config, "gram_penalty")
     in_graph = pc.roles if pc is not None and pc.evaluator == "in_graph" else ()
     both = ", ".join(role for role in section.roles if role in in_graph)
-    rule = (
-        "must be materialized where gram_penalty.roles have PC layers, as the penalty is on the "
-        f"effective weight, got in_graph for {both}"
-    )
+    rule = f"must be materialized for PC layers of gram_penalty.roles, got in_graph for {both}"
     yield "pc.evaluator", both, rule
 
 
@@ -170,14 +164,7 @@ def _stages(config: Config) -> Check:
     return "model.layers", rest < others or rest % others, equal
 
 
-BETWEEN = (
-    model_checks,
-    run_checks,
-    length_checks,
-    layout_checks,
-    pc_checks,
-    gram_penalty_checks,
-)
+BETWEEN = (model_checks, run_checks, length_checks, layout_checks, pc_checks, penalty_checks)
 """What must hold between the sections, on any number of ranks."""
 
 

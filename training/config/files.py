@@ -31,8 +31,7 @@ REPLACE: Final = "replace"
 ENVIRONMENT_KEYS: Final = (
     "run.dir",
     "data.tokenizer",
-    "data.train.*.path",
-    "data.validation.*.path",
+    "data.*.path",
     "checkpoint.initialize_from",
 )
 """Keys whose values may use `${oc.env:NAME}`."""

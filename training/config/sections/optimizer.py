@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import field, make_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -91,14 +91,6 @@ class RoleConfig(Section):
     model.init's for initial weights."""
 
 
-class RoleSettings(NamedTuple):
-    """How one role is optimized: by a rule, at the peak rate `lr`."""
-
-    rule: str
-    lr: float
-    weight_decay: float
-
-
 class DistributedConfig(Section):
     """How the optimizer's work and memory are distributed over ranks.
 
@@ -161,19 +153,16 @@ class OptimizerConfig(Section):
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
-    def settings_for(self, role: str) -> RoleSettings:
+    def settings_for(self, role: str) -> GroupConfig:
         """Return how `role` is optimized: by its own settings, or else by its group's.
 
         Routers are in the group of matrices, but their default rule is adamw.
         """
         group: GroupConfig = getattr(self, group_of(role))
-        own = self.roles.get(role, RoleConfig())
-        default = "adamw" if role in ROUTERS else group.rule
-        return RoleSettings(
-            rule=default if own.rule is None else own.rule,
-            lr=group.lr if own.lr is None else own.lr,
-            weight_decay=group.weight_decay if own.weight_decay is None else own.weight_decay,
-        )
+        default = {"rule": "adamw"} if role in ROUTERS else {}
+        own = vars(self.roles[role]) if role in self.roles else {}
+        given = {key: own[key] for key in vars(group) if own.get(key) is not None}
+        return replace(group, **default | given)
 
     def rule(self, name: str) -> Rule:
         """Return the rule `name` with its configured settings."""

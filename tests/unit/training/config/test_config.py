@@ -14,7 +14,7 @@ from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments
 from training.config import InvalidConfigError, load_config, to_yaml
-from training.config.sections.optimizer import RoleSettings
+from training.config.sections.optimizer import GroupConfig
 
 
 def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:
@@ -139,6 +139,16 @@ def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) 
         "schedule.warmup_steps",
         "model.layers",
     ]
+    found = problems(minimal, "data=null", "pc={overrides: {a: {level: 7}}, level: 9, steps: 0}")
+    assert [line.split(" ")[0] for line in found] == [
+        "pc.level",
+        "pc.overrides.a.level",
+        "pc.steps",
+        "data",
+    ]
+    minimal.write_text("seed: 3")
+    assert all(" is required (" in line for line in problems(minimal))
+    minimal.write_text(MINIMAL)
     # The family is unknown, so there is nothing to say about its roles.
     found = problems(minimal, "model.family=lama", "optimizer.roles.gat.lr=1")
     assert [line.split(" ")[0] for line in found] == ["model.family"]
@@ -182,11 +192,15 @@ def test_a_role_inherits_what_its_override_leaves_out(minimal: Path) -> None:
         ],
     )
     settings = config.optimizer.settings_for
-    assert settings("gate") == RoleSettings("spectral_sphere", 5e-3, 0.1)
-    assert settings("down") == RoleSettings("spectral_sphere", 1e-3, 0.1)
-    assert settings("o") == RoleSettings("adamw", 5e-3, 0.0)
-    assert settings("head") == RoleSettings("adamw", 7.0, 0.0)
-    assert settings("embedding") == settings("gain") == RoleSettings("adamw", 1e-3, 0.0)
+    assert settings("gate") == GroupConfig(rule="spectral_sphere", lr=5e-3, weight_decay=0.1)
+    assert settings("down") == GroupConfig(rule="spectral_sphere", lr=1e-3, weight_decay=0.1)
+    assert settings("o") == GroupConfig(rule="adamw", lr=5e-3, weight_decay=0.0)
+    assert settings("head") == GroupConfig(rule="adamw", lr=7.0, weight_decay=0.0)
+    assert (
+        settings("embedding")
+        == settings("gain")
+        == GroupConfig(rule="adamw", lr=1e-3, weight_decay=0.0)
+    )
 
 
 def test_a_role_exists_only_under_the_units_that_make_it(minimal: Path) -> None:
