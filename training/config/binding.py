@@ -104,7 +104,7 @@ def _sound(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
         yield loc, _adapter(kind).validate_json(json.dumps(content))
     except ValidationError:
         for name, inner in types_of(kind).items() if isinstance(content, Mapping) else ():
-            absent = None if required(kind.__dataclass_fields__[name]) else {}
+            absent: Any = None if required(kind.__dataclass_fields__[name]) else {}
             part = content.get(name, absent if is_dataclass(inner) else None)
             if types_of(inner) and part is not None:
                 yield from _sound(without_null(inner), part, (*loc, name))
