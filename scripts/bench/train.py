@@ -257,7 +257,7 @@ def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
     """Figures over all ranks: time and memory are the largest, phases are means."""
-    config, groups = trainer.config, trainer.groups
+    config = trainer.config
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, config.train.sequence_length).flops_per_token
     seconds = max(rank["step"] for rank in ranks)
@@ -278,14 +278,6 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
         "peak_memory_bytes": max(rank["peak_bytes"] for rank in ranks),
         "optimizer_bytes": max(rank["optimizer_bytes"] for rank in ranks),
         "ranks": len(ranks),
-        "layout": {
-            "data": groups.data.size,
-            "tensor": groups.tensor.size,
-            "pipeline": groups.pipeline.size,
-            "context": groups.context.size,
-            "expert": groups.expert.size,
-            "expert_tensor": groups.experts.tensor.size,
-        },
         "phase_seconds": phases,
         "phase_shares": {name: spent / total for name, spent in phases.items()},
     }

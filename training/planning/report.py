@@ -1,7 +1,6 @@
 """The plan of a run on one screen, with its units: those that differ in nothing else in one row."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
@@ -192,71 +191,40 @@ def verdict(planned: Plan) -> str:
     return f"DOES NOT FIT{stages}: {needed}{where} needed of {room}"
 
 
-MOST_ROWS: Final = 3
-"""Rows of a role; one with more kinds of units, such as a rate for each layer, has one row."""
-
-
-@dataclass
-class UnitGroup:
-    """Units that differ in nothing but layer and number."""
-
-    routes: list[Route] = field(default_factory=list)
-
-    @property
-    def elements(self) -> int:
-        """Parameters of all."""
-        return sum(prod(route.shape) for route in self.routes)
-
-    def column(self, name: str, form: str = "") -> str:
-        """Return a figure of the routes, or the range of it if they differ; nothing if none."""
-        values: list[Any] = [v for r in self.routes if (v := getattr(r, name)) is not None]
-        shown = [format(value, form) for value in (sorted(values) if values else [])]
-        return " to ".join(dict.fromkeys([shown[0], shown[-1]])) if shown else ""
+FIGURES: Final = {
+    "lr": ".3g", "weight_decay": ".3g", "radius": ".4g", "scale": ".4g", "pc": "", "penalty": "g",
+}  # fmt: skip
+"""Figures of a route, and their formats."""
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return a row for all matrices of the same role, shape, rule, rates and radius."""
-    groups: dict[tuple[object, ...], UnitGroup] = {}
+    """Return a row for all units of the same role, shape, rule and figures; of a role the row with
+    most units comes first, the others are the exceptions."""
+    groups: dict[tuple[Any, ...], list[Route]] = {}
     for route in routes:
         shape = route.shape if len(route.shape) > 1 else ()  # vectors of any size are one row
-        key = (route.role, shape, route.rule, route.lr, route.weight_decay, route.pc)
-        groups.setdefault((*key, route.penalty), UnitGroup()).routes.append(route)
-    by_role: dict[str, list[UnitGroup]] = {}
-    for (role, *_), group in groups.items():
-        by_role.setdefault(str(role), []).append(group)
-    rows = []
-    for kinds in by_role.values():
-        if len(kinds) > MOST_ROWS:
-            kinds = [UnitGroup([route for group in kinds for route in group.routes])]
-        # The first row has most units, the others are the exceptions.
-        for group in sorted(kinds, key=lambda group: -len(group.routes)):
-            rows.append(_row(group))
-    total = ("total", f"{len(routes):,}", "", f"{UnitGroup(list(routes)).elements:,}")
+        values = {name: getattr(route, name) for name in FIGURES}
+        figures = ("" if v is None else format(v, FIGURES[name]) for name, v in values.items())
+        groups.setdefault((route.role, shape, route.rule, *figures), []).append(route)
+    roles = list(dict.fromkeys(route.role for route in routes))
+    ordered = sorted(groups.items(), key=lambda item: (roles.index(item[0][0]), -len(item[1])))
+    rows = [(*units(group), *key[2:]) for key, group in ordered]
+    _, number, _, elements = units(routes)
+    rows.append(("total", number, "", elements, *[""] * (1 + len(FIGURES))))
     header = (
         "units", "number", "shape", "parameters", "rule", "lr", "decay", "radius", "scale", "pc",
         "penalty",
     )  # fmt: skip
-    rows.append((*total, *[""] * (len(header) - len(total))))
     used = [i for i, name in enumerate(header) if any(row[i] for row in rows)]
     return table([header[i] for i in used], [[row[i] for i in used] for row in rows])
 
 
-def _row(group: UnitGroup) -> tuple[str, ...]:
-    shapes = sorted({route.shape for route in group.routes})
-    shown = ["x".join(map(str, shape)) for shape in shapes]
-    return (
-        where(group.routes),
-        f"{len(group.routes):,}",
-        " to ".join(dict.fromkeys([shown[0], shown[-1]])),
-        f"{group.elements:,}",
-        " and ".join(dict.fromkeys(route.rule for route in group.routes)),
-        group.column("lr", ".3g"),
-        group.column("weight_decay", ".3g"),
-        group.column("radius", ".4g"),
-        group.column("scale", ".4g"),
-        group.column("pc"),
-        group.column("penalty", "g"),
-    )
+def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
+    """Return where some units of one role are, their number, their shapes and their elements."""
+    shapes = sorted({route.shape for route in routes})
+    ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
+    elements = sum(prod(route.shape) for route in routes)
+    return where(routes), f"{len(routes):,}", " to ".join(ends), f"{elements:,}"
 
 
 def where(routes: Sequence[Route]) -> str:
