@@ -9,6 +9,7 @@ torch.distributed.checkpoint saves it and loads it on any number of ranks.
 """
 
 import argparse
+import gc
 import tempfile
 
 import corpus
@@ -72,6 +73,9 @@ def main() -> None:
     loss = train(model, optimizer, steps // 2, steps)
     if dist.get_rank() == 0:
         print(f"step {steps - 1} loss {loss:.3f}")
+    # Whatever holds a process group goes before it: gloo's threads must not outlive Python.
+    del model, optimizer, weights, state
+    gc.collect()
     dist.destroy_process_group()
 
 

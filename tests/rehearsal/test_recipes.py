@@ -10,7 +10,7 @@ from training.config import check, load_config
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]  # 200 layers at full size take minutes
 
 NAMES = [name for names in recipes().values() for name in names]
 
