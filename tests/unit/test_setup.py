@@ -4,9 +4,11 @@ import os
 import re
 import shutil
 import subprocess
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.paths import ROOT
 
@@ -37,6 +39,19 @@ def test_setup_does_nothing_twice(checkout: Path) -> None:
     assert "pip" not in make(checkout, "test")
     os.utime(checkout / "requirements" / "cpu.txt", (2**31, 2**31))
     assert "pip" in make(checkout, "test")
+
+
+def test_every_pinned_package_runs_on_the_oldest_python(root: Path) -> None:
+    """Debian 12 has 3.11.2."""
+    text = "".join((root / "requirements" / f"{x}.txt").read_text() for x in ("cpu", "constraints"))
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
+    needed = {
+        each.name: each.metadata["Requires-Python"]
+        for each in distributions()
+        if pins.get(each.name) == each.version and each.metadata["Requires-Python"]
+    }
+    assert len(needed) > 80
+    assert [n for n, needs in needed.items() if "3.11.0" not in SpecifierSet(needs)] == []
 
 
 def test_train_sets_up_prepares_and_trains(checkout: Path) -> None:
