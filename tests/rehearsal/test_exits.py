@@ -1,9 +1,12 @@
 """How a rank ends whose run breaks under NCCL, which would wait for peers."""
 
 import io
+import os
 import sys
+import time
 from contextlib import redirect_stderr
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +15,7 @@ from tests.rehearsal.programs import TracedCall, program
 from training.config import Config
 from training.loop import Trainer
 from training.machine.device import Gpus, gpus_here
+from training.rehearsal.processes import RehearsalError
 from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.replacement import put, replace
 
@@ -63,3 +67,11 @@ def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(processes, tmp_p
     config = program(tmp_path, 1, data__mock=True, run__device="cuda")
     (report,) = processes.perform([TracedCall(device_error, (config,))])
     assert report.error is None, report.error
+
+
+def test_answers_of_an_interrupted_call_are_not_those_of_the_next(processes, monkeypatch):
+    monkeypatch.setattr(processes, "side_by_side", 2)
+    with pytest.raises(RehearsalError, match="ended with 3"):
+        processes.perform([TracedCall(os._exit, (3,)), TracedCall(time.sleep, (1,))])
+    (report,) = processes.perform([TracedCall(time.sleep, (2,))])
+    assert report.error is None

@@ -61,9 +61,12 @@ class Processes:
                 self._input.flush()
                 under_way += 1
             name, status = self._read().rsplit(" ", 1)
+            path = Path(name)
+            if path not in paths:
+                continue  # a job of a call that was interrupted
             under_way -= 1
             if status != "0":
-                said = Path(name).with_suffix(".txt").read_text(errors="replace").strip()
+                said = path.with_suffix(".txt").read_text(errors="replace").strip()
                 raise RehearsalError(f"a rehearsal ended with {status}: {said[-2000:]}")
         return [pickle.loads(path.with_suffix(".out").read_bytes()) for path in paths]
 
