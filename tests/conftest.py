@@ -88,6 +88,16 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `folder`, one for all tests of a module."""
+    from tests.token_files import write_token_set  # takes seconds to import
+
+    folder = tmp_path_factory.mktemp("shared")
+    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository root."""

@@ -20,6 +20,7 @@ from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed import TCPStore
@@ -112,13 +113,8 @@ def start_forks() -> None:
 
     Some of the environment is read only when Python or torch starts.
     """
-    before = dict(os.environ)
-    os.environ.update(environment())
-    try:
+    with patch.dict(os.environ, environment()):
         forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def main(folder: Path, variables: dict[str, str], module: str, function: str) -> None:

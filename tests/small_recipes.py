@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.paths import ROOT
+from tests.slow_cases import slow_but
 from tests.token_files import write_stream
 from training.config import Config, load_config
 
@@ -42,7 +42,7 @@ def recipe(name: str, *overrides: str) -> Config:
 def every_recipe(pattern: str = "*") -> list[Any]:
     """Return a parameter for each recipe whose name matches; those outside `FAST` are slow."""
     names = sorted(path.stem for path in (ROOT / "configs").glob(f"{pattern}.yaml"))
-    return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in names]
+    return slow_but(FAST, names)
 
 
 def recipes() -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.effective_weight import Preconditioner
-from spectral.rules import RULES
+from spectral.rules import RULES, Rule
 from training.assignments import assignments
 from training.config import group_of
 from training.config.sections.optimizer import OptimizerConfig
@@ -59,6 +59,17 @@ def assigned(optimizer: OptimizerConfig, model: ModelConfig, pc: PCConfig | None
     """Return how a run with this section assigns the units of a model, and gammas of PC layers."""
     units = all_units(model)
     return assignments(optimizer, units if pc is None else with_gammas(units, pc), pc)
+
+
+def assign_to(rule: Rule) -> Assign:
+    """Assign matrices but routers to `rule`, everything else to AdamW."""
+
+    def assign(unit: Unit) -> Assignment:
+        group = group_of(unit.role)
+        mine = rule if group == "matrix" and unit.role != "router" else RULES["adamw"]()
+        return Assignment(group, "under test", mine, 0.01, 0.1)
+
+    return assign
 
 
 def assign_matrices(

@@ -22,12 +22,10 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(shared_folder) -> Path:
     """Token sets of the same sizes, and a config."""
-    folder: Path = tmp_path_factory.mktemp("agreement")
-    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
-    tiny_config(str(folder), "adamw")
-    return folder
+    tiny_config(str(shared_folder), "adamw")
+    return shared_folder
 
 
 @pytest.mark.parametrize("key", CASES)

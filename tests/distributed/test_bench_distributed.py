@@ -1,34 +1,30 @@
 """A benchmark under torchrun: variants of the optimizer in one run."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from scripts.bench.train import CONFIG
+from tests.commands import output_of
 from tests.launch import environment
 
 pytestmark = pytest.mark.slow
 RANKS = 2
 
 
-def run_script(root: Path, script: str, *arguments: str) -> str:
+def run_script(script: str, *arguments: str) -> str:
     """What a benchmark prints on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), f"scripts/bench/{script}.py", *arguments]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(*command, variables=environment())
 
 
-def test_variants_of_the_optimizer_are_measured_in_one_run(root, tmp_path):
+def test_variants_of_the_optimizer_are_measured_in_one_run(tmp_path):
     result = tmp_path / "result.json"
     small = ["layers=1", "hidden=32", "heads=2", "kv_heads=2", "ffn=48", "vocab_size=60"]
     owner, narrow = "optimizer.distributed.storage=owner", "train.precision=bf16"
     said = run_script(
-        root,
         "distributed",
         *("--config", "configs/tiny_sso.yaml", "--repeats", "2", "--json", str(result)),
         *("--variant", owner, "--variant", narrow),

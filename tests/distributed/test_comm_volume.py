@@ -4,7 +4,6 @@ import pytest
 
 from tests.launch import run_on_ranks
 from tests.run_configs import MIXTURE, tiny_config
-from tests.token_files import write_token_set
 from training.dry_run import plan_run
 
 RUNS = [
@@ -28,16 +27,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_planned_bytes_are_sent(name, tmp_path):
+def test_planned_bytes_are_sent(name, folder):
     ranks, layout, runs = LAYOUTS[name]
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    arguments = {"folder": str(tmp_path), "layout": layout, "runs": runs}
+    arguments = {"folder": folder, "layout": layout, "runs": runs}
     results = run_on_ranks(
         ranks, "tests.distributed.comm_volume_workers", "sent_in_one_step", arguments
     )
     for i, overrides in enumerate(runs):
         config = tiny_config(
-            str(tmp_path),
+            folder,
             **{f"parallel__{key}": value for key, value in layout.items()},
             **overrides,
         )

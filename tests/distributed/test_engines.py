@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from models.engine import TESTED, engine_version
+from tests.commands import output_of
 from tests.families import overrides, settings
 from tests.launch import environment
 from tests.paths import ROOT
@@ -45,8 +45,7 @@ def trained(engine: Path | None, version: str, run: Path, last: int) -> list[flo
         variables["PYTHONPATH"] = os.pathsep.join([str(engine), variables["PYTHONPATH"]])
     command = [sys.executable, "pretrain.py", "--ranks", "2", f"run.dir={run}"]
     command += ["--config", str(run.parent / "config.yaml"), f"train.exit_step={last}"]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(*command, variables=variables)
     assert read_checkpoint(step_folder(run, last)).meta["versions"]["megatron-core"] == version
     return [line["train/loss"] for line in metrics_of(run)]
 

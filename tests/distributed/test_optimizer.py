@@ -8,6 +8,7 @@ from models.size import all_units
 from spectral.rules import MuonRule, take_step
 from tests.distributed.workers import named_gradient
 from tests.launch import run_on_ranks
+from tests.slow_cases import slow_but
 from tests.stepped_models import TINY
 
 WORKERS = "tests.distributed.workers"
@@ -41,9 +42,7 @@ def alone():
     return run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
 
 
-@pytest.mark.parametrize(
-    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
-)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, [*LAYOUTS, *LARGER]))
 def test_updates_are_those_of_one_process(name, alone):
     ranks, layout = (LAYOUTS | LARGER)[name]
     arguments = {"layout": layout, "variants": VARIANTS, "steps": STEPS}

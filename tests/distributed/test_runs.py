@@ -14,7 +14,6 @@ from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.saved_state import save_state
-from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo, read_checkpoint, step_folder, steps
 from training.restore import restore
@@ -66,10 +65,9 @@ def loaded_by_one(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(shared_folder) -> Path:
     """The token set, the config, and the runs of two ranks."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    folder = shared_folder
     tiny_config(str(folder), "spectral_sphere")
     single(folder, "one", train__exit_step=2)
     single(folder, "one whole", train__exit_step=5)

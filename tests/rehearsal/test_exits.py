@@ -15,8 +15,8 @@ from tests.rehearsal.programs import TracedCall, program
 from training.config import Config
 from training.loop import Trainer
 from training.machine.device import Gpus, gpus_here
-from training.rehearsal.processes import RehearsalError
 from training.rehearsal.process_groups import RehearsedGroup
+from training.rehearsal.processes import RehearsalError
 from training.rehearsal.replacement import put, replace
 
 

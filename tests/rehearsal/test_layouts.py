@@ -4,6 +4,7 @@ import pytest
 
 from tests.rehearsal import mutants
 from tests.rehearsal.programs import H100, BrokenJob, check_rank, program, rehearsed
+from tests.slow_cases import slow_but
 from training.rehearsal.matching import mismatches
 from training.rehearsal.rank import Job
 
@@ -53,9 +54,7 @@ LARGER = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
-)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, [*LAYOUTS, *LARGER]))
 def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
     """What one rank of a group calls and another does not is a hang on a cluster."""
     world, family, changes = (LAYOUTS | LARGER)[layout]

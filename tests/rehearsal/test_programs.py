@@ -1,12 +1,10 @@
 """Families, rules and options on one rank: to the end, in order, and without waiting."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 
 from tests.families import SETTINGS
 from tests.rehearsal.programs import ALLOWED_READS, H100, check_rank, program
+from tests.slow_cases import slow_but
 from training.rehearsal.rank import Job
 from training.rehearsal.scenario import PLAIN_STEP
 
@@ -30,12 +28,7 @@ QUICK = {"gemma2", "adamw", "spectral_sphere", "PC layers"}
 """Families, rules and options of every test run that no other test has; the others are slow."""
 
 
-def quick_first(names: Iterable[str]) -> list[Any]:
-    """Parameters of which all but QUICK are slow."""
-    return [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in names]
-
-
-@pytest.mark.parametrize("family", quick_first(SETTINGS))
+@pytest.mark.parametrize("family", slow_but(QUICK, SETTINGS))
 def test_every_family_is_rehearsed(family, processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, family))
 
@@ -53,7 +46,7 @@ PASSES = 410
 """Launches of the forward and backward pass of two layers, for two micro-batches."""
 
 
-@pytest.mark.parametrize("rule", quick_first(LAUNCHES))
+@pytest.mark.parametrize("rule", slow_but(QUICK, LAUNCHES))
 def test_every_rule_is_rehearsed_within_its_launches(rule, processes, tmp_path):
     report = rehearse(processes, program(tmp_path, WORLD, rule=rule))
     assert plain(report, "optimizer").launches <= LAUNCHES[rule]
@@ -88,7 +81,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", quick_first(OPTIONS))
+@pytest.mark.parametrize("option", slow_but(QUICK, OPTIONS))
 def test_every_option_is_rehearsed(option, processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, **OPTIONS[option]))
 

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.commands import output_of
 from tests.paths import ROOT
 
 WIDTH, HEAD, INNER = 16, 4, 12
@@ -105,12 +105,5 @@ def test_torchtitans_trainer_takes_ten_steps_on_two_ranks(tmp_path) -> None:
         pytest.importorskip(name, reason=f"{name} is not installed")
     script = [str(ROOT / "tests" / "torchtitan_trainer.py"), str(tmp_path)]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script]
-    ran = subprocess.run(
-        launch,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        capture_output=True,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.count("10 steps") == 2
+    printed = output_of(*launch, variables=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert printed.count("10 steps") == 2

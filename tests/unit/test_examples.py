@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.commands import output_of
 from tests.launch import environment
 
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -27,15 +27,8 @@ def printed(root: Path, folder: Path, *command: str) -> str:
     path = os.pathsep.join(
         [str(folder), str(root / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=root / "examples",
-        env=environment() | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    variables = environment() | {"PYTHONPATH": path}
+    return output_of(sys.executable, *command, folder=root / "examples", variables=variables)
 
 
 def check(found: list[float]) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,12 +23,8 @@ def folder(folder, tmp_path):
 
 def run(folder: Path, *arguments: str) -> int:
     """Run pretrain.py on the folder's config in this process and return its exit code."""
-    environment = dict(os.environ)
-    try:
+    with patch.dict(os.environ):
         return pretrain.main(["--config", str(folder / "config.yaml"), *arguments])
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 WRONG = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from tests.commands import output_of
 from tests.paths import ROOT
 
 
@@ -17,11 +18,7 @@ def make(folder: Path, *arguments: str) -> str:
     """What `make --dry-run` with these arguments would run in `folder`."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")}
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(*command, folder=folder, variables=environment)
 
 
 @pytest.fixture

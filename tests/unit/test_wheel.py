@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from importlib.metadata import distribution
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.commands import output_of
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +53,7 @@ wrong: int = msign(nn.Linear(4, 8).weight)
 def run(*command: str | Path, folder: Path, code: int = 0) -> str:
     """Output of a command in `folder`, which finds no other checkout."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return output_of(*command, folder=folder, variables=environment, code=code)
 
 
 def closure(name: str) -> set[str]:

@@ -14,6 +14,7 @@ from models.blocks.compiled import Fused, compile_blocks_, some_tokens
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import drawn, tokens_of
+from tests.slow_cases import slow_but
 from training.build import check_backend
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
@@ -45,13 +46,7 @@ def losses_and_gradients(chunk: torch.nn.Module, batch: int = 4) -> list[Tensor]
     return [losses.detach(), *(p.grad.clone() for p in chunk.parameters())]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n in ("llama", "grouped") else [pytest.mark.slow])
-        for n in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(("llama", "grouped"), MODELS))
 def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Groups) -> None:
     dtype = torch.float32 if name == "grouped" else torch.float64
     plain, fused = (drawn(MODELS[name], dtype)[0] for _ in range(2))

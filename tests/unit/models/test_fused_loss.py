@@ -1,15 +1,12 @@
 """The loss by Liger's kernels: in Triton's interpreter, where it is chosen, and where refused."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.commands import interpreted
 from training.build import check_backend, fused_loss
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
@@ -18,16 +15,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.slow
-def test_it_is_the_plain_loss_in_the_interpreter(root: Path) -> None:
+def test_it_is_the_plain_loss_in_the_interpreter() -> None:
     pytest.importorskip("liger_kernel")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/kernels/interpreted_loss.py"],
-        cwd=root,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpreted("tests/kernels/interpreted_loss.py")
 
 
 def test_auto_takes_it_on_gpus_where_it_is_installed(

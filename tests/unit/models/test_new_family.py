@@ -14,7 +14,6 @@ from tests.families import SETTINGS, table, tiny_model
 from tests.models import built
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
-from tests.token_files import write_token_set
 from training.config import Config, InvalidConfigError, check
 from training.run import train
 
@@ -45,14 +44,13 @@ def build(model, config, chunk, **options):
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Config:
+def config(monkeypatch: pytest.MonkeyPatch, folder: str, tmp_path: Path) -> Config:
     """The config of a run of the family, which exists for as long as the test."""
     (tmp_path / "sandwich_builder.py").write_text(BUILDER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(FAMILIES, "sandwich", RECORD)
     monkeypatch.setitem(SETTINGS, "sandwich", {})
-    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
-    return tiny_config(str(tmp_path), model__family="sandwich", train__exit_step=2)
+    return tiny_config(folder, model__family="sandwich", train__exit_step=2)
 
 
 def test_its_checks_and_units(config: Config, world: Groups) -> None:

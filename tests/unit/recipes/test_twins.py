@@ -2,14 +2,14 @@
 of the DeepNet too, where AdamW does worse."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.commands import output_of
+from tests.launch import environment
 
 # Every recipe is trained, which make test does not: make test-all does.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -29,8 +29,7 @@ LAST = 20
 @pytest.fixture(scope="module", autouse=True)
 def embedded_corpus() -> None:
     """Prepares the corpus where the recipes look for it, as `make data` does."""
-    command = [sys.executable, "scripts/prepare_data.py", "--demo", "--output", "data/demo"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    output_of(sys.executable, "scripts/prepare_data.py", "--demo", "--output", "data/demo")
 
 
 def trained(name: str, folder: Path, steps: int) -> tuple[list[str], list[dict[str, Any]]]:
@@ -39,11 +38,8 @@ def trained(name: str, folder: Path, steps: int) -> tuple[list[str], list[dict[s
     command = [sys.executable, "pretrain.py", "--config", f"configs/{name}.yaml"]
     changes = [f"run.dir={folder}", f"train.exit_step={steps}", "validation.interval=0"]
     changes += ["validation.samples=64", "log.interval=1", "monitors.interval=0"]
-    done = subprocess.run(
-        [*command, *changes], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if "its unigram entropy" in line]
+    printed = output_of(*command, *changes, variables=environment())
+    said = [line for line in printed.splitlines() if "its unigram entropy" in line]
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     metrics = [line for line in map(json.loads, lines) if "train/loss" in line]
     assert len(metrics) == steps

@@ -44,21 +44,23 @@ def test_code_of_a_model_is_not_run_whatever_is_answered(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
+def refused_for_lm_eval(model: Path, said: str, **settings: object) -> None:
+    """Fail unless lm-eval is not started for a model of these settings."""
+    (model / "config.json").write_text(json.dumps(settings))
+    run = Run(model=model, tasks=["a"], python=Path("python"), output=model)
+    with pytest.raises(InputError, match=said):
+        run.command()
+
+
 @pytest.mark.parametrize("end", ["0,trust_remote_code=True", [0, 1], 1.5, True, {"a": 1}])
 def test_an_end_token_that_is_no_number_is_not_passed_to_lm_eval(end, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": end}))
-    run = Run(model=tmp_path, tasks=["a"], python=Path("python"), output=tmp_path)
-    with pytest.raises(InputError, match="eos_token_id must be an integer, got"):
-        run.command()
+    refused_for_lm_eval(tmp_path, "eos_token_id must be an integer, got", eos_token_id=end)
 
 
 def test_attention_of_others_is_not_run_by_lm_eval_and_generate(tmp_path):
     settings = {"_attn_implementation": "someone/kernel", "eos_token_id": 0}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
     wanted = "_attn_implementation must be eager or sdpa, got 'someone/kernel'"
-    run = Run(model=tmp_path, tasks=["a"], python=Path("python"), output=tmp_path)
-    with pytest.raises(InputError, match=wanted):
-        run.command()
+    refused_for_lm_eval(tmp_path, wanted, **settings)
     with pytest.raises(InputError, match=wanted):
         continuation(tmp_path, parse([str(tmp_path), "In the beginning"]))
 
@@ -66,10 +68,7 @@ def test_attention_of_others_is_not_run_by_lm_eval_and_generate(tmp_path):
 def test_a_path_that_lm_eval_would_take_for_settings_is_refused(tmp_path):
     model = tmp_path / "model,trust_remote_code=True"
     model.mkdir()
-    (model / "config.json").write_text("{}")
-    run = Run(model=model, tasks=["a"], python=Path("python"), output=tmp_path)
-    with pytest.raises(InputError, match="must have no comma in its path"):
-        run.command()
+    refused_for_lm_eval(model, "must have no comma in its path")
 
 
 def hub_folder(folder: Path) -> Path:
@@ -82,9 +81,22 @@ def hub_folder(folder: Path) -> Path:
     return snapshot
 
 
-def test_links_of_the_hub_are_followed(tmp_path):
-    kept = tmp_path / "kept"
-    kept.mkdir()
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """An empty folder."""
+    (tmp_path / "kept").mkdir()
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model folder with a tokenizer."""
+    (tmp_path / "source").mkdir()
+    write_byte_level_tokenizer(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_links_of_the_hub_are_followed(tmp_path, kept):
     assert "tokenizer" in copy_tokenizer(hub_folder(tmp_path / "hub"), kept)
     assert (kept / "tokenizer.json").read_text() == (tmp_path / "hub" / "blobs" / "1").read_text()
 
@@ -92,12 +104,9 @@ def test_links_of_the_hub_are_followed(tmp_path):
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
 )
-def test_a_link_out_of_the_folder_is_refused(name, tmp_path):
-    source, kept, secret = tmp_path / "source", tmp_path / "kept", tmp_path / "secret.json"
-    source.mkdir()
-    kept.mkdir()
+def test_a_link_out_of_the_folder_is_refused(name, source, kept, tmp_path):
+    secret = tmp_path / "secret.json"
     secret.write_text("{}")
-    write_byte_level_tokenizer(source)
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(secret)
     with pytest.raises(InputError, match=f"{name} must be a file of its folder, not a link to"):
@@ -115,11 +124,7 @@ def test_a_link_out_of_the_folder_is_refused(name, tmp_path):
         ("generation_config.json", "[]"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_what_its_name_says_is_not_kept(name, content, tmp_path):
-    source, kept = tmp_path / "source", tmp_path / "kept"
-    source.mkdir()
-    kept.mkdir()
-    write_byte_level_tokenizer(source)
+def test_a_file_that_is_not_what_its_name_says_is_not_kept(name, content, source, kept):
     (source / name).write_text(content)
     with pytest.raises(InputError, match=name):
         copy_tokenizer(source, kept)

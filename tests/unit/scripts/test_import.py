@@ -13,7 +13,6 @@ from scripts.convert_hf import main
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
-from tests.token_files import write_token_set
 from training.checkpoint.files import read_checkpoint
 from training.config import load_config, to_yaml
 from training.data.token_set import TokenSet
@@ -32,10 +31,8 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tokens")
-    write_token_set(folder / "tokens", tokens=4_000, vocab=120, seed=0)
-    return folder
+def tokens(shared_folder) -> Path:
+    return shared_folder
 
 
 def their_model(folder: Path, config: Path, **keys: object) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import lzma
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from tokenizers import Tokenizer
 from scripts.data.documents import split_text
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import chosen, main, parse
+from tests.commands import output_of
 from tests.text_files import (
     TEXTS,
     documents,
@@ -32,6 +32,7 @@ from tests.text_files import (
 from training.data.manifest import Manifest, read_manifest
 from training.data.token_bytes import token_byte_lengths
 
+SCRIPT = "scripts/prepare_data.py"
 DEMO_COMMAND = ("--demo", "--output", "data/demo")
 DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 
@@ -40,15 +41,8 @@ DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 def demo(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     """The demo preparation, made from another working directory."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    run_command(root, *DEMO_COMMAND, cwd=elsewhere)
+    output_of(sys.executable, root / SCRIPT, *DEMO_COMMAND, folder=elsewhere)
     return elsewhere / "data/demo"
-
-
-def run_command(root: Path, *arguments: str, cwd: Path) -> str:
-    command = [sys.executable, str(root / "scripts/prepare_data.py"), *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def prepare(*arguments: object) -> Manifest:
@@ -255,7 +249,8 @@ def test_trained_tokenizer_is_reproducible_and_sees_training_documents_only(
     command = (f"set={tmp_path}/rows.jsonl", "--train-tokenizer", "270",
                "--validation-fraction", "0.5")  # fmt: skip
     prepare(*command, "--output", tmp_path / "one")
-    run_command(root, *command, "--output", str(tmp_path / "two"), cwd=tmp_path)
+    out = ("--output", tmp_path / "two")
+    output_of(sys.executable, root / SCRIPT, *command, *out, folder=tmp_path)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     vocab = Tokenizer.from_file(str(tmp_path / "one/tokenizer.json")).get_vocab()
     held_out = {text[:4] for text in texts(tmp_path / "one", "set.validation")}

@@ -17,16 +17,14 @@ from scripts.plots.run_data import read_run
 from scripts.plots.run_status import run_status
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
-from tests.token_files import write_token_set
 from training.run import train
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(shared_folder):
     """A run with PC layers, monitors and a penalty, stopped and continued, one without, and one
     that fails."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    folder = shared_folder
     world = process_groups.initialize()
     common = {"train__steps": 6, "log__interval": 1}
     own = {

@@ -1,7 +1,6 @@
 """Kernels in Triton's interpreter, compiled for a GPU without one, and chosen by the table."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,21 +10,12 @@ import pytest
 import torch
 
 from spectral.kernels import dispatch
+from tests.commands import interpreted
 
-INTERPRETED = ("tests/kernels/interpreted.py", "tests/kernels/interpreted_small.py")
 
-
-def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
+def test_kernels_equal_their_references_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *INTERPRETED],
-        cwd=root,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpreted("tests/kernels/interpreted.py", "tests/kernels/interpreted_small.py")
 
 
 @pytest.mark.slow

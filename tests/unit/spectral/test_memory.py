@@ -1,7 +1,6 @@
 """A step's scratch: a few matrices, however many units there are."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -11,8 +10,8 @@ from spectral.optimizer import SpectralOptimizer
 from spectral.polar import WORKSPACE_ELEMENTS
 from spectral.rules import RULES
 from spectral.rules.base import take_step
+from tests.commands import output_of
 from tests.live_bytes import peak_bytes
-from tests.paths import ROOT
 
 
 def peak_in_units(name: str, count: int, rows: int, cols: int, **options: object) -> float:
@@ -44,10 +43,8 @@ def peaks() -> dict[str, float]:
     """`peaks_of_large_units` in a process of its own: after some other tests of a long run, which
     ones is not known, the same steps hold up to 1.5 units more."""
     call = f"import json, {__name__} as t; print(json.dumps(t.peaks_of_large_units()))"
-    done = subprocess.run(
-        [sys.executable, "-c", call], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    printed = output_of(sys.executable, "-c", call)
+    found: dict[str, float] = json.loads(printed.splitlines()[-1])
     return found
 
 

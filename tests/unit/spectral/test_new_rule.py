@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 
 pytestmark = pytest.mark.slow
 
@@ -127,16 +126,15 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
 
 
-def test_ranks_train_by_it(root: Path, package: Path, tmp_path: Path) -> None:
+def test_ranks_train_by_it(root: Path, package: Path, folder: str, tmp_path: Path) -> None:
     """By a config with tensor and data parallelism, and by the library on the shards of FSDP2."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    tiny_config(str(tmp_path), "muon")
+    tiny_config(folder, "muon")
     losses = []
     for ranks, layout in ((1, ()), (4, ("parallel.tensor=2",))):
         keys = ("optimizer.matrix.rule=normalized", "train.exit_step=4", "log.interval=1")
         done = run(
             *(root, package, *torchrun(ranks), "pretrain.py"),
-            *("--config", f"{tmp_path}/config.yaml", f"run.dir={tmp_path}/{ranks}"),
+            *("--config", f"{folder}/config.yaml", f"run.dir={folder}/{ranks}"),
             *(*keys, *layout),
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -147,7 +145,7 @@ def test_ranks_train_by_it(root: Path, package: Path, tmp_path: Path) -> None:
 
     (tmp_path / "steps.py").write_text(THREE_STEPS)
     for start, name in (((), "alone"), (torchrun(2), "sharded")):
-        done = run(root, package, *start, f"{tmp_path}/steps.py", f"{tmp_path}/{name}.pt", name)
+        done = run(root, package, *start, f"{folder}/steps.py", f"{folder}/{name}.pt", name)
         assert done.returncode == 0, done.stderr
     alone, sharded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "sharded"))
     for name, weight in alone.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel.comm.groups import Groups
 from tests.run_configs import RULES, tiny_config
+from tests.slow_cases import slow_but
 from training.build import build_data, build_trainer
 from training.loop import Trainer
 
@@ -73,17 +74,9 @@ def memory(trainer: Trainer) -> list[Tensor]:
 
 
 FAST = [("adamw", "in_graph"), ("muon_plus_plus", "plain"), ("spectral_sphere", "materialized")]
-CASES = [
-    *FAST,
-    *(
-        pytest.param(rule, pc, marks=pytest.mark.slow)
-        for rule, pc in product(RULES, PC)
-        if (rule, pc) not in FAST
-    ),
-]
 
 
-@pytest.mark.parametrize(("rule", "pc"), CASES)
+@pytest.mark.parametrize(("rule", "pc"), slow_but(FAST, product(RULES, PC)))
 def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> None:
     config = tiny_config(folder, rule, **SMALL, **PC[pc])
     trainer = build_trainer(config, world, *build_data(config))

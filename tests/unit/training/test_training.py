@@ -12,7 +12,7 @@ from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines
 from training.build import build_data, build_trainer
 from training.config import group_of, load_config
-from training.evaluate import mean_loss
+from training.evaluate import mean_loss, mean_over_sets
 from training.run import train
 
 
@@ -186,3 +186,32 @@ def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folde
     assert trainer.monitors.earlier
     trainer.restore(state["progress"], state["trainer"])
     assert trainer.monitors.earlier == []
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_run_is_deterministic_if_its_config_says_so(wanted, world, folder):
+    config = tiny_config(
+        folder, "adamw", run__deterministic=wanted, train__exit_step=2, validation__samples=2
+    )
+    seen = []
+    train(
+        config, world, on_step=lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
+    assert seen == [wanted, wanted]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+LOSSES = {"web": 4.0, "books": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "mean"),
+    [
+        ({"web": 3.0, "books": 1.0, "code": 9.0}, 4.25),
+        ({"web": 3.0}, 4.5),
+        ({}, 4.5),
+    ],
+    ids=["all named", "one named", "none named"],
+)
+def test_the_mean_over_sets_is_weighted_as_training_is(mixture, mean):
+    assert mean_over_sets(LOSSES, mixture) == pytest.approx(mean, abs=1e-12)

@@ -5,27 +5,16 @@ import torch
 
 from models.config import ModelConfig
 from models.size import all_units
-from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.owned_stacks import owned_stacks
-from parallel.optimizer.routing import Assign, Assignment, route
+from parallel.optimizer.routing import route
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs
-from spectral.rules import RULES, AdamWRule, Rule
+from spectral.rules import RULES
+from tests.stepped_models import assign_to
 from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
-CPU = torch.device("cpu")
-
-
-def assign_to(rule: Rule) -> Assign:
-    """Matrices to `rule`, the rest to AdamW."""
-
-    def assign(unit: Unit) -> Assignment:
-        mine = rule if group_of(unit.role) == "matrix" else AdamWRule()
-        return Assignment(group_of(unit.role), "under test", mine, 0.01, 0.1)
-
-    return assign
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from parallel.optimizer.clip_and_step import Update
+from tests.slow_cases import slow_but
 from tests.step_trace import on_meta, traced
 from tests.update_cases import KINDS, built, fill
 
 FAST = [("adamw", "none"), ("muon", "none"), ("spectral_sphere", "materialized")]
-EVERY_KIND = pytest.mark.parametrize(
-    ("rule", "pc"),
-    [pytest.param(*kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in KINDS],
-)
+EVERY_KIND = pytest.mark.parametrize(("rule", "pc"), slow_but(FAST, KINDS))
 
 
 @EVERY_KIND

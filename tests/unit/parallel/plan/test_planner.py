@@ -9,7 +9,6 @@ import torch
 from models.config import ModelConfig, MoEConfig
 from models.layout import ChunkSpec
 from models.size import all_units
-from parallel.optimizer.routing import Assignment
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
 from parallel.plan.memory import activation_bytes
@@ -18,6 +17,7 @@ from parallel.plan.step_shape import PlanInputs, StepShape
 from spectral.power_iteration import NEARBY
 from spectral.rules import RULES
 from tests.paths import ROOT
+from tests.stepped_models import assign_to
 from training.assignments import assignments
 from training.build import config_assignments, config_units
 from training.config import group_of, load_config
@@ -25,16 +25,6 @@ from training.config import group_of, load_config
 RECIPES = [
     f"{size}_{rule}" for size in ("llama271m", "llama1b") for rule in ("adamw", "muon", "sso")
 ]
-
-
-def assign_to(rule):
-    """Assign matrices to `rule`, everything else and routers to AdamW."""
-
-    def assign(unit):
-        matrix = group_of(unit.role) == "matrix" and unit.role != "router"
-        return Assignment("any", "any", rule if matrix else RULES["adamw"](), 1e-3, 0.0)
-
-    return assign
 
 
 @cache

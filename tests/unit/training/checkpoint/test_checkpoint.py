@@ -20,7 +20,7 @@ from parallel.comm import groups as process_groups
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import MIXTURE, RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
-from tests.token_files import write_token_set
+from tests.slow_cases import slow_but
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
 from training.checkpoint.identity import saved_identity
@@ -35,11 +35,9 @@ SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tokens(tmp_path_factory) -> str:
+def tokens(shared_folder) -> str:
     """A folder with a token set."""
-    folder = tmp_path_factory.mktemp("tokens")
-    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
-    return str(folder)
+    return str(shared_folder)
 
 
 @pytest.fixture
@@ -83,17 +81,10 @@ FAST = [
     ("muon_plus_plus", None),
     ("spectral_sphere", "materialized"),
 ]
-CASES = [
-    *FAST,
-    *(
-        pytest.param(rule, layers, marks=pytest.mark.slow)
-        for rule, layers in product(RULES, (None, "materialized"))
-        if (rule, layers) not in FAST
-    ),
-]
+CASES = {*FAST, *product(RULES, (None, "materialized"))}
 
 
-@pytest.mark.parametrize(("rule", "layers"), CASES)
+@pytest.mark.parametrize(("rule", "layers"), slow_but(FAST, sorted(CASES, key=str)))
 def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
     """With plain layers, experts and their biases, and PC layers of each evaluator."""
     keys: dict[str, Any] = {"validation__interval": 1}

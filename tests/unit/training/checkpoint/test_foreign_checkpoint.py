@@ -18,7 +18,6 @@ from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
 from scripts.plots.spectrum import plot_spectrum
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from tests.unit.training.checkpoint.test_checkpoint import forge
 from training.checkpoint.files import (
     BrokenCheckpointError,
@@ -30,14 +29,12 @@ from training.checkpoint.stored_tensors import StoredTensors
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(shared_folder: Path) -> Path:
     """A folder with a token set, a config and a run with a checkpoint of step 1."""
-    folder = tmp_path_factory.mktemp("saved")
-    write_token_set(folder / "tokens", tokens=4_000, vocab=120, seed=0)
-    tiny_config(str(folder), "adamw")
+    tiny_config(str(shared_folder), "adamw")
     keys = ["checkpoint.interval=1", "train.exit_step=1", "validation.samples=2"]
-    assert pretrain.main(["--config", f"{folder}/config.yaml", *keys]) == 0
-    return folder
+    assert pretrain.main(["--config", f"{shared_folder}/config.yaml", *keys]) == 0
+    return shared_folder
 
 
 @pytest.fixture

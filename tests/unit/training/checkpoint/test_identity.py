@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.run_configs import tiny_config
-from training.checkpoint.identity import differences, settings
-from training.config import load_saved_config, to_yaml
+from training.checkpoint.identity import differences, refusal, settings
+from training.config import load_config, load_saved_config, to_yaml
 
 EVERY_SECTION: dict[str, dict[str, Any]] = {
     "pc": {},
@@ -43,3 +44,16 @@ def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
     before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
     found = differences(settings(before), settings(now), ())
     assert list(found) == ["model"] and "pc.level was absent, is 2" in found["model"]
+
+
+@pytest.mark.parametrize(
+    ("key", "fits"),
+    [("model.heads=2", False), ("model.ffn=64", False), ("model.rope_base=1", True)],
+)
+def test_a_model_of_another_size_is_not_offered_to_be_loaded(key, fits, minimal):
+    before, now = (
+        settings(load_config(minimal, ["model.vocab_size=100", *keys])) for keys in ([], [key])
+    )
+    said = refusal("step_1", differences(before, now, ()))
+    assert ("checkpoint.allow_change=[model]" in said) == fits
+    assert ("name another run.dir" in said) != fits and "--resume none" in said

@@ -5,12 +5,12 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import pretrain
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.report.log_lines import read_lines
 
 KEYS = ["checkpoint.interval=2", "checkpoint.keep_last=2", "log.interval=1", "train.steps=4"]
@@ -18,13 +18,11 @@ KEYS += ["train.global_batch=2", "validation.samples=2"]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(shared_folder: Path) -> Path:
     """A folder with a token set, a config, and a run with checkpoints of steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("finished")
-    write_token_set(folder / "tokens", tokens=4_000, vocab=120, seed=0)
-    tiny_config(str(folder), "adamw")
-    assert start(folder, folder / "run") == 0
-    return folder
+    tiny_config(str(shared_folder), "adamw")
+    assert start(shared_folder, shared_folder / "run") == 0
+    return shared_folder
 
 
 @pytest.fixture
@@ -35,13 +33,9 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
 
 def start(folder: Path, run_dir: Path, *arguments: str) -> int:
     """Start pretrain.py in this process and return its exit code."""
-    environment = dict(os.environ)
-    try:
+    with patch.dict(os.environ):
         config = ["--config", str(folder / "config.yaml"), f"run.dir={run_dir}"]
         return pretrain.main([*config, *KEYS, *arguments])
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def content(folder: Path) -> dict[str, str]:

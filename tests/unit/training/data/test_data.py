@@ -185,12 +185,9 @@ def test_global_batch_does_not_depend_on_the_layout(data_size: int, micro_batch:
     for step in range(3):
         found: list[int] = []
         for rank in range(data_size):
+            ranks = {"data_rank": rank, "data_size": data_size}
             sampler = GlobalBatchSampler(
-                consumed=7,
-                global_batch=24,
-                micro_batch=micro_batch,
-                data_rank=rank,
-                data_size=data_size,
+                consumed=7, global_batch=24, micro_batch=micro_batch, **ranks
             )
             batches = list(itertools.islice(sampler, 3 * per_rank))
             assert {len(batch) for batch in batches} == {micro_batch}

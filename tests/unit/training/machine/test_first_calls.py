@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.commands import output_of
 from tests.run_configs import tiny_config
 
 DRIVER = """
@@ -35,19 +35,14 @@ finally:
 """Runs a script and writes every call that asks for CUDA, with the value of a variable then."""
 
 
-def test_environment_is_set_before_cuda_is_asked_for(root: Path, folder: str) -> None:
+def test_environment_is_set_before_cuda_is_asked_for(folder: str) -> None:
     tiny_config(folder, "adamw")
     variable, value = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
     command = [sys.executable, "-W", "ignore", "-c", DRIVER, variable, f"{folder}/calls.json"]
     keys = ["run.device=auto", "train.exit_step=1", "validation.samples=2"]
-    done = subprocess.run(
-        [*command, "pretrain.py", "--config", f"{folder}/config.yaml", *keys],
-        cwd=root,
-        env={key: each for key, each in os.environ.items() if key != variable},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    variables = {key: each for key, each in os.environ.items() if key != variable}
+    command += ["pretrain.py", "--config", f"{folder}/config.yaml", *keys]
+    output_of(*command, variables=variables)
     calls = json.loads(Path(folder, "calls.json").read_text())
     assert calls
     early = [call for call in calls if call[2] != value]

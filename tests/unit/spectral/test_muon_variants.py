@@ -1,4 +1,4 @@
-"""AdaMuon and cautious weight decay: the numbers of the published codes."""
+"""AdaMuon, NorMuon and cautious weight decay: the numbers of the published codes."""
 
 import math
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.rules import AdaMuonRule, MuonRule, Report, Rule, take_step
+from spectral.rules import AdaMuonRule, MuonRule, NorMuonRule, Report, Rule, take_step
 
-# Chongjie-Si/AdaMuon at 369f0b3, and `muon_update_post_orthogonalize` of microsoft/dion at 0a059a4
-# with cautious_wd, both in float64 with the polar factors of msign.
+# Chongjie-Si/AdaMuon at 369f0b3, and of microsoft/dion at 0a059a4 `muon_update_post_orthogonalize`
+# with cautious_wd and `_normuon_normalization_core`, in float64 with the polar factors of msign.
 PUBLISHED: dict[str, tuple[Rule, float, list[list[float]]]] = {
     "adamuon": (
         AdaMuonRule(),
@@ -30,6 +30,15 @@ PUBLISHED: dict[str, tuple[Rule, float, list[list[float]]]] = {
             [1.0322177199, 0.3116536967, -0.5819322644, -0.7892161830],
         ],
     ),
+    "normuon": (
+        NorMuonRule(),
+        0.1,
+        [
+            [-0.1272110637, 0.8648490651, 0.9321596071, 0.1182413600],
+            [-0.7227547099, -0.8394889270, -0.3823041209, 0.6365865539],
+            [1.0171770541, 0.3373575266, -0.5735457543, -0.8571675206],
+        ],
+    ),
 }
 
 
@@ -42,9 +51,9 @@ def test_two_steps_give_the_numbers_of_the_published_code(name: str) -> None:
         grad = (torch.arange(12, dtype=torch.float64).view(1, 3, 4) * (step + 2)).cos()
         take_step(rule, weight, grad, state, lr=0.1, weight_decay=decay)
     # The published AdaMuon divides by its norm and an epsilon of 1e-8.
-    torch.testing.assert_close(
-        weight[0], torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=0
-    )
+    atol = 1e-8 if name == "adamuon" else 2e-10
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(weight[0], wanted, atol=atol, rtol=0)
 
 
 def stepped(rule: Rule, weight: Tensor, **rates: Any) -> tuple[Tensor, Report]:
@@ -77,3 +86,14 @@ def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
     grows = start * (none - start) > 0
     torch.testing.assert_close(some, torch.where(grows, none, every), rtol=0, atol=1e-6)
     assert 100 < grows.sum() < 620
+
+
+def test_rows_of_different_gradients_move_alike() -> None:
+    """A neuron whose gradient is almost nothing gets rows of the others' size."""
+    rule, generator = NorMuonRule(beta2=0.0), torch.Generator().manual_seed(0)
+    weight = torch.zeros(1, 40, 8, dtype=torch.float64)
+    grad = torch.randn(1, 40, 8, generator=generator, dtype=torch.float64)
+    grad[:, ::2] *= 1e-2
+    take_step(rule, weight, grad, rule.init_state(weight), lr=1.0)
+    size = weight.norm(dim=-1)
+    torch.testing.assert_close(size, size.mean().expand_as(size), rtol=1e-5, atol=0)  # epsilon

@@ -1,0 +1,28 @@
+"""Commands that tests run in processes of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.paths import ROOT
+
+
+def output_of(
+    *command: str | Path,
+    folder: Path = ROOT,
+    variables: Mapping[str, str] = os.environ,
+    code: int = 0,
+) -> str:
+    """Return what a command prints, which must end with `code`; `variables` are its environment."""
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def interpreted(*files: str) -> None:
+    """Run the tests of files in Triton's interpreter."""
+    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    variables = os.environ | {"TRITON_INTERPRET": "1"}
+    output_of(sys.executable, "-m", "pytest", *options, *files, variables=variables)
