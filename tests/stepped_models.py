@@ -20,7 +20,7 @@ from spectral.effective_weight import Preconditioner
 from spectral.rules import RULES, Rule
 from training.assignments import assignments
 from training.config import group_of
-from training.config.sections.optimizer import OptimizerConfig
+from training.config.optimizer import OptimizerConfig
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 PENALTY = Penalty(coefficient=0.03, power=2, side="in", normalize=None)

@@ -7,8 +7,8 @@ from models.pc_config import PCConfig
 from models.units import Unit
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from training.config import Config, group_of
-from training.config.sections.gram_penalty import GramPenaltyConfig
-from training.config.sections.optimizer import OptimizerConfig
+from training.config.optimizer import OptimizerConfig
+from training.config.schema import GramPenaltyConfig
 
 GAMMA = "gamma"
 """Role of the factor gamma of PC layers."""

@@ -27,7 +27,7 @@ from training.checkpoint.initial_weights import InitialWeights
 from training.checkpoint.progress import Progress
 from training.config import Config
 from training.config.files import flat
-from training.config.sections.data import DataConfig, TrainSet, ValidationSet
+from training.config.schema import DataConfig, TrainSet, ValidationSet
 from training.data.manifest import (
     MANIFEST_FILE,
     Manifest,

@@ -18,7 +18,7 @@ from spectral.ieee_products import ieee_products
 from training.checkpoint.progress import Progress
 from training.config import Config
 from training.config.binding import bind
-from training.config.sections.optimizer import GROUPS
+from training.config.optimizer import GROUPS
 from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.control.penalty_schedule import GramPenalty
 from training.data.order import ValidationData, Windows

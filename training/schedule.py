@@ -2,7 +2,7 @@
 
 import math
 
-from training.config.sections.train import ScheduleConfig
+from training.config.schema import ScheduleConfig
 
 
 def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:

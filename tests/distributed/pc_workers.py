@@ -21,7 +21,7 @@ from tests.distributed.state_workers import label, started
 from tests.distributed.workers import Case, built, named_gradient
 from tests.saved_state import save_state
 from tests.stepped_models import TINY, assigned, stepped_model
-from training.config.sections.optimizer import GroupConfig, OptimizerConfig
+from training.config.optimizer import GroupConfig, OptimizerConfig
 from training.loop import Trainer
 
 HALF, STEPS = 2, 4

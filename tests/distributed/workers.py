@@ -19,7 +19,7 @@ from tests.run_configs import tiny_config
 from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model
 from training.build import build_data, build_trainer
-from training.config.sections.parallel import ParallelConfig
+from training.config.schema import ParallelConfig
 from training.loop import StepResult, Trainer
 from training.samples import next_tokens
 

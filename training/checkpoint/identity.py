@@ -11,7 +11,7 @@ from spectral.rules.base import settings as rule_settings
 from training.checkpoint.files import CheckpointInfo
 from training.config import Config
 from training.config.files import flat
-from training.config.sections.optimizer import GROUPS
+from training.config.optimizer import GROUPS
 from training.data.hashes import file_sha256
 from training.data.manifest import Manifest
 from training.data.order import TrainingData, ValidationData

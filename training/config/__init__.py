@@ -1,6 +1,6 @@
 """The run config: from a YAML file to frozen sections, with all problems reported at once.
 
-schema.py and sections/ hold the fields and what must hold in each section, checks.py what must
+schema.py and optimizer.py hold the fields and what must hold in each section, checks.py what must
 hold between sections; files.py and binding.py read YAML, removed.py says what to do about removed
 keys, and manual.py writes docs/configuration.md. Nothing here knows the engine or a device. Start
 with schema.py.
@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
 from training.config.files import escaped, read_merged, read_saved
+from training.config.optimizer import group_of
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config
-from training.config.sections.optimizer import group_of
 
 __all__ = [
     "Config",

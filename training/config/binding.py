@@ -73,23 +73,23 @@ def bind(
     Without `check`, only keys, types and bounds count, not what must hold between fields, nor
     `between` its sections. Raises InvalidConfigError with all problems.
     """
-    adapter, text = _adapter(kind), json.dumps(mapping, default=str)
+    text = json.dumps(mapping, default=str)
     lines: list[str] = []
     try:
-        bound: T = adapter.validate_json(text)
-        sound: dict[Loc, Any] = {(): bound}
+        bound: T = _adapter(kind).validate_json(text)
     except ValidationError as error:
-        lines += _lines(kind, error)
-        sound = dict(_sound(kind, json.loads(text)))
-        bound = object.__new__(kind)
-        vars(bound).update({str(loc[0]): part for loc, part in sound.items() if len(loc) == 1})
-    if check:
-        for loc, part in sound.items():
-            lines += walk_problems(part, ".".join(map(str, loc)))
-        for checks in between:
-            # What is wrong by itself may be missing, or make no sense to others.
-            with suppress(Exception) if lines else nullcontext():
-                lines += problems(bound, checks(bound))
+        lines += dict.fromkeys(_lines(kind, error))
+        bound = object.__new__(kind)  # of the sections that can be bound
+        defaults = {f.name: f.default_factory for f in fields(cast(Any, kind))}
+        vars(bound).update({n: make() for n, make in defaults.items() if make is not MISSING})
+    for loc, section in _sections(kind, json.loads(text)) if check else ():
+        lines += problems(section, section.checks(), ".".join(loc))
+        if len(loc) == 1:
+            vars(bound)[loc[0]] = section
+    for checks in between if check else ():
+        # What is wrong by itself may be missing, or make no sense to others.
+        with suppress(Exception) if lines else nullcontext():
+            lines += problems(bound, checks(bound))
     if lines:
         raise InvalidConfigError(lines)
     return bound
@@ -98,32 +98,31 @@ def bind(
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def _sound(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
-    """Yield place and value of each section that can be bound, without the sections in it."""
-    try:
-        yield loc, _adapter(kind).validate_json(json.dumps(content))
-    except ValidationError:
-        for name, inner in types_of(kind).items() if isinstance(content, Mapping) else ():
-            absent: Any = None if required(kind.__dataclass_fields__[name]) else {}
-            part = content.get(name, absent if is_dataclass(inner) else None)
-            if types_of(inner) and part is not None:
-                yield from _sound(without_null(inner), part, (*loc, name))
+def _sections(
+    kind: Any, content: Any, loc: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Section]]:
+    """Yield place and value of each section that can be bound, whatever is wrong beside it."""
+    if kind is None or not isinstance(content, Mapping):
+        return
+    with suppress(ValidationError):
+        section = _adapter(kind).validate_json(json.dumps(content))
+        if isinstance(section, Section):
+            yield loc, section
+    for name, part in content.items():
+        yield from _sections(member(kind, name), part, (*loc, name))
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
-    """Yield a line for each problem that pydantic has found; of the members of a union, one."""
-    seen: set[str] = set()
+    """Yield a line for each problem that pydantic has found; one for a list that is too short."""
     for found in error.errors(include_url=False):
         loc, name, value = found["loc"], found["type"], found["input"]
-        if name == "missing" and loc and isinstance(loc[-1], int):
-            loc, name = loc[:-1], "tuple_type"  # it has too few items
-        path, kind = place(root, loc)
-        if path in seen and name not in ("value_error", "unexpected_keyword_argument"):
-            continue
-        seen.add(path)
         if name == "unexpected_keyword_argument":
             yield _unknown(root, loc)
-        elif name == "missing":
+            continue
+        if name == "missing" and isinstance(loc[-1], int):
+            loc, name = loc[:-1], "tuple_type"  # it has too few items
+        path, kind = place(root, loc)
+        if name == "missing":
             yield from _missing(kind, path)
         elif name == "value_error":
             yield from (join(path, line) for line in str(found["ctx"]["error"]).splitlines())
@@ -175,26 +174,17 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
     """Return dotted path and annotation of what pydantic names by `loc`."""
     path, kind = "", cast(Any, root)
     for part in loc:
-        inner, types = get_args(without_null(kind)), types_of(kind)
-        if isinstance(part, int):
-            kind = inner[0]  # of a list, whose items are alike
-            path += f"[{part}]"
-        elif part in types or get_origin(without_null(kind)) is dict:
-            kind = types.get(part) or inner[1]
-            path = join(path, part)
-        else:
-            break  # a member of a union
+        kind = member(kind, part)
+        path = f"{path}[{part}]" if isinstance(part, int) else join(path, part)
     return path, kind
 
 
-def walk_problems(section: object, path: str = "") -> Iterator[str]:
-    """Yield the problems of a section, and of every section inside it, with dotted paths."""
-    inner: Mapping[str, object] = section if isinstance(section, Mapping) else {}
-    if isinstance(section, Section):
-        inner = vars(section)
-        yield from problems(section, section.checks(), path)
-    for key, value in inner.items():
-        yield from walk_problems(value, join(path, key))
+def member(kind: Any, key: int | str) -> Any:
+    """Return the annotation of what `kind` has under a key or an index, None if it has nothing."""
+    section = without_null(kind)
+    if types := types_of(section):
+        return types.get(str(key))
+    return (get_args(section) or (None,))[0 if isinstance(key, int) else -1]
 
 
 def described(kind: Any) -> str:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from models.pc_config import ADAMW_LEVEL, SPECTRAL_LEVEL
 from spectral.rules import RULES
-from training.config.schema import Config
-from training.config.sections.gram_penalty import (
+from training.config.schema import (
     LARGE_COEFFICIENT,
     LARGE_WIDTH,
     SMALL_COEFFICIENT,
+    Config,
 )
 
 

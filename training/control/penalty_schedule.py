@@ -9,7 +9,7 @@ import math
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.penalty_gradient import PenaltyFigures
 from training.config import Config
-from training.config.sections.gram_penalty import GramPenaltyConfig
+from training.config.schema import GramPenaltyConfig
 
 
 class GramPenalty:

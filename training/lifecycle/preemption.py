@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from training.config.sections.running import StopConfig
+from training.config.schema import StopConfig
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.run_folder import STOP
 

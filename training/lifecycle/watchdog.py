@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
-from training.config.sections.running import WatchdogConfig
+from training.config.schema import WatchdogConfig
 
 HEARTBEAT: Final = "heartbeat.json"
 STACKS: Final = "stacks"

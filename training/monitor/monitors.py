@@ -31,8 +31,8 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assignment
 from training.assignments import unit_options
 from training.config import Config, group_of
-from training.config.sections.optimizer import ROUTERS
-from training.config.sections.reporting import MonitorsConfig
+from training.config.optimizer import ROUTERS
+from training.config.schema import MonitorsConfig
 from training.monitor import figures
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.figures import Figures, Record

@@ -15,7 +15,7 @@ from spectral.odd_polynomial import evaluate
 from tests.families import tiny_model
 from tests.models import tokens_of
 from tests.stepped_models import TINY, assigned, stepped_model
-from training.config.sections.optimizer import GroupConfig, OptimizerConfig
+from training.config.optimizer import GroupConfig, OptimizerConfig
 from training.loop import mean_loss
 
 GROUP = GroupConfig(rule="muon", lr=0.02, weight_decay=0.1)

@@ -20,7 +20,7 @@ from tests.small_recipes import every_recipe, small_recipe, write_bytes
 from training.build import build_data, build_trainer
 from training.config import Config
 from training.config.paper_choices import with_paper_choices
-from training.config.sections.gram_penalty import GramPenaltyConfig
+from training.config.schema import GramPenaltyConfig
 from training.loop import Trainer
 from training.monitor.figures import global_figures
 

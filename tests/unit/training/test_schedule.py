@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 
-from training.config.sections.train import ScheduleConfig
+from training.config.schema import ScheduleConfig
 from training.schedule import learning_rate_factor
 
 Reference = Callable[[torch.optim.Optimizer, int, float], LRScheduler]

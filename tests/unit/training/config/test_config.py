@@ -14,7 +14,7 @@ from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments
 from training.config import InvalidConfigError, load_config, to_yaml
-from training.config.sections.optimizer import GroupConfig
+from training.config.optimizer import GroupConfig
 
 
 def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:
