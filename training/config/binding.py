@@ -182,9 +182,10 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
 def member(kind: Any, key: int | str) -> Any:
     """Return the annotation of what `kind` has under a key or an index, None if it has nothing."""
     section = without_null(kind)
-    if types := types_of(section):
-        return types.get(str(key))
-    return (get_args(section) or (None,))[0 if isinstance(key, int) else -1]
+    place, origins = (0, (list, tuple)) if isinstance(key, int) else (1, (dict,))
+    if get_origin(section) in origins:
+        return get_args(section)[place]
+    return types_of(section).get(str(key))
 
 
 def described(kind: Any) -> str:

@@ -104,6 +104,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
             "pc.overrides.late={roles: [q], level: 1}",
             "pc.overrides.late.roles must name one of o, gate",
         ),
+        ("pc.evaluator={x: {y: 1}}", "pc.evaluator must be one of materialized, in_graph, got"),
         ("pc.polynomial={kind: fitted, cutoff: 1.2}", "cutoff must be below upper = 1.1, got 1.2"),
     ],
 )
