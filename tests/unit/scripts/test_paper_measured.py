@@ -66,6 +66,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
     ],
     ("pc_layer", "figure_14"): conditioned_better,
     ("pc_layer", "figure_15"): quantiles_higher,
+    ("sso", "figure_10"): ends_higher("loss"),
     ("sso", "figure_11"): lambda adamw, muon, muon_sphere, sso: [
         higher for other in (adamw, muon) for higher in ends_higher("rms", "absmax")(sso, other)
     ],
