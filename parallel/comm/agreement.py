@@ -42,11 +42,10 @@ class Agreement:
 
         The result of a reduction under way is dropped.
         """
-        self._collect()
-        mine = torch.tensor(list(figures), dtype=torch.int64)
-        with named("agreement of all ranks"):
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group)
-        return mine.tolist()
+        self.delayed(figures)
+        found = self._collect()
+        assert found is not None  # `delayed` has started it
+        return found
 
     def gather(self, figures: Sequence[float]) -> Tensor:
         """Every rank's figures, float64 `[ranks, figures]`."""

@@ -35,7 +35,6 @@ class GradientSamples:
             microbatches: of a step on one rank.
             samples: micro-batches of the global batch to keep, at most all of them.
         """
-        self.groups = groups
         self.count = min(samples, microbatches * groups.data.size)
         self.first = groups.data.rank * microbatches
         self.kept: dict[str, list[Tensor]] = {}

@@ -1,5 +1,6 @@
 """Builds the distributed optimizer of a model: owners, transfers, and agreement about them."""
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -58,7 +59,8 @@ def build_optimizer(
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
         placed = place_units(part, assign, placement, base)
-        check_agreement([part.buffers.bucket_layout.digest(), placed.digest()], part.domain.stage)
+        plan = part.buffers.bucket_layout, placed.strategy, placed.owners
+        check_agreement(plan, part.domain.stage)
         # Ranks own dense matrices and experts; experts are placed last, on top of these loads.
         base = loads_of_expert_rank(
             placed.loads, model.expert, model.domains[-1].domain.tensor.size
@@ -105,10 +107,11 @@ def place_units(
     return place(strategy, works, model.domain.stage.size, base=base)
 
 
-def check_agreement(digests: Sequence[str], stage: Axis) -> None:
-    """Raise DisagreementError unless all ranks of the stage have the same digests."""
-    everyone = from_all(list(digests), stage.group)
-    different = [rank for rank, theirs in enumerate(everyone) if theirs != list(digests)]
+def check_agreement(plan: object, stage: Axis) -> None:
+    """Raise DisagreementError unless all ranks of the stage have made the same plan."""
+    digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+    everyone = from_all(digest, stage.group)
+    different = [rank for rank, theirs in enumerate(everyone) if theirs != digest]
     if different:
         raise DisagreementError(
             f"bucket layout or placement differs between rank {stage.rank} and ranks "

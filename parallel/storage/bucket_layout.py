@@ -15,7 +15,6 @@ parameters have buckets of their own, whose shards need no float32 master.
 Everything here is a pure function of the units' shapes, the same on every rank.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,9 +28,9 @@ from parallel.storage.grouping import (
     default_step_groups,
     forward_groups,
     set_apart,
-    units_by_parameter,
 )
 from parallel.storage.packing import Item, pack
+from spectral.grouped import grouped
 
 Storage = Literal["auto", "even", "owner"]
 Elementwise = Callable[[Unit], bool]
@@ -192,10 +191,6 @@ class BucketLayout:
         """Elements of all buckets that belong to no parameter."""
         return sum(bucket.padding for bucket in self.buckets)
 
-    def digest(self) -> str:
-        """SHA-256 of the bucket layout, for comparison between ranks."""
-        return hashlib.sha256(repr((self.ranks, self.buckets)).encode()).hexdigest()
-
 
 def local_ranges(unit: Unit) -> list[tuple[int, int]]:
     """`(start, length)` of each contiguous range of the unit in its flattened local parameter.
@@ -251,12 +246,9 @@ class BucketPlanner:
     preconditioned: Callable[[Unit], bool] | None = None
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
-        """Lay out the parameters that hold `units`, which are in forward order.
-
-        Raises ValueError if units of one parameter disagree about its size.
-        """
+        """Lay out the parameters that hold `units`, which are in forward order."""
         contents = bucket_parameters(units, join_layers=self.storage == "owner")
-        by_parameter = units_by_parameter(units)
+        by_parameter = grouped(units, lambda unit: unit.parameter)
         kept, narrow = self.preconditioned, self.parameter_bytes < 4
         by_owners = {
             name

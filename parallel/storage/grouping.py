@@ -6,7 +6,6 @@ from itertools import groupby
 from math import prod
 
 from models.units import Unit
-from spectral.grouped import grouped
 
 DEFAULT_BUCKET = 40_000_000
 """Elements."""
@@ -18,19 +17,6 @@ STEP_ELEMENTS = 1 << 27
 """Elements of a rank that a step group has at most by default, where four groups allow it. Their
 step takes about 24 bytes of scratch per element."""
 MOST_STEP_GROUPS = 4
-
-
-def units_by_parameter(units: Sequence[Unit]) -> dict[str, list[Unit]]:
-    """Units of each parameter, parameters in forward order.
-
-    Raises ValueError for units that disagree about the size of their parameter.
-    """
-    found = grouped(units, lambda unit: unit.parameter)
-    for name, members in found.items():
-        sizes = {prod(unit.view_shape) for unit in members}
-        if len(sizes) > 1:
-            raise ValueError(f"units of {name} must agree about its size, got {sorted(sizes)}")
-    return found
 
 
 def bucket_parameters(units: Sequence[Unit], *, join_layers: bool = False) -> list[list[str]]:

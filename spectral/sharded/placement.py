@@ -1,11 +1,9 @@
 """Placement: which rank owns each matrix and runs its rule.
 
-Pure functions of costs, sizes and of which rank holds what; every rank computes the same answer,
-and `Placement.digest` lets them compare. Ranks are numbered within the group that shares the
-matrices.
+Pure functions of costs, sizes and of which rank holds what, so that every rank computes the same
+answer. Ranks are numbered within the group that shares the matrices.
 """
 
-import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,17 +51,6 @@ class Placement:
     owners: dict[str, int]
     loads: tuple[float, ...]
     moved: int
-
-    @property
-    def imbalance(self) -> float:
-        """Largest over mean load; 1 if there is no load."""
-        total = sum(self.loads)
-        return max(self.loads) * len(self.loads) / total if total else 1.0
-
-    def digest(self) -> str:
-        """SHA-256 of strategy and owners, for comparison between ranks."""
-        content = (self.strategy, len(self.loads), sorted(self.owners.items()))
-        return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def place(

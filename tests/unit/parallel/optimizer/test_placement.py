@@ -72,7 +72,6 @@ def test_every_unit_has_one_owner_and_the_figures_agree(case, strategy):
         loads[placed.owners[unit.name]] += unit.cost
         moved += sum(n for rank, n in unit.holders.items() if rank != placed.owners[unit.name])
     assert list(placed.loads) == loads and placed.moved == moved
-    assert placed.imbalance == pytest.approx(max(loads) * ranks / sum(loads))
 
 
 @given(works(), st.sampled_from(STRATEGIES))
@@ -80,7 +79,7 @@ def test_the_order_of_the_units_does_not_matter(case, strategy):
     units, ranks = case
     placed = place(strategy, units, ranks)
     again = place(strategy, units[::-1], ranks)
-    assert placed == again and placed.digest() == again.digest()
+    assert placed == again
 
 
 def test_units_stay_where_they_are_held_if_loads_allow():
@@ -88,7 +87,7 @@ def test_units_stay_where_they_are_held_if_loads_allow():
     assert place("auto", units, 4).moved == 0
     crowded = [Work(f"u{i}", 1.0, {0: 10}) for i in range(16)]
     placed = place("auto", crowded, 4)
-    assert placed.moved == 120 and placed.imbalance == 1.0
+    assert placed.moved == 120 and len(set(placed.loads)) == 1
 
 
 def test_two_units_of_one_name_are_refused():
