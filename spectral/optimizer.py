@@ -111,7 +111,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if exchange_dtype is not None and not exchange_dtype.is_floating_point:
             raise ValueError(f"exchange_dtype must be a floating point, got {exchange_dtype}")
         name = self.default_rule if rule is None else rule
-        check_options(name, ())
         chosen = as_fields(name, options)
         check_options(name, chosen)
         self._chosen = chosen if lr is None else {"lr": lr, **chosen}
@@ -159,10 +158,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with all fields of its rule and initialise its state."""
         name = param_group.get("rule", self.defaults["rule"])
-        check_options(name, ())
         given = as_fields(name, param_group)
         check_options(name, given, foreign=True)
-        given["params"] = _listed(given["params"])
+        params = given["params"]
+        given["params"] = [params] if isinstance(params, Tensor) else list(params)
         own = fields_of(name, exact=_are_float64(given["params"]))
         rate: Any = rate_of(name)
         if isinstance(self.defaults["lr"], Tensor):
@@ -647,11 +646,6 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
 def _listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
     """Return what groups list under a key, one group after the other."""
     return [value for group in groups for value in group.get(key, ())]
-
-
-def _listed(params: Any) -> list[Any]:
-    """Return the parameters of a group as a list, with their names if they have them."""
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _are_float64(params: Sequence[Any]) -> bool:

@@ -43,7 +43,12 @@ def rate_of(rule: str) -> float:
 
 
 def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
-    """Return the fields of a rule and their defaults; with `exact` those of the rule itself."""
+    """Return the fields of a rule and their defaults; with `exact` those of the rule itself.
+
+    Raises ValueError for an unknown rule.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     own = {field.name: field.default for field in fields(RULES[rule])}
     library = {} if exact else DEFAULTS.get(rule, {})
     return own | {name: value for name, value in library.items() if name in own}
@@ -67,17 +72,11 @@ def as_fields(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> None:
-    """Raise for an unknown rule, or a name that is not a field of it; the nearest is suggested.
+    """Raise TypeError for a name that is not a field of a rule; the nearest is suggested.
 
     With `foreign` names that resemble none pass, and those of `HOSTS`: other programs keep their
     own in groups.
-
-    Raises:
-        ValueError: unknown rule.
-        TypeError: unknown name.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     known = [*fields_of(rule), *COMMON]
     for name in sorted(set(names) - set(known) - (HOSTS if foreign else set())):
         close = difflib.get_close_matches(name, known, n=1)
