@@ -174,16 +174,13 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
     stages = []
     for stage in range(inputs.pipeline):
         units = stage_units(shape.model, shape.chunks(stage), inputs, **unit_options)
-        planned = plan_stage(
-            units, assign, inputs, stage=stage, activations=stage_activations(shape, stage)
-        )
-        stages.append(with_traffic(planned, shape))
+        stages.append(completed(plan_stage(units, assign, inputs), shape, stage))
     return assemble(shape, stages, step_flops)
 
 
-def with_traffic(planned: StagePlan, shape: StepShape) -> StagePlan:
-    """Return a stage's plan with all that its ranks send."""
-    traffic = activation_traffic(shape, planned.stage)
+def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
+    """Return the plan of a stage with its activations and all that its ranks send."""
+    traffic = activation_traffic(shape, stage)
     for kind, size in planned.sent.items():
         if kind in ("reduce-scatter", "all-gather"):
             of_domain = planned.reduced if kind == "reduce-scatter" else planned.gathered
@@ -192,7 +189,8 @@ def with_traffic(planned: StagePlan, shape: StepShape) -> StagePlan:
         elif size:
             links = shape.links("stage")
             traffic.append(Traffic(kind, size, 0, links, links.all_to_all_across))
-    return replace(planned, traffic=tuple(traffic))
+    memory = replace(planned.memory, activations=stage_activations(shape, stage))
+    return replace(planned, stage=stage, memory=memory, traffic=tuple(traffic))
 
 
 def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -> Plan:
@@ -227,15 +225,8 @@ def stage_units(
     )
 
 
-def plan_stage(
-    units: Sequence[Sequence[Unit]],
-    assign: Assign,
-    inputs: PlanInputs,
-    *,
-    stage: int = 0,
-    activations: int = 0,
-) -> StagePlan:
-    """Plan one stage, given the units of each of its tensor-parallel ranks."""
+def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
+    """Plan one stage, given the units of each of its tensor-parallel ranks; see `completed`."""
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):
@@ -254,7 +245,7 @@ def plan_stage(
     kept = np.sum([part.kept for part in parts], axis=0)
     placed = [placement for part in parts for placement in part.placed]
     return StagePlan(
-        stage=stage,
+        stage=0,
         parameters=numel - padding,
         buckets=sum(len(layout.buckets) for layout in layouts),
         padding=padding,
@@ -274,7 +265,7 @@ def plan_stage(
             gradients=numel * 4,
             master=master,
             state=int((state + kept).max()),
-            activations=activations,
+            activations=0,
             buffers=max(part.buffers for part in parts),
         ),
     )

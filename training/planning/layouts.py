@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from parallel.plan.devices import Device
-from parallel.plan.memory import stage_activations
 from parallel.plan.planner import (
     Plan,
     StagePlan,
     assemble,
+    completed,
     plan_stage,
     stage_units,
-    with_traffic,
 )
 from parallel.plan.step_shape import PlanInputs, StepShape
 from training.assignments import unit_options
@@ -137,6 +136,4 @@ class Layouts:
         if key not in self.known:
             units = stage_units(shape.model, chunks, inputs, **unit_options(self.config))
             self.known[key] = plan_stage(units, self.assign, inputs)
-        planned = self.known[key]
-        memory = replace(planned.memory, activations=stage_activations(shape, stage))
-        return with_traffic(replace(planned, stage=stage, memory=memory), shape)
+        return completed(self.known[key], shape, stage)
