@@ -392,7 +392,7 @@ def build_domain(
         tensor_sums=[unit for unit in own_units if unit.summed_over_tensor(sequence)],
         overlap=options.overlap_reduce,
     )
-    return DomainModel(domain, units, buffers, reducer)
+    return DomainModel(domain, units, buffers, reducer, comm_volume)
 
 
 def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
@@ -438,9 +438,7 @@ def install_in_graph(
 
     `units` are those of this rank; without `groups` they are whole.
     """
-    members: dict[int, list[Unit]] = {}
-    for unit in units:
-        members.setdefault(id(parameters[unit.parameter]), []).append(unit)
+    members = grouped(units, lambda unit: id(parameters[unit.parameter]))
     modules = [module for chunk in chunks for module in chunk.modules()]
     domains = () if groups is None else (groups.dense, groups.experts)
     tensor = {domain.name: domain.tensor.group for domain in domains}

@@ -14,8 +14,7 @@ from parallel.optimizer.exchange import TensorMode, plan_transfers, shardwise
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assign, check_assignment
-from parallel.storage.domain_model import DomainModel
-from spectral.sharded.placement import Placement, Strategy, place
+from spectral.sharded.placement import Strategy, place
 
 
 class DisagreementError(RuntimeError):
@@ -58,8 +57,10 @@ def build_optimizer(
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
-        placed = place_units(part, assign, placement, base)
-        plan = part.buffers.bucket_layout, placed.strategy, placed.owners
+        layout = part.buffers.bucket_layout
+        works = unit_work(part.stage_units, layout, assign)
+        placed = place(placement, works, part.domain.stage.size, base=base)
+        plan = layout, placed.strategy, placed.owners
         check_agreement(plan, part.domain.stage)
         # Ranks own dense matrices and experts; experts are placed last, on top of these loads.
         base = loads_of_expert_rank(
@@ -67,14 +68,13 @@ def build_optimizer(
         )
         group = part.domain.stage.group
         owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
-        transfers = plan_transfers(part.stage_units, part.buffers.bucket_layout, placed.owners)
+        transfers = plan_transfers(part.stage_units, layout, placed.owners)
         domains.append(
             DomainOptimizer(
                 part,
                 model.parameters,
                 assign,
                 transfers,
-                model.comm_volume,
                 step_groups=step_groups,
                 exchange_dtype=exchange_dtype,
                 momentum_dtype=momentum_dtype,
@@ -89,22 +89,6 @@ def loads_of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> l
     `tensor` ranks share each expert.
     """
     return [load for i, load in enumerate(loads) if i // tensor % expert.size == expert.rank]
-
-
-def place_units(
-    model: DomainModel, assign: Assign, strategy: Strategy, base: Sequence[float] | None
-) -> Placement:
-    """Choose the owner of every unit of a domain's stage that needs one.
-
-    `base` is the load that each rank of the stage already has, None for no load.
-    """
-    works = unit_work(
-        model.stage_units,
-        model.buffers.bucket_layout,
-        elementwise=lambda unit: not assign(unit).whole_matrix,
-        cost=lambda unit: assign(unit).cost(unit.shape),
-    )
-    return place(strategy, works, model.domain.stage.size, base=base)
 
 
 def check_agreement(plan: object, stage: Axis) -> None:

@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import CommVolume, all_gather_
+from parallel.comm.collectives import all_gather_
 from parallel.comm.groups import Domain
 from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
@@ -107,7 +107,6 @@ class DomainOptimizer:
         parameters: Mapping[str, Tensor],
         assign: Assign,
         transfers: Sequence[UnitTransfer],
-        comm_volume: CommVolume,
         *,
         step_groups: int | None = None,
         exchange_dtype: torch.dtype | None = None,
@@ -121,7 +120,6 @@ class DomainOptimizer:
             assign: rule, rates and penalty of each unit.
             transfers: owner and parts of every unit of the stage that has an owner, the same on
                 all ranks of the stage.
-            comm_volume: where sent bytes are counted.
             step_groups: most groups of buckets that a step is cut into; None as in
                 `BucketLayout.step_groups`.
             exchange_dtype: dtype in which momentum and updates are sent; None for that of the
@@ -134,7 +132,6 @@ class DomainOptimizer:
         self.domain: Domain = model.domain
         self.buffers: Buffers = model.buffers
         self.assign = assign
-        self.comm_volume = comm_volume
         self.exchange_dtype = exchange_dtype
         self.momentum_dtype = momentum_dtype
         self.streams = Streams(self.buffers.master.device)
@@ -162,16 +159,6 @@ class DomainOptimizer:
         """Every region of this rank's shards."""
         return [region for group in self.step_groups for region in group.regions]
 
-    def add_penalty(self, *, acts: bool, measured: bool) -> Tensor | None:
-        """Add the Gram penalty's gradient to that of the loss if it `acts`.
-
-        Call it before anything else uses the gradients. Returns this rank's sums for
-        `PenaltyFigures` if `measured`, else None.
-        """
-        each = [group.penalised.add_(acts=acts, measured=measured) for group in self.step_groups]
-        found = [sums for sums in each if sums is not None]
-        return torch.stack(found).sum(0) if found else None
-
     def step(self, factor: Tensor | float, active: Tensor) -> None:
         """Update every unit once and start the all-gathers of the new weights."""
         rate = cache(lambda peak: peak * factor)  # equal peaks share a tensor
@@ -182,7 +169,7 @@ class DomainOptimizer:
             self.buffers.write_parameters(group.buckets)
             for bucket in group.buckets:
                 self.model.gathers[bucket] = all_gather_(
-                    self.buffers.parameters[bucket], self.domain.replicas, self.comm_volume
+                    self.buffers.parameters[bucket], self.domain.replicas, self.model.comm_volume
                 )
 
     def publish(self) -> None:
@@ -283,19 +270,11 @@ class DomainOptimizer:
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
             stacks,
-            stage_exchange(plain, self.domain, self.comm_volume),
+            stage_exchange(plain, self.domain, self.model.comm_volume),
             MaterializedUnits(
-                pc,
-                self.assign,
-                self.domain,
-                self.buffers,
-                self.comm_volume,
-                self.exchange_dtype,
-                self.momentum_dtype,
+                pc, self.assign, self.model, self.exchange_dtype, self.momentum_dtype
             ),
-            PenalisedUnits(
-                penalised, self.assign, self.domain, self.buffers, self.weights, self.comm_volume
-            ),
+            PenalisedUnits(penalised, self.assign, self.model, self.weights),
         )
         weights = gathered_weights(stacks, group.exchange, self.buffers)
         for stack in stacks:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import CommVolume
-from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
     UnitTransfer,
     cut_all_,
@@ -24,7 +22,7 @@ from parallel.optimizer.exchange import (
 )
 from parallel.optimizer.owned_stacks import OwnedStack, gathered_weights, owned_stacks
 from parallel.optimizer.routing import Assign, PCAssignment
-from parallel.storage.buffers import Buffers
+from parallel.storage.domain_model import DomainModel
 from spectral.division import narrowed
 from spectral.rules.base import Rate, Report, Stack, State, Step
 from spectral.stepping import Units, accumulated, step_units
@@ -158,9 +156,7 @@ class MaterializedUnits:
         self,
         transfers: Sequence[UnitTransfer],
         assign: Assign,
-        domain: Domain,
-        buffers: Buffers,
-        comm_volume: CommVolume,
+        model: DomainModel,
         exchange_dtype: torch.dtype | None,
         momentum_dtype: torch.dtype | None,
     ) -> None:
@@ -170,12 +166,12 @@ class MaterializedUnits:
         the parameters' dtype, so that every rank has the same.
         """
         self.exists = bool(transfers)  # on every rank of the stage or on none
-        self.buffers = buffers
+        self.buffers = model.buffers
         self.dtype = exchange_dtype
-        self.exchange = stage_exchange(transfers, domain, comm_volume)
-        self.owned = [each for each in transfers if each.owner == domain.stage.rank]
+        self.exchange = stage_exchange(transfers, model.domain, model.comm_volume)
+        self.owned = [each for each in transfers if each.owner == model.domain.stage.rank]
         stacks = owned_stacks(self.owned, assign)
-        weights = gathered_weights(stacks, self.exchange, buffers)
+        weights = gathered_weights(stacks, self.exchange, self.buffers)
         self.stacks = [
             materialized_stack(stack, weights.assembled(stack.transfers), momentum_dtype)
             for stack in stacks

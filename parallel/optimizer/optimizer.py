@@ -71,7 +71,8 @@ class DistributedOptimizer:
         `measured`, for which it waits for all ranks and for the device.
         """
         self.model.wait_for_weights()
-        parts = [domain.add_penalty(acts=acts, measured=measured) for domain in self.domains]
+        groups = [group for domain in self.domains for group in domain.step_groups]
+        parts = [group.penalised.add_(acts=acts, measured=measured) for group in groups]
         found = [sums for sums in parts if sums is not None]
         if not found:
             return None

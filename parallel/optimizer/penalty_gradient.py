@@ -24,7 +24,7 @@ from parallel.optimizer.exchange import (
     stage_exchange,
 )
 from parallel.optimizer.routing import Assign, Penalty
-from parallel.storage.buffers import Buffers
+from parallel.storage.domain_model import DomainModel
 from spectral.gram_penalty import gram_penalty_and_grad
 from spectral.grouped import grouped
 from spectral.sharded.exchange import Exchange, Part, Transfer
@@ -88,13 +88,12 @@ class PenalisedUnits:
         self,
         transfers: Sequence[UnitTransfer],
         assign: Assign,
-        domain: Domain,
-        buffers: Buffers,
+        model: DomainModel,
         weights: Mapping[str, Tensor],
-        comm_volume: CommVolume,
     ) -> None:
+        domain, comm_volume = model.domain, model.comm_volume
         self.exists = bool(transfers)  # on every rank of the stage or on none
-        self.buffers = buffers
+        self.buffers = model.buffers
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
         self.weight_exchange = weight_exchange(transfers, domain, comm_volume)

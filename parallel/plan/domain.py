@@ -75,25 +75,19 @@ class DomainPlan:
         self.whole = {unit.name: unit for members in units for unit in members}
         self.assigned = {name: assign(unit) for name, unit in self.whole.items()}
 
-        def elementwise(unit: Unit) -> bool:
-            return not self.assigned[unit.name].whole_matrix
+        def of(unit: Unit) -> Assignment:
+            return self.assigned[unit.name]
 
         self.bucket_layout = BucketPlanner(
             ranks=inputs.data,
             storage=inputs.storage,
-            elementwise=elementwise,
+            elementwise=lambda unit: not of(unit).whole_matrix,
             tensor_size=inputs.tensor,
             parameter_bytes=inputs.dtype.itemsize,
             exchange_bytes=inputs.exchange_bytes,
-            preconditioned=lambda unit: self.assigned[unit.name].pc is not None,
+            preconditioned=lambda unit: of(unit).pc is not None,
         ).layout(units[0])
-        cost = lru_cache(maxsize=None)(Assignment.cost)
-        self.works = unit_work(
-            units,
-            self.bucket_layout,
-            elementwise=elementwise,
-            cost=lambda unit: cost(self.assigned[unit.name], unit.shape),
-        )
+        self.works = unit_work(units, self.bucket_layout, of)
 
     def sent(self, owners: Owners) -> dict[str, np.ndarray]:
         """Bytes that each rank sends per step, by kind of communication.

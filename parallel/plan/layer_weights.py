@@ -8,6 +8,7 @@ from typing import Final, Literal
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.units import Unit
+from spectral.grouped import grouped
 
 Cut = Literal["rows", "cols"] | None
 """What tensor parallelism cuts: a column-parallel weight by rows, a row-parallel one by cols."""
@@ -85,11 +86,12 @@ def _kind(model: ModelConfig, layer: int) -> Layer:
 
 def _by_parameter(model: ModelConfig, layer: int, tensor: int) -> dict[str, list[Unit]]:
     """Matrices of the parameters of a layer on one of `tensor` ranks, of experts the first one."""
-    members: dict[str, list[Unit]] = {}
-    for unit in _units(model, layer, tensor):
-        if unit.is_matrix and (unit.domain == "dense" or ".experts.0." in unit.name):
-            members.setdefault(unit.parameter, []).append(unit)
-    return members
+    matrices = (
+        unit
+        for unit in _units(model, layer, tensor)
+        if unit.is_matrix and (unit.domain == "dense" or ".experts.0." in unit.name)
+    )
+    return grouped(matrices, lambda unit: unit.parameter)
 
 
 def _units(model: ModelConfig, layer: int, tensor: int) -> list[Unit]:

@@ -17,6 +17,7 @@ class DomainModel:
     """The dense parameters of one rank, or its experts.
 
     stage_units   the units of every tensor-parallel rank of the domain's stage, in forward order
+    comm_volume   where sent bytes are counted
     gathers       by bucket, the all-gather of new weights that may still be under way
     """
 
@@ -24,6 +25,7 @@ class DomainModel:
     stage_units: list[list[Unit]]
     buffers: Buffers
     reducer: GradientReducer
+    comm_volume: CommVolume
     gathers: dict[int, Pending | None] = field(default_factory=dict)
 
     @property
