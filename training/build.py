@@ -144,7 +144,8 @@ def config_units(config: Config) -> list[Unit]:
 
 def config_routes(config: Config, owners: Mapping[str, int] | None = None) -> list[Route]:
     """Return the routing table of the whole model; `owners` has the rank of each matrix."""
-    return route(config_units(config), config_assignments(config), owners)
+    assign = config_assignments(config)
+    return [route(unit, assign(unit), owners or {}) for unit in config_units(config)]
 
 
 def check_backend(config: Config) -> None:

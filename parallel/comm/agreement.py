@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.collectives import Pending, from_all, named
+from parallel.comm.collectives import Pending, from_all, gather, named
 
 SHOWN = 8
 """Ranks that are named for one value."""
@@ -50,10 +50,7 @@ class Agreement:
     def gather(self, figures: Sequence[float]) -> Tensor:
         """Every rank's figures, float64 `[ranks, figures]`."""
         mine = torch.tensor(list(figures), dtype=torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        with named("figures of all ranks"):
-            dist.all_gather(parts, mine, group=self.group)
-        return torch.stack(parts)
+        return torch.stack(gather(mine, self.group, "figures of all ranks"))
 
     def _collect(self) -> list[int] | None:
         """Wait for the reduction under way and return its result, None without one."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -134,6 +135,14 @@ def all_to_all(
     with named(kind):
         dist.all_to_all_single(received, send, receive_counts, send_counts, group=axis.group)
     return received
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
+    """Return every rank's `tensor`, of one shape, by ascending rank."""
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    with named(kind):
+        dist.all_gather(tensors, tensor, group=group)
+    return tensors
 
 
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -19,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from models.blocks.attention import CoreAttention
 from models.units import Unit
-from parallel.comm.collectives import MAX, CommVolume, all_reduce_, named
+from parallel.comm.collectives import MAX, CommVolume, all_reduce_, gather
 from parallel.comm.groups import Axis, Domain, Groups
 from parallel.model import ParallelModel
 
@@ -251,7 +250,4 @@ def count_tokens(inputs: Inputs, seen: Tensor) -> None:
 
 def gathered(rows: Tensor, axis: Axis) -> Tensor:
     """Concatenate the rows `[rows, ...]` of every rank of an axis."""
-    parts = [torch.empty_like(rows) for _ in range(axis.size)]
-    with named("gather of activations"):
-        dist.all_gather(parts, rows, group=axis.group)
-    return torch.cat(parts)
+    return torch.cat(gather(rows, axis.group, "gather of activations"))

@@ -1,6 +1,6 @@
 """Routing: which rule updates which unit, with which rates. One row per unit."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -120,17 +120,6 @@ class Route:
     penalty: float | None = None
 
 
-def route(
-    units: Iterable[Unit], assign: Assign, owners: Mapping[str, int] | None = None
-) -> list[Route]:
-    """Make the routing table of `units`; `owners` is the rank of each matrix, if it is known.
-
-    Raises:
-        ValueError: a whole-matrix rule is assigned to a unit that is not a matrix.
-    """
-    return [_row(unit, assign(unit), owners or {}) for unit in units]
-
-
 def check_assignment(unit: Unit, assigned: Assignment) -> None:
     """Raise ValueError if a whole-matrix rule is assigned to a unit that is not a matrix."""
     if assigned.whole_matrix and not unit.is_matrix:
@@ -140,7 +129,11 @@ def check_assignment(unit: Unit, assigned: Assignment) -> None:
         )
 
 
-def _row(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
+def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
+    """Make the row of a unit; `owners` has the rank of each matrix, if it is known.
+
+    Raises ValueError if a whole-matrix rule is assigned to a unit that is not a matrix.
+    """
     check_assignment(unit, assigned)
     rule = assigned.rule
     radius = scale = None

@@ -21,7 +21,7 @@ TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=
 def test_every_rule_is_routed_planned_priced_and_stacked(name: str) -> None:
     rule = RULES[name]()
     units, assign = all_units(TINY), assign_to(rule)
-    rows = {row.unit: row for row in route(units, assign)}
+    rows = {unit.name: route(unit, assign(unit), {}) for unit in units}
     assert rows.keys() == {unit.name for unit in units}
     gate = rows["layers.0.gate"]
     assert (gate.radius, gate.scale) == (rule.radius_of((48, 32)), rule.scale_of((48, 32)))
