@@ -6,7 +6,6 @@ CUDA makes five operations of a norm.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +37,9 @@ class LowerRight:
 def install(trace: Trace, mode: DeviceTensors) -> None:
     """Replace attention and the choice of its kernel, norms, compiled functions, what routers send
     where, and `Module.to`, for the life of this process."""
-    newer = trace.device.capability >= (9, 0)
-    put(F, "scaled_dot_product_attention", partial(attention, newer))
-    put(torch, "_fused_sdp_choice", partial(choice, newer))
+    kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
+    put(F, "scaled_dot_product_attention", kernels.attention)
+    put(torch, "_fused_sdp_choice", kernels.choice)
     replace(causal_lower_right, LowerRight)
     install_norms(trace)
     install_compiled(trace, mode)
@@ -54,57 +53,62 @@ def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
 
-def choice(newer: bool, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
-    """Return the kernel's number in `SDPBackend`, on Hopper and `newer` or on older devices."""
-    if takes_flash(query, key, value) and newer:
-        return int(SDPBackend.CUDNN_ATTENTION.value)
-    if takes_flash(query, key, value):
-        return int(SDPBackend.FLASH_ATTENTION.value)
-    return int(SDPBackend.EFFICIENT_ATTENTION.value)
+@dataclass(frozen=True)
+class FusedAttention:
+    """The kernels of fused attention on Hopper and `newer` devices, or on older ones."""
 
+    newer: bool
 
-def attention(
-    newer: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | LowerRight | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What the fused kernels return for queries `[batch, heads, s, d]`, keys and values `[batch,
-    groups, t, d]`. Raises RuntimeError for what none of them takes."""
-    lower_right = isinstance(attn_mask, LowerRight)
-    if attn_mask is not None and not lower_right:
-        raise RuntimeError("no fused kernel takes a mask tensor")
-    flash, size = takes_flash(query, key, value), query.shape[-1]
-    wanted = query.requires_grad and torch.is_grad_enabled()
-    aten = torch.ops.aten
-    output: Tensor
-    if flash and newer and not lower_right:
-        output = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, wanted, dropout_p, is_causal, False, scale=scale
-        )[0]
-    elif flash:
-        padding = (0, -size % ALIGNMENT)
-        q, k, v = (F.pad(x, padding) if padding[1] else x for x in (query, key, value))
-        output = aten._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal or lower_right, False, scale=scale or size**-0.5
-        )[0][..., :size]
-    elif enable_gqa and query.shape[1] != key.shape[1]:
-        raise RuntimeError("No available kernel: flash attention does not take grouped heads")
-    elif lower_right:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        output = aten._efficient_attention_forward(
-            q, k, v, None, None, None, None, None, dropout_p, LOWER_RIGHT, True, scale=scale
-        )[0].transpose(1, 2)
-    else:
-        output = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, wanted, dropout_p, is_causal, scale=scale
-        )[0]
-    return output
+    def choice(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
+        """Return the kernel's number in `SDPBackend`."""
+        if takes_flash(query, key, value) and self.newer:
+            return int(SDPBackend.CUDNN_ATTENTION.value)
+        if takes_flash(query, key, value):
+            return int(SDPBackend.FLASH_ATTENTION.value)
+        return int(SDPBackend.EFFICIENT_ATTENTION.value)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | LowerRight | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """What the fused kernels return for queries `[batch, heads, s, d]`, keys and values
+        `[batch, groups, t, d]`. Raises RuntimeError for what none of them takes."""
+        lower_right = isinstance(attn_mask, LowerRight)
+        if attn_mask is not None and not lower_right:
+            raise RuntimeError("no fused kernel takes a mask tensor")
+        flash, size = takes_flash(query, key, value), query.shape[-1]
+        wanted = query.requires_grad and torch.is_grad_enabled()
+        aten = torch.ops.aten
+        output: Tensor
+        if flash and self.newer and not lower_right:
+            output = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, None, wanted, dropout_p, is_causal, False, scale=scale
+            )[0]
+        elif flash:
+            padding = (0, -size % ALIGNMENT)
+            q, k, v = (F.pad(x, padding) if padding[1] else x for x in (query, key, value))
+            output = aten._scaled_dot_product_flash_attention(
+                q, k, v, dropout_p, is_causal or lower_right, False, scale=scale or size**-0.5
+            )[0][..., :size]
+        elif enable_gqa and query.shape[1] != key.shape[1]:
+            raise RuntimeError("No available kernel: flash attention does not take grouped heads")
+        elif lower_right:
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            output = aten._efficient_attention_forward(
+                q, k, v, None, None, None, None, None, dropout_p, LOWER_RIGHT, True, scale=scale
+            )[0].transpose(1, 2)
+        else:
+            output = aten._scaled_dot_product_efficient_attention(
+                query, key, value, None, wanted, dropout_p, is_causal, scale=scale
+            )[0]
+        return output
 
 
 def install_norms(trace: Trace) -> None:
