@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.config import InitConfig
 from models.units import Unit
+from spectral.grouped import grouped
 from spectral.power_iteration import cold_start
 from spectral.sphere import radius
 
@@ -82,9 +83,7 @@ def spectral_norms(
     """The spectral norms `[units]` of what is drawn for matrices, float64 on `device`, good to
     about 1e-9; units of one shape together, as many as `STACK` elements allow."""
     norms = torch.zeros(len(units), dtype=torch.float64, device=device)
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for i, unit in enumerate(units):
-        by_shape.setdefault(unit.shape, []).append(i)
+    by_shape = grouped(range(len(units)), lambda i: matrix_shape(units[i]))
     for (rows, cols), members in by_shape.items():
         count = max(1, STACK // (rows * cols))
         for first in range(0, len(members), count):

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from models.pc_config import PCConfig
 from models.units import Unit
 from spectral.effective_weight import Preconditioner
+from spectral.grouped import grouped
 from spectral.pc_layers import EffectiveWeight
 
 GAMMA = ".gamma"
@@ -179,10 +180,7 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
     """Return `units`, and after those of each parameter the gamma of every preconditioned one."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
         return list(units)
-    members: dict[str, list[Unit]] = {}
-    for unit in units:
-        if pc.covers(unit):
-            members.setdefault(unit.parameter, []).append(unit)
+    members = grouped(filter(pc.covers, units), lambda unit: unit.parameter)
     last = {unit.parameter: unit for unit in units}
     with_their_gammas: list[Unit] = []
     for unit in units:

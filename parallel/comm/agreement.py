@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.comm.collectives import Pending, from_all, gather, named
+from spectral.grouped import grouped
 
 SHOWN = 8
 """Ranks that are named for one value."""
@@ -82,9 +83,8 @@ def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> It
     `facts` and `hosts` have an entry per rank.
     """
     for key in dict.fromkeys(key for mine in facts for key in mine):
-        ranks: dict[str, list[int]] = {}
-        for rank, mine in enumerate(facts):
-            ranks.setdefault(repr(mine[key]) if key in mine else "absent", []).append(rank)
+        values = [repr(mine[key]) if key in mine else "absent" for mine in facts]
+        ranks = grouped(range(len(facts)), values.__getitem__)
         if len(ranks) == 1:
             continue
         usual = Counter({value: len(those) for value, those in ranks.items()}).most_common(1)[0][0]

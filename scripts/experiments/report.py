@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scripts.experiments.check import Check
 from scripts.experiments.experiment import Result, result_of, write_json
+from spectral.grouped import grouped
 from training.report.table import markdown_table, table
 
 HEADINGS = ("experiment", "figure", "measured", "expected", "from", "")
@@ -36,9 +37,7 @@ def closeness(check: Check) -> float:
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
     """The lines of one experiment, under `HEADINGS`; a series that passes has one, its worst."""
-    series: dict[str, list[Check]] = {}
-    for check in result.checks:
-        series.setdefault(check.series or check.name, []).append(check)
+    series = grouped(result.checks, lambda check: check.series or check.name)
     for members in series.values():
         shown = [check for check in members if not check.passed]
         about = ""

@@ -40,6 +40,7 @@ from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE
 from scripts.huggingface.verify import offline
+from spectral.grouped import grouped
 from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
 from training.checkpoint.stored_tensors import named
@@ -259,9 +260,7 @@ def write_state(
     folder: Path, config: Config, files: TheirFiles, tensors: Iterable[TheirTensor]
 ) -> dict[str, FileFacts]:
     """Write the files of a checkpoint's state to `folder`; return their facts by name."""
-    parts: dict[str, list[TheirTensor]] = {}
-    for tensor in tensors:
-        parts.setdefault(tensor.parameter, []).append(tensor)
+    parts = grouped(tensors, lambda tensor: tensor.parameter)
     reader = UnitReader(parts, files)
     units = all_units(config.model, **unit_options(config))
     shapes = {f"weight/{unit.name}": unit.axes for unit in units}

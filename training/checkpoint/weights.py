@@ -8,6 +8,7 @@ from torch import Tensor
 from models.blocks.in_graph_pc import GAMMA
 from models.size import all_units
 from models.units import Unit
+from spectral.grouped import grouped
 from training.assignments import unit_options
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.stored_tensors import StoredTensors, named
@@ -24,9 +25,8 @@ class CheckpointWeights:
         self.info = info
         self.config = info.config
         self._stored = StoredTensors(info.state)
-        self._units: dict[str, list[Unit]] = {}
-        for unit in all_units(self.config.model, **unit_options(self.config)):
-            self._units.setdefault(unit.parameter, []).append(unit)
+        units = all_units(self.config.model, **unit_options(self.config))
+        self._units = grouped(units, lambda unit: unit.parameter)
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
         """Return, by parameter, the shape in which its units view it.

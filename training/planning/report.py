@@ -9,6 +9,7 @@ from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
+from spectral.grouped import grouped
 from training.build import config_routes
 from training.config import Config
 from training.report.opening import layout
@@ -200,12 +201,14 @@ FIGURES: Final = {
 def unit_table(routes: Sequence[Route]) -> str:
     """Return a row for all units of the same role, shape, rule and figures; of a role the row with
     most units comes first, the others are the exceptions."""
-    groups: dict[tuple[Any, ...], list[Route]] = {}
-    for route in routes:
+
+    def kind(route: Route) -> tuple[Any, ...]:
         shape = route.shape if len(route.shape) > 1 else ()  # vectors of any size are one row
         values = {name: getattr(route, name) for name in FIGURES}
         figures = ("" if v is None else format(v, FIGURES[name]) for name, v in values.items())
-        groups.setdefault((route.role, shape, route.rule, *figures), []).append(route)
+        return route.role, shape, route.rule, *figures
+
+    groups = grouped(routes, kind)
     roles = list(dict.fromkeys(route.role for route in routes))
     ordered = sorted(groups.items(), key=lambda item: (roles.index(item[0][0]), -len(item[1])))
     rows = [(*units(group), *key[2:]) for key, group in ordered]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from models.size import model_size
+from spectral.grouped import grouped
 from training.config import Config
 
 
@@ -28,9 +29,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
     )
     groups = {"matrices": optimizer.matrix, "embedding": optimizer.embedding}
     groups |= {"head": optimizer.head, "gains": optimizer.scalar}
-    rules: dict[tuple[str, float], list[str]] = {}
-    for name, group in groups.items():
-        rules.setdefault((group.rule, group.lr), []).append(name)
+    rules = grouped(groups, lambda name: (groups[name].rule, groups[name].lr))
     parts = [f"{rule} at {lr:g} for {', '.join(names)}" for (rule, lr), names in rules.items()]
     yield "; ".join(parts)
 
