@@ -13,7 +13,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -96,6 +96,11 @@ class TangentProblem(NamedTuple):
     m: Tensor  # [batch, rows, cols]
     u: Tensor  # [batch, rows]
     v: Tensor  # [batch, cols]
+
+    @classmethod
+    def of(cls, m: Tensor, u: Tensor, v: Tensor) -> Self:
+        """Make a problem of vectors in another dtype than the matrices."""
+        return cls(m, u.to(m.dtype), v.to(m.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from ..measures import correlation
 from ..polar import Polar, normalized_, polars_of
 from ..power_iteration import cold_start, top_singular
 from ..sphere import hard_factor
-from ..tangent import EVALUATIONS
+from ..tangent import EVALUATIONS, TangentProblem
 from .base import Rate, Report, Stack, State, decay_, require, require_choice, store_
 from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
@@ -167,11 +167,10 @@ class MuonPlusPlusRule(RadiusRule):
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
         momentum = normalized_(momentum, torch.promote_types(momentum.dtype, torch.float32))
-        (solution,) = self.tangents(
-            [(momentum, state["u"], state["v"])],
-            tolerance=self.accepted(self.tolerance),
-            max_evaluations=self.max_evaluations,
+        solver = self.solver(
+            tolerance=self.accepted(self.tolerance), max_evaluations=self.max_evaluations
         )
+        (solution,) = solver.solve([TangentProblem.of(momentum, state["u"], state["v"])])
         return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:

@@ -12,7 +12,7 @@ from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from ..sphere import SCALES, dynamic_factor, hard_factor, radius
-from ..tangent import Solver, TangentProblem, TangentSolution, tolerance_for
+from ..tangent import Solver, tolerance_for
 from .base import (
     Report,
     Stack,
@@ -52,16 +52,10 @@ class RadiusRule(PolarRule):
         """Return the tolerance of a solve for tangent directions, the default filled in."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
-    def tangents(
-        self, problems: Sequence[tuple[Tensor, Tensor, Tensor]], **options: Any
-    ) -> list[TangentSolution]:
-        """Find multipliers and directions of normalised momenta with their singular vectors.
-
-        They take the buffers of the momenta; `options` are further ones of `Solver`.
-        """
-        each = [TangentProblem(m, u.to(m.dtype), v.to(m.dtype)) for m, u, v in problems]
-        msign: dict[str, Any] = {"schedule": self.schedule, "steps": self.steps}
-        return Solver(**msign, dtype=self.dtype, **options).solve(each)
+    def solver(self, **options: Any) -> Solver:
+        """Return the solver for tangent directions; `options` are those that do not say how msign
+        is computed."""
+        return Solver(schedule=self.schedule, steps=self.steps, dtype=self.dtype, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cost import tangent_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalized_
-from ..tangent import EVALUATIONS, TangentSolution
+from ..tangent import EVALUATIONS, Solver, TangentProblem, TangentSolution
 from .base import Report, Stack, State, require, store_, taken
 from .muon_sphere import MuonSphereRule
 
@@ -64,7 +64,8 @@ class SpectralSphereRule(MuonSphereRule):
             stack._replace(grad=normalized_(stack.grad, wide_dtype(stack.grad))) for stack in stacks
         ]
         reports, sound, factor = self.track(stacks)
-        solutions = self.solve(stacks)
+        problems = [TangentProblem.of(s.grad, s.state["u"], s.state["v"]) for s in stacks]
+        solutions = self.solver_on(stacks[0].grad.device).solve(problems)
         each = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
         polars = [self.keep(*one) for one in each]
         others = self.apply(stacks, polars, scale=factor)
@@ -96,13 +97,11 @@ class SpectralSphereRule(MuonSphereRule):
             short, long, evaluations=evaluations, msign=msign, dtype=self.dtype or torch.float32
         )
 
-    def solve(self, stacks: Sequence[Stack]) -> list[TangentSolution]:
-        """Find multipliers and directions, in the buffers of the normalised momenta."""
-        on_cpu = stacks[0].grad.device.type == "cpu"
-        early = on_cpu if self.early_exit is None else self.early_exit
+    def solver_on(self, device: torch.device) -> Solver:
+        """Return the solver for a device, with what acts in place of each null."""
+        early = device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else EVALUATIONS
-        return self.tangents(
-            [(stack.grad, stack.state["u"], stack.state["v"]) for stack in stacks],
+        return self.solver(
             tolerance=self.accepted(self.tolerance),
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,
