@@ -1,20 +1,19 @@
 """One domain's part of the distributed optimizer: even shards of state, and the units owned here.
 
 A step takes the step groups in forward order. For each of them the elementwise rules run, and
-gradients of matrices become momentum, on this rank's shards; matrices that are cut go to their
-owners; each owner steps its units in stacks of equal shape; updates go back; and the all-gather of
-the buckets' new weights starts while the next step group runs. The rules are those of
-`spectral.rules`, the same as in one process.
+gradients of matrices become momentum, on this rank's shards (`step_regions`); matrices that are cut
+go to their owners, each owner steps its units in stacks of equal shape, and updates go back
+(`step_matrices`); and the all-gather of the buckets' new weights starts while the next step group
+runs. The rules are those of `spectral.rules`, the same as in one process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import all_gather_
 from parallel.comm.groups import Domain
 from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
@@ -159,19 +158,6 @@ class DomainOptimizer:
         """Every region of this rank's shards."""
         return [region for group in self.step_groups for region in group.regions]
 
-    def step(self, factor: Tensor | float, active: Tensor) -> None:
-        """Update every unit once and start the all-gathers of the new weights."""
-        rate = cache(lambda peak: peak * factor)  # equal peaks share a tensor
-        for group in self.step_groups:
-            self._step_regions(group, rate, active)
-            self._step_matrices(group, rate, active)
-            group.materialized.step(rate, active)
-            self.buffers.write_parameters(group.buckets)
-            for bucket in group.buckets:
-                self.model.gathers[bucket] = all_gather_(
-                    self.buffers.parameters[bucket], self.domain.replicas, self.model.comm_volume
-                )
-
     def publish(self) -> None:
         """Write PC(W) of every PC layer to the masters' shards."""
         for units in self.materialized:
@@ -191,9 +177,7 @@ class DomainOptimizer:
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def _step_regions(
-        self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
-    ) -> None:
+    def step_regions(self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor) -> None:
         """Step elementwise units, and turn the gradients of matrices into momentum."""
         gradients, masters = self.buffers.gradient_shards(), self.buffers.masters
         for rule, regions in group.matrix_regions.items():
@@ -215,7 +199,7 @@ class DomainOptimizer:
                 region.report.clear()
                 region.report.update(report)
 
-    def _step_matrices(
+    def step_matrices(
         self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
     ) -> None:
         """Step the matrices owned here, and add every owner's updates to the masters."""

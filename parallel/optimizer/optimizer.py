@@ -6,6 +6,7 @@ describes a step. Dense parameters and experts are two domains, copied over diff
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -121,8 +122,13 @@ class DistributedOptimizer:
         False, no bit changes; where it is True, gradients must be finite, as their norm says.
         """
         self.model.wait_for_weights()
+        rate = cache(lambda peak: peak * factor)  # equal peaks share a tensor
         for domain in self.domains:
-            domain.step(factor, active)
+            for group in domain.step_groups:
+                domain.step_regions(group, rate, active)
+                domain.step_matrices(group, rate, active)
+                group.materialized.step(rate, active)
+                domain.model.start_gathers(group.buckets, self.model.comm_volume)
         self.model.refresh_in_graph(active)
         if not self.overlap_gather:
             self.model.wait_for_weights()

@@ -33,14 +33,19 @@ class DomainModel:
         """Units that this rank holds, whole or in part, in forward order."""
         return self.stage_units[self.domain.tensor.rank]
 
+    @torch.no_grad()
+    def start_gathers(self, buckets: Sequence[int], comm_volume: CommVolume) -> None:
+        """Round the masters of `buckets` into the parameters, and start to all-gather those."""
+        self.buffers.write_parameters(buckets)
+        for bucket in buckets:
+            flat = self.buffers.parameters[bucket]
+            self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
+
     def all_gather_weights(self) -> None:
-        """Round the masters into the parameters and all-gather those, waiting for the result."""
-        with torch.no_grad():
-            self.buffers.write_parameters(range(len(self.buffers.parameters)))
-            for flat in self.buffers.parameters:
-                handle = all_gather_(flat, self.domain.replicas, CommVolume())
-                if handle is not None:
-                    handle.wait()
+        """Make the parameters of all ranks the masters, outside of a step, whose bytes count."""
+        buckets = range(len(self.buffers.parameters))
+        self.start_gathers(buckets, CommVolume())
+        self.wait(buckets)
 
     def wait(self, buckets: Sequence[int]) -> None:
         """Wait for the all-gathers of `buckets` that are under way."""

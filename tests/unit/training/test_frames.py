@@ -11,8 +11,8 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.run import train
 
-MOST = 11
-MOST_CHOSEN = 13
+MOST = 10
+MOST_CHOSEN = 12
 """Of a symmetric product, for which `spectral.kernels` chooses between kernel and library."""
 
 
