@@ -7,6 +7,7 @@ takes them back, as many to each rank as the router says; the host reads these n
 layer and pass. Gathers replace scattered sums forward and backward, so that the result
 does not depend on an order of additions that a GPU chooses anew each time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,16 +158,19 @@ class SortedDispatcher(MoETokenDispatcher):
         return expert.argsort(stable=True)
 
 
+Move = Callable[[Tensor, Tensor, int], Tensor]
+
+
 def spread(tokens: Tensor, order: Tensor, copies: int = 1) -> Tensor:
     """`[tokens * copies, hidden]`: row i is `tokens[order[i] // copies]`, of a permutation `order`
     of the copies of all `tokens` `[tokens, hidden]`."""
-    rows: Tensor = _Spread.apply(tokens, order, copies)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Moved.apply(tokens, order, copies, _spread, _collect)  # type: ignore[no-untyped-call]
     return rows
 
 
 def collect(rows: Tensor, order: Tensor, copies: int = 1) -> Tensor:
     """The adjoint of `spread`: `[tokens, hidden]`, for each token the sum of its copies' rows."""
-    tokens: Tensor = _Collect.apply(rows, order, copies)  # type: ignore[no-untyped-call]
+    tokens: Tensor = _Moved.apply(rows, order, copies, _collect, _spread)  # type: ignore[no-untyped-call]
     return tokens
 
 
@@ -180,27 +184,18 @@ def _collect(rows: Tensor, order: Tensor, copies: int) -> Tensor:
     return back if copies == 1 else back.unflatten(0, (-1, copies)).sum(1)
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Rows moved by `there`; their gradients are moved by `back`, its adjoint."""
+
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, copies: int) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, order: Tensor, copies: int, there: Move, back: Move
+    ) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.copies = copies
-        return _spread(tokens, order, copies)
+        ctx.copies, ctx.back = copies, back
+        return there(rows, order, copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (order,) = ctx.saved_tensors
-        return _collect(gradients[0], order, ctx.copies), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.copies = copies
-        return _collect(rows, order, copies)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        return _spread(gradients[0], order, ctx.copies), None, None
+        return ctx.back(gradients[0], order, ctx.copies), None, None, None, None
