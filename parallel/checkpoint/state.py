@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from models.units import Unit
 from parallel.checkpoint.part import Part, part_name
 from parallel.checkpoint.safe_index import Reader, UnsafeIndexError, read_index, read_plain
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import found_by_any, from_all
 from parallel.comm.groups import Axis
 from parallel.errors import last_line
 from parallel.model import ParallelModel
@@ -151,21 +151,20 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, Part]) -> None:
         and key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
     }
     wanted = {part.key: part for part in state.values()}
-    _raise_together(
-        _other_layers(prefix, stored, from_all([k for k in wanted if k.startswith("pc/")]))
-    )
+    layers = found_by_any(key for key in wanted if key.startswith("pc/"))
+    _raise_together(_other_layers(prefix, stored, layers))
     _raise_together([prefix + text for text in _misfits(stored, wanted)])
     firsts = sum(not any(part.offset) and part.written for part in state.values())
     # Names are gathered only if their number shows that the checkpoint has too many.
     if sum(from_all(firsts)) != len(stored):
-        known = {key for keys in from_all(list(wanted)) for key in keys}
+        known = set(found_by_any(wanted))
         _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
 
 
-def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[Sequence[str]]) -> list[str]:
+def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """A sentence if checkpoint and model do not have the same PC layers."""
     there = {key.split("/")[1] for key in stored if key.startswith("pc/")}
-    here = {key.split("/")[1] for keys in wanted for key in keys}
+    here = {key.split("/")[1] for key in wanted}
     if there == here:
         return []
     one = min(there ^ here)
@@ -341,6 +340,6 @@ def _raise_together(problems: Iterable[str]) -> None:
         *mine[:SHOWN_PROBLEMS],
         *([f"{len(mine)} such problems"] * (len(mine) > SHOWN_PROBLEMS)),
     ]
-    found = list(dict.fromkeys(text for texts in from_all(shown) for text in texts))
+    found = found_by_any(shown)
     if found:
         raise StateError("; ".join(found))

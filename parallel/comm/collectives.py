@@ -1,10 +1,11 @@
 """The collectives that training uses, with their volume counted and their failures named."""
 
 import contextlib
+import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Final, TypeVar
@@ -151,6 +152,11 @@ def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
     with named("exchange of plain values"):
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def found_by_any(findings: Iterable[Value]) -> list[Value]:
+    """Return the findings of all ranks on every rank, equal ones once. Slow."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(from_all(list(findings)))))
 
 
 def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:

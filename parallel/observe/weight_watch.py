@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.collectives import MAX, CommVolume, all_reduce_, from_all
+from parallel.comm.collectives import MAX, CommVolume, all_reduce_, found_by_any
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.optimizer.build import DisagreementError
@@ -57,14 +57,14 @@ def check_replicas(model: ParallelModel) -> None:
     problems += different(
         dict(named_buffers(model.chunks, model.parameters)), model.domains[0].domain.stage
     )
-    differing = found_by_all(problems)
+    differing = summary_of_all(problems)
     if differing:
         raise DisagreementError(f"copies differ between ranks: {differing}")
 
 
-def found_by_all(findings: Iterable[str]) -> str:
+def summary_of_all(findings: Iterable[str]) -> str:
     """Return what any rank has found, in one line, empty if nothing. Collective."""
-    of_all = list(dict.fromkeys(text for texts in from_all(list(findings)) for text in texts))
+    of_all = found_by_any(findings)
     more = f" and {len(of_all) - SHOWN} more" if len(of_all) > SHOWN else ""
     return ", ".join(of_all[:SHOWN]) + more
 
@@ -170,7 +170,7 @@ class WeightWatch:
         same = iter((~torch.cat(self.changed)).tolist())
         mine = dict.fromkeys(name for watched in self._watched() for name in watched.names(same))
         me = f"rank {dist.get_rank()} ({socket.gethostname()})"
-        found = found_by_all(f"{me}: {name}" for name in mine)
+        found = summary_of_all(f"{me}: {name}" for name in mine)
         if found:
             raise DisagreementError(
                 f"weights have changed between steps: {found}; earlier checkpoints are sound, "

@@ -13,7 +13,7 @@ from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.exchange import TensorMode, plan_transfers, shardwise
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.placement import unit_work
-from parallel.optimizer.routing import Assign, check_assignment
+from parallel.optimizer.routing import Assign
 from spectral.sharded.placement import Strategy, place
 
 
@@ -45,12 +45,8 @@ def build_optimizer(
         tensor_mode: who steps the matrices that tensor parallelism cuts.
         momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
 
-    Raises:
-        ValueError: a whole-matrix rule is assigned to a unit that is not a matrix.
-        DisagreementError: the ranks of a stage have made different plans.
+    Raises DisagreementError if the ranks of a stage have made different plans.
     """
-    for unit in model.units:
-        check_assignment(unit, assign(unit))
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
     base: Sequence[float] | None = None

@@ -120,24 +120,11 @@ class Route:
     penalty: float | None = None
 
 
-def check_assignment(unit: Unit, assigned: Assignment) -> None:
-    """Raise ValueError if a whole-matrix rule is assigned to a unit that is not a matrix."""
-    if assigned.whole_matrix and not unit.is_matrix:
-        raise ValueError(
-            f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
-            f"of shape {unit.shape}"
-        )
-
-
 def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
-    """Make the row of a unit; `owners` has the rank of each matrix, if it is known.
-
-    Raises ValueError if a whole-matrix rule is assigned to a unit that is not a matrix.
-    """
-    check_assignment(unit, assigned)
+    """Make the row of a unit; `owners` has the rank of each matrix, if it is known."""
     rule = assigned.rule
     radius = scale = None
-    if rule.whole_matrix and unit.is_matrix:
+    if rule.whole_matrix:
         rows, cols = unit.shape
         radius, scale = rule.radius_of((rows, cols)), rule.scale_of((rows, cols))
     owner = "its shards' ranks"

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import first_rank
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import found_by_any
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
 from training.checkpoint.identity import Identity, differences, refusal, saved_identity
@@ -130,7 +130,7 @@ def check_content(info: CheckpointInfo) -> None:
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
     for find in (checkpoint.problems, checkpoint.not_finite):
-        found = [text for texts in from_all(list(find(info, share))) for text in texts]
+        found = found_by_any(find(info, share))
         if found:
             raise BrokenCheckpointError("; ".join(found))
 
