@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import compress
 from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from .division import Division
 from .grouped import grouped
+from .host_values import surely_finite
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
@@ -31,7 +33,7 @@ from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.adamw import ENTRIES
 from .rules.base import check_rates, decay_problem
 from .stepped_unit import SteppedUnit
-from .stepping import Units, step_units
+from .stepping import Units, accumulate, step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from .sharded.matrices import SharedMatrices
     from .sharded.ranks import RankGroup
 
-HALF = (torch.bfloat16, torch.float16)
+HALF = {torch.bfloat16, torch.float16}
 MASTER = "master"
 """Entry of the state of a 16-bit parameter: its weight in float32."""
 
@@ -137,9 +139,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Of the parameters that several ranks share, made when they are first needed.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
-        # Parameters and states of the last step, for which owners are up to date.
+        # Parameters and entries of states of the last step, for which owners are up to date, with
+        # what AdamW takes of them: by the parameters of a group, columns of each dtype and device.
         self._held: list[Tensor] = []
-        self._states: list[State] = []
+        self._columns: dict[tuple[int, ...], dict[Any, list[list[Tensor]]]] = {}
+        self._wide = False  # whether nothing was in 16 bits
         self._sharded = False  # whether a parameter is a DTensor
 
     @property
@@ -264,15 +268,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Bring state and owners up to date with the parameters, which may have been replaced."""
-        listed, states = _listed_in(self.param_groups, "params"), [*self.state.values()]
-        same = _same(listed, self._held)
-        if same and _same(states, self._states) and _are_wide(listed, states):
+        listed = _listed_in(self.param_groups, "params")
+        wide = self._wide and HALF.isdisjoint([p.dtype for p in listed])
+        if wide and _same([*listed, *_entries_of(self.state)], self._held):
             return
         for group in self.param_groups:
             self._initialise(group)
-        self._states = [*self.state.values()]
-        if same:
-            return
         held = set(listed)
         for parameter in [p for p in self.state if p not in held]:
             del self.state[parameter]
@@ -291,7 +292,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
         if self._ranks is None:
             self._ranks = self._all_ranks(held)
-        self._held, self._states = listed, [*self.state.values()]
+        self._held, self._columns = [*listed, *_entries_of(self.state)], {}
+        self._wide = HALF.isdisjoint([x.dtype for x in self._held])
         self._sharded = any(map(is_dtensor, listed))
 
     def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
@@ -408,14 +410,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 if not self._is_shared(p, rule)
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
             ]
-            kinds = grouped(units, lambda u: (u.kind, steps[u.parameter].rates))
-            shapes = [*kinds.values()]
-            stepped = [parameter_units(members, self.state, steps) for members in shapes]
+            shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
+            stepped = [
+                parameter_units(rule, members, self.state, steps[members[0].parameter])
+                for members in shapes
+            ]
             for members, report in zip(shapes, step_units(rule, stepped), strict=True):
                 self.last_reports.append(([unit.parameter for unit in members], report))
 
-    def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        finite = known_finite(grads)
+    def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: list[Tensor]) -> None:
+        finite = surely_finite(grads) or bool(are_finite(grads))
         if self._ranks is not None:
             present = hash(tuple(p.grad is not None for p in parameters))
             finite, same = self._ranks.agree(finite, present, grads[0].device)
@@ -429,24 +433,30 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         What is done for each of them is most of the time of a step of many small ones.
         """
-        kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-        stepped = [p for p in group["params"] if p.grad is not None]
-        for parameter in stepped:
-            state = self.state[parameter]
-            weight, grad = state.get(MASTER, parameter), parameter.grad
+        key = tuple(map(id, group["params"]))
+        if key not in self._columns:
+            states = ((p, self.state[p]) for p in group["params"])
+            rows = [(p, s.get(MASTER, p), *(local_of(s[k]) for k in ENTRIES)) for p, s in states]
+            kinds = grouped(rows, lambda row: (row[1].dtype, row[1].device))
+            self._columns[key] = {k: [*map(list, zip(*v, strict=True))] for k, v in kinds.items()}
+        stepped: list[Tensor] = []
+        for (dtype, device), columns in self._columns[key].items():
+            grads: list[Any] = [p.grad for p in columns[0]]
+            given = [grad is not None for grad in grads]
+            if not any(given):
+                continue
+            if not all(given):
+                grads, *columns = ([*compress(column, given)] for column in (grads, *columns))
+            parameters, weights, *state = columns
             if self._sharded:
-                grad = local_gradient(parameter)
-            if grad.dtype != weight.dtype:
-                grad = grad.to(weight.dtype)
-            own = [weight, grad, *[state[name] for name in ENTRIES]]
-            if self._sharded:
-                own = [*map(local_of, own)]
-            kinds.setdefault((weight.dtype, weight.device), []).append(own)
-        for (_, device), members in kinds.items():
+                weights, grads = [*map(local_of, weights)], [*map(local_gradient, parameters)]
+            if {grad.dtype for grad in grads} != {dtype}:
+                grads = [grad.to(dtype) for grad in grads]
             step = Step(group["lr"], group["weight_decay"], _on(device, active))
-            rule.advance_([*map(list, zip(*members, strict=True))], step)
+            rule.advance_([weights, grads, *state], step)
+            stepped += parameters
         self.last_reports.append((stepped, {}))
-        for parameter in stepped:
+        for parameter in () if self._wide else stepped:
             if parameter.dtype in HALF and MASTER in self.state[parameter]:
                 local_of(parameter).copy_(self._weight(parameter))
 
@@ -454,8 +464,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
         """Step the parameters of a rule whose matrices several ranks step together."""
-        kinds = grouped(parameters, lambda p: self._weight(p).dtype)
-        for dtype, members in kinds.items():
+        for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
             assert self._matrices is not None  # `_share` made it
             weights = {p: self._weight(p) for p in members}
             states = {
@@ -476,12 +485,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         finite with `nonfinite="raise"`, and ValueError if ranks have gradients of other parameters.
         """
         parameters = _listed_in(self.param_groups, "params")
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = [grad for p in parameters if (grad := p.grad) is not None]
         if self._sharded:
             grads = [local_of(g) for g in grads]
-        for grad in grads:
-            if grad.is_sparse:
-                raise ValueError("gradients must be dense, got a sparse one")
+        if any(grad.is_sparse for grad in grads):
+            raise ValueError("gradients must be dense, got a sparse one")
         if not grads:
             return None
         device = grads[0].device
@@ -498,13 +506,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
 
 def parameter_units(
-    units: list[SteppedUnit], state: Mapping[Tensor, State], steps: Mapping[Tensor, Step]
+    rule: Rule, units: list[SteppedUnit], state: Mapping[Tensor, State], step: Step
 ) -> Units:
     """Return units of one shape and step under one rule, which this rank steps alone.
 
-    `state` is the optimizer's, by parameter, as are `steps`.
+    `state` is the optimizer's, by parameter. Gradients are accumulated in it.
     """
-    first = units[0].parameter
+    first, names = units[0].parameter, rule.elementwise_state
 
     def take(part: slice) -> Stack:
         """Stack weights, gradients, states and rates; of a single unit they are views."""
@@ -512,20 +520,25 @@ def parameter_units(
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in members])
         stacks = {
             k: _stacked([u.entry(k, local_of(state[u.parameter][k])) for u in members])
-            for k in state[first]
+            for k in state[first].keys() - names
         }
         weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
         grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
-        return Stack(weight, grad, stacks, steps[first])
+        means = [{k: u.entry(k, local_of(state[u.parameter][k])) for k in names} for u in members]
+        accumulate(rule, [*grad], means, step.active)
+        for unit, mean in zip(members, means, strict=True):
+            for key, value in mean.items():
+                unit.write_entry(key, local_of(state[unit.parameter][key]), value)
+        return Stack(weight, grad, stacks, step)
 
     def put(part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""
         for i, unit in enumerate(units[part]):
             unit.write(local_of(unit.parameter), stack.weight[i])
-            for key, value in state[unit.parameter].items():
+            for key in state[unit.parameter].keys() - names:
                 new = stack.weight if key == MASTER else stack.state[key]
-                unit.write_entry(key, local_of(value), new[i])
+                unit.write_entry(key, local_of(state[unit.parameter][key]), new[i])
 
     return Units(units[0].shape, first.dtype, first.device, len(units), take, put)
 
@@ -544,18 +557,6 @@ def are_finite(tensors: Sequence[Tensor]) -> Tensor:
     else:
         extremes = list(torch._foreach_norm(filled, math.inf))
     return torch.stack([x.to(device, torch.float64) for x in extremes]).isfinite().all()
-
-
-def known_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all elements are finite; waits for the device.
-
-    On a CPU by sums, which take half the time of `are_finite` and which NaN and infinity do not
-    leave finite. Those of huge numbers may not be finite either.
-    """
-    on_cpu = all(x.device.type == "cpu" for x in tensors)
-    if on_cpu and all(math.isfinite(x.sum().item()) for x in tensors):
-        return True
-    return bool(are_finite(tensors))
 
 
 def rule_of(group: dict[str, Any]) -> Rule:
@@ -654,15 +655,14 @@ def _are_float64(params: Sequence[Any]) -> bool:
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
+def _entries_of(states: Mapping[Tensor, State]) -> list[Tensor]:
+    """List all entries of the states."""
+    return [value for state in states.values() for value in state.values()]
+
+
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether two lists have the same objects in the same order; no tensor is compared."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _are_wide(parameters: Sequence[Tensor], states: Sequence[State]) -> bool:
-    """Whether nothing is in 16 bits, and no state has a master."""
-    kinds = {p.dtype for p in parameters} | {v.dtype for s in states for v in s.values()}
-    return kinds.isdisjoint(HALF) and not any(MASTER in state for state in states)
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .host_values import is_known
 from .joined_stacks import apart
 from .kernels.library import fused, product
 from .schedules import (
@@ -36,6 +37,8 @@ CACHE_ELEMENTS = {"cpu": 1 << 18}
 # An iteration is unbounded where a singular value is estimated to have exceeded what the
 # polynomials make of [0, 1] by this factor; ROUNDING is by how much all of them may.
 EXCESS, ROUNDING = 1.5, 1.05
+# Norms between these have squares that float32 holds, with those of all entries that matter.
+SAFE = 1e-12, 1e15
 
 
 def workspace(device: torch.device) -> int:
@@ -51,8 +54,9 @@ def workspace_units(numel: int, device: torch.device) -> int:
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors of one batch along it into matching slices, of the first cache-sized."""
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
-    each = max(1, tensors[0].shape[1:].numel())
-    size = max(1, tensors[0].shape[0] if limit is None else limit // each)
+    if limit is None or tensors[0].numel() <= limit:
+        return iter([tensors])
+    size = max(1, limit // max(1, tensors[0].shape[1:].numel()))
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
@@ -126,18 +130,19 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     overwritten. A matrix with NaN or infinity becomes NaN.
     """
     wide = x.dtype in (torch.float32, torch.float64)
-    if wide and dtype == x.dtype:
-        for (part,) in cache_slices(x):
-            part.div_(_divisor(part))
-            part.div_(_norm(part))
-        return x
-    y = torch.empty_like(x, dtype=dtype)
+    y = x if wide and dtype == x.dtype else torch.empty_like(x, dtype=dtype)
     for source, target in cache_slices(x, y):
-        if wide and source.numel() > CACHE_ELEMENTS.get(x.device.type, 0):
+        if is_known(x):
+            norm = _frobenius(source)[:, None, None]
+            rough = ~((norm > SAFE[0]) & (norm < SAFE[1]))
+            torch.div(source, norm.masked_fill(rough, 1), out=target)
+            for i in rough.flatten().nonzero()[:, 0].tolist():
+                normalized(source[i : i + 1], out=target[i : i + 1])
+        elif wide:
             source.div_(_divisor(source))  # no scratch of its size
             torch.div(source, _norm(source), out=target)
         else:
-            normalized(source, out=target)  # the scratch stays in the cache, unlike x
+            normalized(source, out=target)
     return y
 
 

@@ -45,19 +45,16 @@ def step_units(
     rule: Rule,
     groups: Sequence[Units],
     *,
-    accumulates: bool = True,
     spread: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> list[Report]:
     """Step groups of units by a rule; return the report of each, `[units]` per figure.
 
-    Unless it `accumulates`, the gradients are what `Rule.accumulate` has returned. `spread` yields
-    batches, which do not depend on each other, for instance each on a stream of its own.
+    Gradients are what `Rule.accumulate` has returned. `spread` yields batches, which do not depend
+    on each other, for instance each on a stream of its own.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):
         stacks = [groups[i].take(part) for i, part in batch]
-        if accumulates:
-            stacks = accumulated(rule, stacks)
         for (i, part), stack, report in zip(batch, stacks, rule.update(stacks), strict=True):
             groups[i].put(part, stack, report)
             reports[i].append(report)
@@ -98,17 +95,6 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 def elements_of(groups: Sequence[Units], batch: Batch) -> int:
     """Return the elements of a batch of units of `groups`."""
     return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
-
-
-def accumulated(rule: Rule, stacks: Sequence[Stack]) -> list[Stack]:
-    """Return the stacks with what `rule.accumulate` makes of their gradients."""
-    if not rule.elementwise_state and type(rule).accumulate is Rule.accumulate:
-        return list(stacks)
-    active = stacks[0].step.active
-    grads = [stack.grad for stack in stacks]
-    momenta = accumulate(rule, grads, [stack.state for stack in stacks], active)
-    each = zip(stacks, momenta, strict=True)
-    return [stack._replace(grad=momentum) for stack, momentum in each]
 
 
 def accumulate(

@@ -81,8 +81,9 @@ def as_on_a_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_eigensolvers() -> Iterator[None]:
-    """Context in which small problems of a CPU are solved as on a GPU."""
+    """Context in which small problems and norms are solved on a CPU as on a GPU."""
     with (
+        patch("spectral.polar.is_known", lambda tensor: False),
         patch("spectral.power_iteration.is_known", lambda tensor: False),
         patch("spectral.tangent_model.is_known", lambda tensor: False),
     ):

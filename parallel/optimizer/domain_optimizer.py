@@ -37,7 +37,7 @@ from spectral.grouped import grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
 from spectral.sharded.exchange import Exchange, local_pairs
-from spectral.stepping import accumulate, accumulated, elements_of, step_units
+from spectral.stepping import accumulate, elements_of, step_units
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class DomainOptimizer:
                 )
                 for region in regions
             ]
-            reports = rule.update(accumulated(rule, stacks))
-            for region, report in zip(regions, reports, strict=True):
+            accumulate(rule, [s.grad for s in stacks], [s.state for s in stacks], active)
+            for region, report in zip(regions, rule.update(stacks), strict=True):
                 region.report.clear()
                 region.report.update(report)
 
@@ -217,7 +217,7 @@ class DomainOptimizer:
                 for stack in owned
             ]
             spread = partial(self.streams.spread, elements=partial(elements_of, units))
-            reports = step_units(rule, units, accumulates=False, spread=spread)
+            reports = step_units(rule, units, spread=spread)
             for stack, report in zip(owned, reports, strict=True):
                 stack.report = report
         self._update_kept(group, changes.pieces)

@@ -25,7 +25,7 @@ from parallel.optimizer.routing import Assign, PCAssignment
 from parallel.storage.domain_model import DomainModel
 from spectral.division import narrowed
 from spectral.rules.base import Rate, Report, Stack, State, Step
-from spectral.stepping import Units, accumulated, step_units
+from spectral.stepping import Units, accumulate, step_units
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that pass through the map at once, which bounds its scratch memory."""
@@ -102,7 +102,9 @@ class MaterializedStack(OwnedStack):
         whole = Stack(self.weight, self.weight, self.state, step)
 
         def take(part: slice) -> Stack:
-            return whole.part(part)._replace(grad=self.stacked(part, gradients))
+            stack = whole.part(part)._replace(grad=self.stacked(part, gradients))
+            accumulate(self.rule, [stack.grad], [stack.state], active)
+            return stack
 
         def put(part: slice, stack: Stack, report: Report) -> None:
             """Do nothing: weights and state were stepped in place."""
@@ -113,7 +115,8 @@ class MaterializedStack(OwnedStack):
         if pc.gamma_rule is not None:
             step = Step(rate(pc.gamma_lr), pc.gamma_weight_decay, active)
             stack = Stack(self.gamma, self.gamma_gradient, self.gamma_state, step)
-            (gamma,) = pc.gamma_rule.update(accumulated(pc.gamma_rule, [stack]))
+            accumulate(pc.gamma_rule, [stack.grad], [stack.state], active)
+            (gamma,) = pc.gamma_rule.update([stack])
             if "refused" in gamma:
                 self.report["gamma_refused"] = gamma["refused"]
         for part in self._chunks():

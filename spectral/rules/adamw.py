@@ -6,6 +6,7 @@ steps: the optimizer looks at the gradients, and a checkpoint is checked when it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import ClassVar
 
 import torch
@@ -70,11 +71,9 @@ class AdamWRule(Rule):
         shapes = [weight.shape for weight in weights]
         if any([x.shape for x in moments] != shapes for moments in lists[2:4]):
             raise ValueError("moments must have the shape of their weight")  # not seen by torch
-        stepped = None if active is None else active.float()
-        if stepped is None:
-            torch._foreach_add_(counts, 1)
-        else:  # without `alpha`, PyTorch would read the tensor's value
-            torch._foreach_add_(counts, stepped, alpha=1)
+        # PyTorch would make a tensor of a number for each, and read a tensor without `alpha`.
+        taken = torch.ones((), device=counts[0].device) if active is None else active.float()
+        torch._foreach_add_(counts, taken, alpha=1)
         dense = [[x.contiguous() for x in tensors] for tensors in lists[:4]]
         parameters, gradients, means, variances = dense
         torch._fused_adamw_(
@@ -91,12 +90,11 @@ class AdamWRule(Rule):
             eps=self.epsilon,
             amsgrad=False,
             maximize=False,
-            found_inf=None if stepped is None else 1 - stepped,
+            found_inf=None if active is None else 1 - taken,
         )
         for tensors, copies in zip(lists, dense, strict=False):
-            for x, copy in zip(tensors, copies, strict=True):
-                if copy is not x:
-                    x.copy_(copy)
+            if not all(map(is_, tensors, copies)):
+                torch._foreach_copy_(tensors, copies)
 
 
 def units(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..host_values import unless_all
-from ..polar import cache_slices
+from ..polar import CACHE_ELEMENTS, cache_slices
 from .base import Rule, State, require_fraction, require_matrices
 
 
@@ -44,11 +44,13 @@ class MomentumRule(Rule):
             for pair in cache_slices(grad, state["momentum"])
         ]
         gate = unless_all(active)
-        on_cpu = grads[0].device.type == "cpu"  # which does all of a slice while it is in the cache
-        for some in [[pair] for pair in slices] if on_cpu else [slices]:
-            gradients, momenta = [g for g, _ in some], [m for _, m in some]
+        # All together; a CPU does all of some while they are in its cache.
+        limit = CACHE_ELEMENTS.get(grads[0].device.type)
+        count = len(slices) if limit is None else max(1, limit // max(1, slices[0][0].numel()))
+        for first in range(0, len(slices), count):
+            gradients, momenta = map(list, zip(*slices[first : first + count], strict=True))
             if gate is not None:
-                for g, m in some:
+                for g, m in zip(gradients, momenta, strict=True):
                     torch.where(gate, g, m, out=g)
             torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
             if self.nesterov:

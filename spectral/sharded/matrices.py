@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..division import Box, Division, numel_of, relative
 from ..grouped import grouped
-from ..host_values import unless_all
+from ..host_values import surely_finite, unless_all
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
 from ..rules.base import decay_
@@ -224,14 +224,14 @@ class SharedMatrices:
         self._scatter(rounded, owned, local | changes, like, wire)
         if exact is not None:
             self._scatter(exact, owned, local, like, None)
+        sound = surely_finite([*changes.values()])
         for i, p in zip(indices, parameters, strict=True):
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
-            taken = unless_all(change.isfinite())
-            new = weight[None] if taken is None else weight.clone()[None]
-            decay_(new, *steps[p], -change if rule.cautious else None)
-            new += change
-            if taken is not None:
-                weight.copy_(torch.where(taken, new[0], weight))
+            old = None if sound else weight.clone()
+            decay_(weight, *steps[p], -change if rule.cautious else None)
+            weight += change
+            if old is not None:
+                torch.where(change.isfinite(), weight, old, out=weight)
         return reports
 
     def _run(
@@ -245,7 +245,7 @@ class SharedMatrices:
 
         shapes = grouped(((i, j) for i, j, name in owned if name == MOMENTUM), kind)
         groups = [self._units(rule, members, owned, steps) for members in shapes.values()]
-        reports = step_units(rule, groups, accumulates=False)
+        reports = step_units(rule, groups)
         return [
             ([self.parameters[i].parameter for i, _ in members], report)
             for members, report in zip(shapes.values(), reports, strict=True)
@@ -285,8 +285,9 @@ class SharedMatrices:
         def put(part: slice, stack: Stack, report: Report) -> None:
             """Keep new weights and state, or NaN as the change of a weight that was refused."""
             if not rule.reads_weight and "refused" in report:
-                refused = report["refused"].view(-1, *(1,) * (stack.weight.ndim - 1)) > 0
-                stack.weight.masked_fill_(refused, torch.nan)
+                sound = unless_all(report["refused"] == 0)
+                if sound is not None:
+                    stack.weight.masked_fill_(~sound.view(-1, 1, 1), torch.nan)
             for row, ((i, j), unit) in enumerate(zip(members[part], units[part], strict=True)):
                 owned[i, j, WEIGHT] = unit.part(stack.weight[row])
                 for name, value in stack.state.items():

@@ -29,6 +29,44 @@ def test_the_optimizer_sees_gradients_that_are_not_finite(
     assert torch.equal(parameters[1].detach(), torch.ones(4, 6)) == bool(skipped)
 
 
+def test_huge_gradients_whose_norm_overflows_are_finite() -> None:
+    (parameter,) = mine = [torch.nn.Parameter(torch.ones(4, 6))]
+    optimizer = AdamW(mine, lr=0.1)
+    parameter.grad = torch.full_like(parameter, 3e38)
+    optimizer.step()
+    assert torch.all(parameter < 1)  # by weight decay: the square of the gradient is infinite
+    for poison in (torch.nan, torch.inf):
+        parameter.grad[1, 1] = poison
+        with pytest.raises(FloatingPointError, match="not finite"):
+            optimizer.step()
+
+
+def test_a_parameter_may_change_its_group() -> None:
+    """Listed in the same order as before, which says nothing of the groups."""
+    first, second, third = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = AdamW([{"params": [first], "lr": 0.0}, {"params": [second, third], "lr": 0.1}])
+    for moved in (False, True):
+        for parameter in (first, second, third):
+            parameter.grad = torch.ones(3)
+        before = second.detach().clone()
+        optimizer.step()
+        assert torch.equal(second.detach(), before) == moved
+        optimizer.param_groups[0]["params"].append(second)
+        optimizer.param_groups[1]["params"] = [third]
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_weights_in_16_bits_may_be_cast_to_32(kind: type[SpectralOptimizer]) -> None:
+    """In place, as a module casts them, and with the state that they have without masters."""
+    (parameter,) = mine = [torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))]
+    optimizer = kind(mine, lr=0.1, master_weights=False)
+    for dtype in (torch.bfloat16, torch.float32):
+        parameter.data = parameter.data.to(dtype)
+        parameter.grad = torch.ones(4, 6, dtype=dtype)
+        optimizer.step()
+    assert optimizer.state[parameter]["momentum"].dtype == torch.float32
+
+
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
     """Of every shape and order of memory that a model may have."""
     generator = torch.Generator().manual_seed(1)
