@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from training.config import InvalidConfigError
 from training.config.files import read_saved
@@ -19,6 +21,7 @@ ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "
 BLOCK = ("gate_up", "gate", "up", "down")
 """Roles of matrices in the order of the forward pass."""
 
+TOKENS = "progress/tokens"
 NUMBER = int | float | None
 METRICS = {...: NUMBER}
 """Shape of a line of metrics, without samples of text, as `misfit` takes it."""
@@ -79,11 +82,15 @@ class RunData:
         The batch may have changed when the run continued, so they are those that the metrics count,
         between their lines in proportion.
         """
-        counted = [m for m in self.metrics if "progress/tokens" in m]
-        steps = [0, *(m["step"] for m in counted)]
-        tokens = [0, *(m["progress/tokens"] for m in counted)]
+        steps, tokens = self._counted
         after = max(0, line["step"] - steps[-1]) * self.tokens_per_step
         return float(np.interp(line["step"], steps, tokens)) + after
+
+    @cached_property
+    def _counted(self) -> NDArray[np.float64]:
+        """Steps of the lines that count tokens, and the tokens, `[2, lines + 1]` with 0 first."""
+        counted = [(m["step"], m[TOKENS]) for m in self.metrics if TOKENS in m]
+        return np.array([(0, 0), *counted], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
         """Map a line to the time spent on steps so far, without validation and saving, in units of

@@ -13,7 +13,7 @@ from parallel.comm import groups as process_groups
 from scripts.plot import main
 from scripts.plots import curves
 from scripts.plots.figures import FIGURES
-from scripts.plots.run_data import read_run
+from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import run_status
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
@@ -163,3 +163,11 @@ def test_runs_are_compared_by_validation_loss(folder):
     assert "pc.level 4" in said["pc"] and "pc.steps" not in said["pc"]
     assert {"runs", "loss", "gradient_norm", "quantiles"} <= set(ids(page))
     assert fetched(page) == []
+
+
+def test_series_of_a_long_run_are_found_at_once():
+    lines = [{"step": i, "progress/tokens": 8 * i, "train/loss": 1.0} for i in range(1, 20_001)]
+    train = {"global_batch": 2, "sequence_length": 4}
+    run, start = RunData(Path(), lines, [], {"train": train}, []), time.process_time()
+    assert run.series("train/loss")[-1] == (160_000, 1.0)
+    assert time.process_time() - start < 5

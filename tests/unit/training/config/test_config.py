@@ -1,7 +1,7 @@
 """Run configs: what binds, what is refused, and with which message."""
 
-import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,14 +230,12 @@ def test_the_written_config_loads_to_an_equal_one(
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(MINIMAL)
     base = load_config(path)
-    config = dataclasses.replace(
+    config = replace(
         base,
-        run=dataclasses.replace(base.run, name=name, dir=folder),
-        train=dataclasses.replace(base.train, steps=steps),
-        model=dataclasses.replace(base.model, norm_epsilon=epsilon),
-        optimizer=dataclasses.replace(
-            base.optimizer, matrix=dataclasses.replace(base.optimizer.matrix, lr=lr)
-        ),
+        run=replace(base.run, name=name, dir=folder),
+        train=replace(base.train, steps=steps),
+        model=replace(base.model, norm_epsilon=epsilon),
+        optimizer=replace(base.optimizer, matrix=replace(base.optimizer.matrix, lr=lr)),
     )
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config(path) == config
@@ -271,7 +269,7 @@ def test_an_empty_pc_section_is_the_papers_choice(
     """Level 4 under AdamW and 2 under Muon; gamma decays like every other vector."""
     config = load_config(root / "configs" / f"{name}.yaml", ["pc={}"])
     assert config.pc is not None and config.pc.level == level
-    model = dataclasses.replace(config.model, vocab_size=128)
+    model = replace(config.model, vocab_size=128)
     unit = next(unit for unit in all_units(model) if unit.role == "up")
     assigned = assignments(config.optimizer, [unit], config.pc)(unit).pc
     assert assigned is not None and assigned.gamma_weight_decay == decay
