@@ -26,3 +26,8 @@ def interpreted(*files: str) -> None:
     options = ["-q", "-x", "-p", "no:cacheprovider"]
     variables = os.environ | {"TRITON_INTERPRET": "1"}
     output_of(sys.executable, "-m", "pytest", *options, *files, variables=variables)
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Arguments of Python that start a program on ranks of one node."""
+    return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"

@@ -1,5 +1,6 @@
 """What a run has written: lines, metrics and checkpoints."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,15 @@ from training.report.metrics import read_metrics
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of all files but the lock, which tells who tried last, by their names."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
 
 
 def without_times(line: Mapping[str, Any]) -> dict[str, Any]:

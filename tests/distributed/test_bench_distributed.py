@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from scripts.bench.train import CONFIG
-from tests.commands import output_of
+from tests.commands import output_of, torchrun
 from tests.launch import environment
 
 pytestmark = pytest.mark.slow
@@ -15,9 +15,8 @@ RANKS = 2
 
 def run_script(script: str, *arguments: str) -> str:
     """What a benchmark prints on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), f"scripts/bench/{script}.py", *arguments]
-    return output_of(*command, variables=environment())
+    command = [*torchrun(RANKS), f"scripts/bench/{script}.py", *arguments]
+    return output_of(sys.executable, *command, variables=environment())
 
 
 def test_variants_of_the_optimizer_are_measured_in_one_run(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import torchrun
 from tests.distributed.interrupt_workers import main
 from tests.launch import FORKS, ROOT, environment, start_forks
 from tests.run_configs import tiny_config
@@ -23,7 +24,7 @@ from training.lifecycle.interrupts import CODE
 KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
 LINES = 5
 """Most lines that a run prints after Ctrl-C."""
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain.py"]
+TORCHRUN = [*torchrun(2), "pretrain.py"]
 TORCHRUNS_OWN = re.compile(
     r"^[WE]\d{4} .*\n|^Traceback .*\n(?=.*_run_module_as_main)(?: .*\n)*\S.*\n?", re.MULTILINE
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.commands import output_of
+from tests.commands import output_of, torchrun
 from tests.paths import ROOT
 
 WIDTH, HEAD, INNER = 16, 4, 12
@@ -104,6 +104,6 @@ def test_torchtitans_trainer_takes_ten_steps_on_two_ranks(tmp_path) -> None:
     for name in ("torchtitan", "triton"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     script = [str(ROOT / "tests" / "torchtitan_trainer.py"), str(tmp_path)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script]
+    launch = [sys.executable, *torchrun(2), *script]
     printed = output_of(*launch, variables=os.environ | {"PYTHONPATH": str(ROOT)})
     assert printed.count("10 steps") == 2

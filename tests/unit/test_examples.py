@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import output_of
+from tests.commands import output_of, torchrun
 from tests.launch import environment
-
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def losses(root: Path, folder: Path, *command: str) -> list[float]:
@@ -55,7 +53,7 @@ def test_an_example_trains(root: Path, tmp_path: Path, name: str, needed: str) -
 def test_an_example_trains_on_two_ranks(root: Path, tmp_path: Path, name: str) -> None:
     if name == "accelerate_fsdp2":
         pytest.importorskip("accelerate")
-    check(losses(root, tmp_path, *LAUNCH, f"{name}.py", "--steps", "20"))
+    check(losses(root, tmp_path, *torchrun(2), f"{name}.py", "--steps", "20"))
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """scripts/prepare_data.py on real files: what it writes, all or nothing, and its errors."""
 
 import gzip
-import hashlib
 import json
 import lzma
 import sys
@@ -20,6 +19,7 @@ from scripts.data.documents import split_text
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import chosen, main, parse
 from tests.commands import output_of
+from tests.run_results import hashes
 from tests.text_files import (
     TEXTS,
     documents,
@@ -51,14 +51,6 @@ def prepare(*arguments: object) -> Manifest:
     return read_manifest(str(arguments[list(arguments).index("--output") + 1]))
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        each.name: hashlib.sha256(each.read_bytes()).hexdigest()
-        for each in folder.iterdir()
-        if each.is_file()
-    }
-
-
 # --- the demo corpus ----------------------------------------------------------------------------
 
 
@@ -86,7 +78,7 @@ def test_demo_holds_the_embedded_texts_to_the_byte(demo: Path, root: Path) -> No
 
 def test_manifest_agrees_with_the_files(demo: Path) -> None:
     manifest = read_manifest(demo)
-    hashes = contents(demo)
+    files = hashes(demo)
     assert set(manifest.sets) == {f"{n}.{part}" for n in DEMO_SETS for part in
                                   ("train", "validation")}  # fmt: skip
     for name, entry in manifest.sets.items():
@@ -95,12 +87,12 @@ def test_manifest_agrees_with_the_files(demo: Path) -> None:
         assert entry.tokens == sum(map(len, found))
         assert entry.max_token == max(map(max, found))
         assert entry.bytes == sum(len(text.encode()) for text in texts(demo, name))
-        assert entry.sha256 == {part: hashes[f"{name}.{part}"] for part in ("bin", "idx", "blocks")}
+        assert entry.sha256 == {part: files[f"{name}.{part}"] for part in ("bin", "idx", "blocks")}
         assert entry.dtype == "uint16"
         # EOD ends every document and occurs nowhere else.
         assert all(each[-1] == 0 and 0 not in each[:-1] for each in found)
         assert len(IndexedDataset(str(demo / name))) == len(found)  # Megatron reads it as well
-    assert manifest.tokenizer.sha256 == hashes["tokenizer.json"]
+    assert manifest.tokenizer.sha256 == files["tokenizer.json"]
     assert manifest.tokenizer.eod_id == 0
     assert manifest.files == {
         each.name: each.stat().st_size for each in demo.iterdir() if each.name != "manifest.json"
@@ -126,7 +118,7 @@ def test_result_does_not_depend_on_the_number_of_workers(
         prepare(f"set={root}/examples/data/jargon.txt.xz", "--tokenizer", demo / "tokenizer.json",
                 "--validation-fraction", "0.3", "--workers", workers,
                 "--output", tmp_path / str(workers))  # fmt: skip
-    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    assert hashes(tmp_path / "1") == hashes(tmp_path / "3")
 
 
 def folder_of_files(path: Path) -> None:
@@ -251,7 +243,7 @@ def test_trained_tokenizer_is_reproducible_and_sees_training_documents_only(
     prepare(*command, "--output", tmp_path / "one")
     out = ("--output", tmp_path / "two")
     output_of(sys.executable, root / SCRIPT, *command, *out, folder=tmp_path)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
     vocab = Tokenizer.from_file(str(tmp_path / "one/tokenizer.json")).get_vocab()
     held_out = {text[:4] for text in texts(tmp_path / "one", "set.validation")}
     assert len(held_out) == 1

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from scripts.data import preparation
 from scripts.prepare_data import main
+from tests.run_results import hashes
 from tests.text_files import (
     TEXTS,
     hugging_face_folder,
@@ -33,10 +34,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_level_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {each.name: each.read_bytes() for each in folder.iterdir()}
-
-
 # --- all or nothing -----------------------------------------------------------------------------
 
 
@@ -47,11 +44,11 @@ def test_other_preparation_is_replaced_only_on_request(
     out = tmp_path / "out"
     command = [f"set={source}", "--tokenizer", str(tokenizer), "--output", str(out)]
     assert main(command) == 0
-    first = contents(out)
+    first = hashes(out)
     write_jsonl(source, TEXTS[:10])
     assert main(command) == 2
     assert "already holds another preparation; give --overwrite" in capsys.readouterr().err
-    assert contents(out) == first
+    assert hashes(out) == first
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "set.train.bin").write_bytes(b"")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import torchrun
 from tests.run_configs import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -119,11 +120,6 @@ def test_a_config_uses_and_plans_it(root: Path, package: Path) -> None:
     assert plan.returncode == 0 and "normalized" in plan.stdout, plan.stderr
     wrong = run(root, package, *recipe, "optimizer.rules.normalized.momentum=2")
     assert wrong.returncode == 2 and "momentum must be in [0, 1), got 2" in wrong.stderr
-
-
-def torchrun(ranks: int) -> tuple[str, ...]:
-    """Arguments of Python that start a program on ranks of one node."""
-    return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
 
 
 def test_ranks_train_by_it(root: Path, package: Path, folder: str, tmp_path: Path) -> None:

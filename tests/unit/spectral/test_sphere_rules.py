@@ -1,4 +1,6 @@
-"""MuonSphere and SSO on the sphere, against a float64 SVD."""
+"""Scales and retractions, and MuonSphere and SSO on the sphere, against a float64 SVD."""
+
+import math
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import Tensor
 from spectral.optimizer import MuonSphere
 from spectral.rules import RULES, MuonSphereRule, SpectralSphereRule
 from spectral.rules.base import decay_problem, take_step
-from spectral.sphere import radius, spectral_init_
+from spectral.sphere import SCALES, dynamic_factor, hard_factor, radius, spectral_init_
 
 
 def norms(weight: Tensor) -> Tensor:
@@ -76,3 +78,27 @@ def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
     with pytest.warns(UserWarning, match="weight_decay must be 0 with retraction dynamic"):
         MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic")
     MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic", weight_decay=0.0)
+
+
+def test_scales_of_the_paper() -> None:
+    assert SCALES["spectral_mup"](128, 2048) == pytest.approx(0.25)
+    assert SCALES["align_adam_rms"](128, 2048) == pytest.approx(0.2 * math.sqrt(2048))
+    assert SCALES["spectral_kaiming"](128, 2048) == 1.0
+    assert SCALES["spectral_kaiming"](6144, 2048) == pytest.approx(math.sqrt(3))
+
+
+def test_radius_has_the_scaler_and_the_update_scale_has_not() -> None:
+    rule = MuonSphereRule(radius_scaler=2.0)
+    assert rule.radius_of((6144, 2048)) == radius((6144, 2048), scaler=2.0)
+    assert radius((6144, 2048)) == pytest.approx(math.sqrt(3))
+    assert rule.scale_of((6144, 2048)) == pytest.approx(math.sqrt(3))
+
+
+def test_a_norm_that_is_zero_or_not_finite_leaves_the_weight() -> None:
+    factor = hard_factor(torch.tensor([0.0, torch.inf, torch.nan, 0.5]), 2.0)
+    assert factor.tolist() == [1, 1, 1, 4]
+
+
+def test_the_dynamic_factor_moves_towards_the_radius_by_rate_times_lr() -> None:
+    factor = dynamic_factor(torch.tensor([0.5, 1.0, 2.0]), 1.0, rate=0.1, lr=0.02)
+    torch.testing.assert_close(factor, torch.tensor([1.002, 1.0, 0.998]))

@@ -1,6 +1,5 @@
 """A command that is refused changes nothing in the run folder, whatever refuses it."""
 
-import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 import pretrain
 from tests.run_configs import tiny_config
+from tests.run_results import hashes
 from training.report.log_lines import read_lines
 
 KEYS = ["checkpoint.interval=2", "checkpoint.keep_last=2", "log.interval=1", "train.steps=4"]
@@ -38,15 +38,6 @@ def start(folder: Path, run_dir: Path, *arguments: str) -> int:
         return pretrain.main([*config, *KEYS, *arguments])
 
 
-def content(folder: Path) -> dict[str, str]:
-    """Hashes of all files but the lock, which tells who tried last, by their names."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "lock"
-    }
-
-
 REFUSED: dict[str, list[str]] = {
     "a typing error beside none": ["--resume", "none", "checkpoint.initialize_from=/typo"],
     "another model beside none": ["--resume", "none", "checkpoint.initialize_from={run}", "seed=9",
@@ -62,11 +53,11 @@ REFUSED: dict[str, list[str]] = {
 def test_a_refused_command_changes_nothing(case, finished, run_dir, capsys):
     (run_dir / "STOP").touch()
     (run_dir / "checkpoints" / ".writing-6-abcd").mkdir()
-    before = content(run_dir)
+    before = hashes(run_dir)
     arguments = [word.format(run=run_dir) for word in REFUSED[case]]
     assert start(finished, run_dir, *arguments) == 2
     assert capsys.readouterr().err.startswith("error: ")
-    assert content(run_dir) == before
+    assert hashes(run_dir) == before
     assert (run_dir / "checkpoints" / ".writing-6-abcd").is_dir()
     assert sorted(path.name for path in run_dir.glob("checkpoints*")) == ["checkpoints"]
 
@@ -75,11 +66,11 @@ def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished,
     place = run_dir / "checkpoints"
     shutil.rmtree(place / "step_00000002")
     (place / "step_00000004").rename(place / "step_00000099")
-    before = content(run_dir)
+    before = hashes(run_dir)
     assert start(finished, run_dir) == 2
     said = capsys.readouterr().err
     assert "step_00000099: it is the checkpoint of step 4" in said and "--resume none" in said
-    assert content(run_dir) == before
+    assert hashes(run_dir) == before
 
 
 LINES: dict[str, bytes] = {

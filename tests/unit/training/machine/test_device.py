@@ -1,8 +1,13 @@
-"""Which device a rank trains on, whatever this machine has."""
+"""Which device a rank trains on, and what is said of one on which kernels do not start."""
+
+from pathlib import Path
 
 import pytest
+import torch
 
+from spectral.kernels import dispatch
 from training.machine.device import DeviceError, Gpus, choose
+from training.machine.kernels import check_kernels
 
 NONE = Gpus(built="13.0", found=(), problem=None, usable=0)
 EIGHT = Gpus(built="13.0", found=tuple(f"/dev/nvidia{i}" for i in range(8)), problem=None, usable=8)
@@ -45,3 +50,23 @@ def test_a_gpu_that_is_there_but_cannot_be_used_stops_the_run(wanted, gpus, rank
     with pytest.raises(DeviceError) as caught:
         choose(wanted, gpus, rank)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.fixture
+def as_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A table of kernels that has this device."""
+    monkeypatch.setattr(dispatch, "TABLE", tmp_path / "table.json")
+    dispatch.TABLE.write_text('{"devices": {"cpu": {"measured": null, "entries": []}}}')
+    dispatch.forget()
+    yield
+    monkeypatch.undo()
+    dispatch.forget()
+
+
+def test_a_run_ends_before_its_data_is_read(as_listed, monkeypatch, tmp_path):
+    device = torch.device("cpu")
+    assert dispatch.device_name(device) == "cpu"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(DeviceError, match="lacks a C compiler"):
+        check_kernels(device)

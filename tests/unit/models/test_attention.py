@@ -1,12 +1,24 @@
-"""Attention, plain and with capped scores and windows, beside the same on whole scores."""
+"""Attention, plain and with capped scores and windows, beside the same on whole scores; and which
+kernel computes it, on a GPU never the one that keeps all scores."""
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models.blocks.attention import ROWS, causal_attention, largest_causal_score
+from models.blocks import attention
+from models.blocks.attention import (
+    FUSED,
+    ROWS,
+    attention_kernel,
+    causal_attention,
+    largest_causal_score,
+)
 from models.blocks.softcapped_attention import softcapped_attention
+from parallel.comm.groups import Groups
 from tests.live_bytes import peak_bytes
+from tests.run_configs import tiny_config
+from training.build import kernel_of
 
 Problem = tuple[Tensor, Tensor, Tensor]
 
@@ -117,3 +129,31 @@ def test_the_largest_score_is_one_that_the_mask_lets_through(window: int | None)
     assert largest_causal_score(query, key, 0.4, window).item() == pytest.approx(
         every.amax().item(), rel=1e-12
     )
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_named_kernel_is_the_one_that_runs(world: Groups, tmp_path: object) -> None:
+    config = tiny_config(str(tmp_path))
+    name = kernel_of(config, world)
+    assert name == attention_kernel(4, 2, 16, 16, dtype=torch.float32, device=CPU)
+    query, key = torch.randn(8, 1, 4, 16), torch.randn(8, 1, 2, 16)
+    with torch.profiler.profile() as profiler:
+        causal_attention(query, key, key, 0.25)
+    ran = " ".join(event.key for event in profiler.key_averages())
+    assert ("flash_attention" in ran) == (name == "flash_attention")
+    assert name in ("flash_attention", "math")
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention_kernel(4, 2, 16, 16, dtype=torch.float32, device=CPU) == "math"
+
+
+def test_a_fused_kernel_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule for GPUs, tried on a CPU: values of another width have no fused kernel."""
+    monkeypatch.setattr(attention, "allowed_kernels", lambda query: sdpa_kernel(FUSED))
+    query, value = torch.randn(8, 1, 4, 16), torch.randn(8, 1, 4, 6)
+    causal_attention(query, query, query, 0.25)
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        causal_attention(query, query, value, 0.25)
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        attention_kernel(4, 4, 16, 6, dtype=torch.float32, device=CPU)
