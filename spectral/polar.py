@@ -17,7 +17,7 @@ from torch import Tensor
 from . import kernels
 from .host_values import is_known
 from .joined_stacks import apart
-from .kernels.library import fused, product
+from .kernels.library import product
 from .schedules import (
     GRAM_GAIN,
     Coefficients,
@@ -179,12 +179,12 @@ def polars_of(
 def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> Tensor:
     """Replace `ys[i]` by its polar factor; return whether the iteration stayed bounded."""
     for a, b, c in steps[:-1]:
-        ys[i] = fused(ys[i], kernels.polynomial(kernels.gram(ys[i]), b, c), ys[i], a, 1.0)
+        ys[i] = product(kernels.polynomial(kernels.gram(ys[i]), b, c), ys[i], ys[i], beta=a)
     gram, (a, b, c) = kernels.gram(ys[i]), steps[-1]
     p = kernels.polynomial(gram, b, c)
     bounded = is_bounded(gram, p, steps)
     del gram  # before the last product
-    ys[i] = fused(ys[i], p, ys[i], a, 1.0)
+    ys[i] = product(p, ys[i], ys[i], beta=a)
     return bounded
 
 

@@ -7,6 +7,7 @@ is float16, and where torch uses no AVX-512, as on most laptops, bfloat16.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,23 +22,7 @@ LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
 """Rows from which that pays, by dtype; see `symmetric`."""
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Compute `a @ b` for stacks; a single matrix takes the faster unbatched call."""
-    if _is_slow(a):
-        return product(a.float(), b.float()).to(a.dtype)
-    return torch.mm(a[0], b[0])[None] if a.shape[0] == 1 else torch.bmm(a, b)
-
-
-def fused(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    """Compute `beta c + alpha a @ b` for stacks, in one call."""
-    if _is_slow(a):
-        return fused(c.float(), a.float(), b.float(), beta, alpha).to(a.dtype)
-    if a.shape[0] == 1:
-        return torch.addmm(c[0], a[0], b[0], beta=beta, alpha=alpha)[None]
-    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
-
-
-def symmetric(
+def product(
     a: Tensor,
     b: Tensor | None = None,
     c: Tensor | None = None,
@@ -45,14 +30,15 @@ def symmetric(
     alpha: float = 1.0,
     beta: float = 0.0,
     diagonal: float = 0.0,
+    symmetric: bool = False,
 ) -> Tensor:
-    """Compute `alpha A B + beta C + diagonal I` `[batch, n, n]` where it is symmetric.
+    """Compute `A B`, or `alpha A B + beta C`, and `+ diagonal I`, for stacks in one call.
 
-    Without `b` it is that of `A A^T`.
+    Without `b` it is that of `A A^T`. A single matrix takes the faster unbatched call.
 
-    On a CPU a large one is computed by blocks of rows: of each the columns up to the block's end,
-    which are then mirrored, so that the result is exactly symmetric. What is differentiated is
-    always the whole product.
+    A result that is `symmetric` `[batch, n, n]` is computed, on a CPU and if it is large, by blocks
+    of rows: of each the columns up to the block's end, which are then mirrored, so that it is
+    exactly symmetric. What is differentiated is always the whole product.
 
     Processor time of X X^T by blocks over that of the whole (torch 2.13, one thread) in float32, on
     an AMD EPYC with AVX2 and in brackets on an Intel Xeon with AVX-512: 0.90 (0.90) at 512 x 512,
@@ -66,8 +52,8 @@ def symmetric(
         p = a.float()
         q = p if b is a else None if b is None else b.float()
         r = p if c is a else None if c is None else c.float()
-        result = symmetric(p, q, r, alpha=alpha, beta=beta).to(a.dtype)
-    elif _pays_by_blocks(a, other):
+        result = product(p, q, r, alpha=alpha, beta=beta, symmetric=symmetric).to(a.dtype)
+    elif symmetric and _pays_by_blocks(a, other):
         n = a.shape[1]
         result = a.new_empty(a.shape[0], n, n) if c is None else c.clone()
         size = -(-n // BLOCKS)
@@ -75,11 +61,19 @@ def symmetric(
             rows, cols = slice(start, start + size), slice(0, start + size)
             result[:, rows, cols].baddbmm_(a[:, rows], other[:, :, cols], beta=beta, alpha=alpha)
         _mirror_(result)
+    elif c is None:
+        result = torch.mm(a[0], other[0])[None] if a.shape[0] == 1 else torch.bmm(a, other)
+    elif a.shape[0] == 1:
+        result = torch.addmm(c[0], a[0], other[0], beta=beta, alpha=alpha)[None]
     else:
-        result = product(a, other) if c is None else fused(c, a, other, beta, alpha)
+        result = torch.baddbmm(c, a, other, beta=beta, alpha=alpha)
     if diagonal:
         result.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     return result
+
+
+symmetric = partial(product, symmetric=True)
+"""`product` where the result is symmetric."""
 
 
 def _pays_by_blocks(a: Tensor, b: Tensor) -> bool:

@@ -65,7 +65,7 @@ def test_products_through_float32_are_rounded_once(
                 library.product(a, b): exact,
                 library.product(a[:1], b[:1]): exact[:1],
                 kernels.gram(a): gram,
-                library.fused(c, a, b, 0.5, 2.0): 0.5 * c.double() + 2 * exact,
+                library.product(a, b, c, beta=0.5, alpha=2.0): 0.5 * c.double() + 2 * exact,
                 kernels.polynomial(r, 0.5, 2.0): 0.5 * r.double() + 2 * square,
             }
         multiplied = [kinds for name, kinds in operations.seen if "mm" in name]

@@ -11,9 +11,7 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.run import train
 
-MOST = 10
-MOST_CHOSEN = 12
-"""Of a symmetric product, for which `spectral.kernels` chooses between kernel and library."""
+MOST = 11
 
 
 def test_few_functions_stand_between_the_loop_and_a_product(folder, world, monkeypatch):
@@ -39,5 +37,4 @@ def test_few_functions_stand_between_the_loop_and_a_product(folder, world, monke
     forms = {name for calls in seen for name in calls if "form_" in name}
     assert forms == {f"spectral/polar.py:_{form}_form_" for form in ("plain", "gram")}
     for calls in seen:
-        most = MOST_CHOSEN if "spectral/kernels/library.py:symmetric" in calls else MOST
-        assert len(calls) <= most, "\n".join(calls)
+        assert len(calls) <= MOST, "\n".join(calls)
