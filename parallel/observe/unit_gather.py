@@ -18,7 +18,6 @@ from models.units import Unit
 from parallel.comm.collectives import CommVolume
 from parallel.optimizer.exchange import StackMemory, plan_transfers, stage_exchange
 from parallel.optimizer.inspection import inspection_rounds
-from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.grouped import grouped
 
@@ -56,17 +55,10 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
         {
             unit.name: kept(stack.weight[i])
-            for stack in materialized_stacks(optimizer)
+            for stack in optimizer.materialized
             for i, unit in enumerate(stack.units)
         },
     )
-
-
-def materialized_stacks(optimizer: DistributedOptimizer) -> Iterator[MaterializedStack]:
-    """Stacks of the PC layers that this rank steps."""
-    for domain in optimizer.domains:
-        for units in domain.materialized:
-            yield from units.stacks
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:

@@ -15,6 +15,7 @@ from models.units import Unit
 from parallel.comm.collectives import all_reduce_
 from parallel.model import ParallelModel
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
+from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.owned_stacks import OwnedStack
 from parallel.optimizer.penalty_gradient import PenaltyFigures
 from spectral.rules.base import Report
@@ -58,6 +59,12 @@ class DistributedOptimizer:
     def stacks(self) -> list[OwnedStack]:
         """Every stack of matrices that this rank steps."""
         return [stack for domain in self.domains for stack in domain.stacks]
+
+    @property
+    def materialized(self) -> list[MaterializedStack]:
+        """Every stack of PC layers that this rank steps."""
+        layers = (units for domain in self.domains for units in domain.materialized)
+        return [stack for units in layers for stack in units.stacks]
 
     @property
     def regions(self) -> list[Region]:
@@ -143,10 +150,9 @@ class DistributedOptimizer:
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
-        for domain in self.domains:
-            for stack in (b for units in domain.materialized for b in units.stacks):
-                seen.append(stack.guard_())
-                gammas.append(stack.gamma[:, 0])
+        for stack in self.materialized:
+            seen.append(stack.guard_())
+            gammas.append(stack.gamma[:, 0])
         none = torch.zeros(0, device=self.domains[0].buffers.master.device)
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 

@@ -24,7 +24,6 @@ from parallel.observe.unit_gather import (
     Shards,
     UnitGather,
     gradients,
-    materialized_stacks,
     weights,
 )
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -277,7 +276,7 @@ class Monitors:
 
         They are of W where the parameter is PC(W), and of PC(W) where the parameter is W.
         """
-        for stack in materialized_stacks(self.optimizer):
+        for stack in self.optimizer.materialized:
             found = figures.weight_figures(stack.weight)
             if stack.pc.preconditioner.spectral_norm != "none":
                 tracked = stack.pc.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)

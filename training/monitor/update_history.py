@@ -16,7 +16,6 @@ from parallel.observe.unit_gather import (
     Inspection,
     Snapshot,
     UnitGather,
-    materialized_stacks,
     weights,
 )
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -90,7 +89,7 @@ class UpdateHistory:
                 matrices = self._chosen(inspection, plain)
                 yield self._of([inspection.units[i] for i in plain], matrices, factors)
                 matrices.clear()
-        for batch in materialized_stacks(self.optimizer):
+        for batch in self.optimizer.materialized:
             matrices = [
                 torch.stack([each.whole[unit.name] for unit in batch.units]) for each in every
             ]
