@@ -27,14 +27,15 @@ def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(wo
     assert len(operations) > 100
 
 
-@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
-def test_a_gradient_that_is_not_finite_changes_no_bit(world, poison):
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan, None])
+def test_a_gradient_that_is_not_finite_or_a_step_not_allowed_changes_no_bit(world, poison):
     model, update = built(world, "muon", "none", recorded=False)
     fill(model, 0)
-    model.domains[0].buffers.gradients[0].view(-1)[3] = poison
+    if poison is not None:
+        model.domains[0].buffers.gradients[0].view(-1)[3] = poison
     before = [tensor.clone() for tensor in model.parameters.values()]
-    norm, active = update(1.0, torch.tensor(True))
-    assert not norm.total.isfinite() and not active
+    norm, active = update(1.0, torch.tensor(poison is not None))
+    assert norm.total.isfinite() == (poison is None) and not active
     after = model.parameters.values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -71,7 +72,11 @@ def test_a_replay_counts_the_bytes_that_it_sends(world):
         return True
 
     update._captured = first
-    update(1.0, torch.tensor(True))
+    norm, active = update(1.0, torch.tensor(True))
+    assert update._done is not None
+    update._done[0].total.fill_(-1)  # a replay writes where the recorded call did
+    update._done[1].logical_not_()
+    assert norm.total >= 0 and active
     update._captured = lambda: False  # what a replay returns, without running anything
     update(1.0, torch.tensor(True))
     assert model.comm_volume["all-gather"] == 16

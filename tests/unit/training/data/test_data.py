@@ -94,6 +94,11 @@ def test_blend_goes_on_across_its_period() -> None:
     assert used == blend.used(BLEND_PERIOD + 200).tolist()
 
 
+def test_samples_left_by_rounding_go_to_the_largest_remainders() -> None:
+    # 2^20 / 7 is 149,796.57 and 3 * 2^20 / 7 is 449,389.71: two samples are left.
+    assert build_blend({"a": 1, "b": 3, "c": 3}).quotas.tolist() == [149_796, 449_390, 449_390]
+
+
 def test_a_vanishing_weight_is_an_error() -> None:
     with pytest.raises(ConfigError, match="weight of set b must be at least 1/1048576 of"):
         build_blend({"a": 1.0, "b": 1e-7})
