@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.huggingface.config import config_json, differences, model_settings
+from models.huggingface.config import config_json, differences, model_section, model_settings
 from scripts.convert_hf import main
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
@@ -247,3 +247,18 @@ def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path
     assert differences(wanted, found) == [
         "partial_rotary_factor is 0.5, the config's model has 1.0"
     ]
+
+
+def test_the_base_of_rotary_positions_is_read_where_each_version_of_transformers_keeps_it():
+    settings = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 9,
+        "rms_norm_eps": 1e-6,
+    }
+    for place in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}):
+        assert model_section(settings | place)["rope_base"] == 5e5
