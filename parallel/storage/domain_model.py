@@ -42,7 +42,10 @@ class DomainModel:
             self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
 
     def all_gather_weights(self) -> None:
-        """Make the parameters of all ranks the masters, outside of a step, whose bytes count."""
+        """Round the masters into the parameters and all-gather those, waiting for the result.
+
+        This is no part of a step, so that its bytes are not counted.
+        """
         buckets = range(len(self.buffers.parameters))
         self.start_gathers(buckets, CommVolume())
         self.wait(buckets)
