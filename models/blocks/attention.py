@@ -48,7 +48,7 @@ class RotatedSelfAttention(SelfAttention):
         super().__init__(*arguments, **options)
         self.rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_halves
         self.heads: HeadFunctions | None = None
-        self._angles: Tensor | None = None
+        self._turns: Tensor | None = None
 
     @property
     def splits_heads(self) -> bool:
@@ -68,8 +68,8 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what Megatron's does; `rotary_pos_emb` are angles `[s, 1, 1, d]`."""
-        self._angles = rotary_pos_emb
+        """Return what Megatron's does; `rotary_pos_emb` are turns `[s, 1, 1, 2 d]`."""
+        self._turns = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options
         )
@@ -77,16 +77,16 @@ class RotatedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
         """Return Megatron's queries, keys and values, the first two rotated."""
-        if self._angles is None or self.heads is None:
+        if self._turns is None or self.heads is None:
             query, key, value = super().get_query_key_value_tensors(*arguments, **options)
-            if self._angles is not None:
-                query, key = self.rotate(query, key, self._angles)
+            if self._turns is not None:
+                query, key = self.rotate(query, key, self._turns)
             return query, key, value
         options["split_qkv"] = False
         mixed, _ = super().get_query_key_value_tensors(*arguments, **options)
         norms = [x for x in (self.q_layernorm, self.k_layernorm) if isinstance(x, RMSNorm)]
         epsilon = self.config.layernorm_epsilon
-        return split_heads(mixed, self._angles, [x.weight for x in norms], epsilon, self.heads)
+        return split_heads(mixed, self._turns, [x.weight for x in norms], epsilon, self.heads)
 
 
 class CoreAttention(torch.nn.Module):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
+import torch._dynamo.config as dynamo
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
@@ -44,6 +45,8 @@ class Fused:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
+        # A keyword of torch.compile too, but not before torch 2.13.
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         self._made: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
     def compiled(
@@ -54,10 +57,7 @@ class Fused:
         `dynamic` is for functions of tokens whose number changes from call to call.
         """
         if (function, dynamic) not in self._made:
-            limit: Any = {"recompile_limit": GRAPHS}
-            made = torch.compile(
-                function, fullgraph=True, dynamic=dynamic, backend=self.backend, **limit
-            )
+            made = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=self.backend)
             self._made[function, dynamic] = some_tokens(made, function) if dynamic else made
         return self._made[function, dynamic]
 

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from models.blocks.norm import rms_norm, rms_norm_gradients
-from models.blocks.rotary import rotate_halves
+from models.blocks.rotary import rotate_halves, rotated
 
 
 def turned_heads(
-    query: Tensor, key: Tensor, angles: Tensor, epsilon: float, *gains: Tensor
+    query: Tensor, key: Tensor, turns: Tensor, epsilon: float, *gains: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Norm heads, if there are gains of queries and keys, and rotate them by their positions.
 
     `query` `[s, b, groups, heads of one, d]` becomes `[s, b, heads, d]`, `key` `[s, b, groups, 1,
-    d]` `[s, b, groups, d]`; `angles` are `[s, 1, 1, 1, d]`.
+    d]` `[s, b, groups, d]`; `turns` are `[s, 1, 1, 1, 2 d]`.
     """
     if gains:
         query, key = rms_norm(query, gains[0], epsilon), rms_norm(key, gains[1], epsilon)
-    query, key = rotate_halves(query, key, angles)
+    query, key = rotate_halves(query, key, turns)
     return query.flatten(2, 3), key.flatten(2, 3)
 
 
 def heads_gradients(
-    query: Tensor, key: Tensor, value: Tensor, angles: Tensor, epsilon: float, *normed: Tensor
+    query: Tensor, key: Tensor, value: Tensor, turns: Tensor, epsilon: float, *normed: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the gradient `[s, b, groups, (heads of one + 2) d]` of what the linear gave.
 
@@ -38,7 +38,8 @@ def heads_gradients(
     gradients follow.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
-    dq, dk = rotate_halves(dq, dk, -angles)
+    cos, sin = turns.to(query.dtype).chunk(2, -1)
+    dq, dk = rotated(dq, cos, -sin), rotated(dk, cos, -sin)
     gains = []
     if normed:
         queries, keys, q_gain, k_gain = normed
@@ -57,17 +58,17 @@ class HeadFunctions(NamedTuple):
 
 def split_heads(
     mixed: Tensor,
-    angles: Tensor,
+    turns: Tensor,
     gains: Sequence[Tensor],
     epsilon: float,
     functions: HeadFunctions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, the first two normed
-    by their `gains`, if there are any, and rotated by `angles` `[s, 1, 1, d]`.
+    by their `gains`, if there are any, and rotated by `turns` `[s, 1, 1, 2 d]`.
 
     `mixed` is `[s, b, groups, (heads of one + 2) d]`, of each group its queries, key and value.
     """
-    options = angles.unsqueeze(2), epsilon, functions
+    options = turns.unsqueeze(2), epsilon, functions
     heads: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(  # type: ignore[no-untyped-call]
         mixed, options, *gains
     )
@@ -79,19 +80,19 @@ class _SplitHeads(torch.autograd.Function):
     def forward(
         ctx: Any, mixed: Tensor, options: tuple[Tensor, float, HeadFunctions], *gains: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        angles, epsilon, functions = options
+        turns, epsilon, functions = options
         ctx.options = options
         ctx.save_for_backward(mixed, *gains)
-        query, key, value = _parts(mixed, angles.shape[-1])
-        query, key = functions.forward(query, key, angles, epsilon, *gains)
+        query, key, value = _parts(mixed, turns.shape[-1] // 2)
+        query, key = functions.forward(query, key, turns, epsilon, *gains)
         return query, key, value.squeeze(3)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        angles, epsilon, functions = ctx.options
+        turns, epsilon, functions = ctx.options
         mixed, *gains = ctx.saved_tensors
-        normed = [*_parts(mixed, angles.shape[-1])[:2], *gains] if gains else []
-        whole, *of_gains = functions.backward(*gradients, angles, epsilon, *normed)
+        normed = [*_parts(mixed, turns.shape[-1] // 2)[:2], *gains] if gains else []
+        whole, *of_gains = functions.backward(*gradients, turns, epsilon, *normed)
         return whole, None, *of_gains
 
 

@@ -90,14 +90,14 @@ class LatentAttention(torch.nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output `[s, b, hidden]` of `hidden_states` `[s, b, hidden]`, and no bias.
 
-        `rotary_pos_emb` are the angles `[s, 1, 1, rope_head_dim]`. Under sequence parallelism the
+        `rotary_pos_emb` are the turns `[s, 1, 1, 2 rope_head_dim]`. Under sequence parallelism the
         first axis of input and output is this rank's part.
         """
         query, key, value = self.heads(hidden_states, rotary_pos_emb)
         output, bias = self.linear_proj(self.core_attention(query, key, value, attention_mask))
         return output, bias
 
-    def heads(self, hidden_states: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, hidden_states: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values of this rank's heads and the whole sequence.
 
         Queries and keys are `[s, b, heads, nope + rope]`, values `[s, b, heads, value]`.
@@ -111,8 +111,8 @@ class LatentAttention(torch.nn.Module):
             [nope, latent.value_head_dim], -1
         )
         query_nope, query_rope = query.split([nope, rope], -1)
-        query = torch.cat([query_nope, self.rotate(query_rope, angles)], -1)
-        shared = self.rotate(self.to_all_heads(key_rope).unsqueeze(-2), angles)
+        query = torch.cat([query_nope, self.rotate(query_rope, turns)], -1)
+        shared = self.rotate(self.to_all_heads(key_rope).unsqueeze(-2), turns)
         key = torch.cat([key, shared.expand(*key.shape[:-1], rope)], -1)
         return query, key, value
 

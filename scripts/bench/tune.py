@@ -122,8 +122,8 @@ def measure(
         for tile in dict.fromkeys([best, min(others, key=lambda tile: times[tile])]):
             entry = {
                 "operation": operation, "dtype": dtype, **looked_up_as(operation, x),
-                "tile": None if tile is None else asdict(tile), "library_ms": times[None],
-                "best_ms": times[tile],
+                "tile": None if tile is None else asdict(tile), "library_ms": round(times[None], 5),
+                "best_ms": round(times[tile], 5),
             }  # fmt: skip
             yield entry, not wrong
 

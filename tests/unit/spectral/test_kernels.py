@@ -43,8 +43,9 @@ def test_small_problems_take_a_kernel_on_listed_devices() -> None:
 @pytest.mark.parametrize(
     ("batch", "rows", "cols", "dtype", "device", "tile"),
     [
-        (1, 2048, 6144, "bfloat16", H100, "128x128x64"),
+        (1, 4096, 4096, "bfloat16", H100, "128x128x64"),
         (32, 128, 2048, "bfloat16", H200, None),
+        (4, 2048, 5632, "float32", H200, "64x64x32 tf32x3"),
         (1, 4096, 4096, "float64", H200, None),
         (1, 4096, 4096, "bfloat16", "NVIDIA B200 (sm_100)", "128x128x64"),
         (1, 4096, 4096, "bfloat16", "cpu", None),
@@ -112,7 +113,7 @@ def test_stacks_of_different_columns_are_looked_up_by_their_mean(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    stacks = [torch.empty(2, 2048, n, device="meta", dtype=torch.bfloat16) for n in (2048, 6144)]
+    stacks = [torch.empty(4, 2048, n, device="meta", dtype=torch.bfloat16) for n in (2048, 6144)]
     monkeypatch.setattr(dispatch, "device_name", lambda device: "NVIDIA H200 (sm_90)")
-    tile = dispatch.lookup("grouped", 4, 2048, 4096, "bfloat16", "NVIDIA H200 (sm_90)")
-    assert str(tile) == "128x128x64" and dispatch.choose("grouped", stacks) == tile
+    tile = dispatch.lookup("grouped", 8, 2048, 4096, "bfloat16", "NVIDIA H200 (sm_90)")
+    assert str(tile) == "128x128x32" and dispatch.choose("grouped", stacks) == tile
