@@ -276,6 +276,17 @@ def test_a_stale_latest_and_leftovers_do_not_matter(run, saved, capsys):
     assert "removed 2 unfinished" in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_removed(tmp_path):
+    folders = tmp_path / "checkpoints"
+    for text in ("first", "second"):
+        folder = folders / f".writing-4-{text}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(text)
+        checkpoint.complete(folder, tmp_path, {"step": 4}, {})
+    found = {path.parent.name: path.read_text() for path in folders.glob("*/config.yaml")}
+    assert found == {"step_00000004": "second", "broken-step_00000004": "first"}
+
+
 class Payload:
     """Payload that makes a folder when it is unpickled."""
 
