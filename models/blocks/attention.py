@@ -22,6 +22,7 @@ from models.blocks.heads import HeadFunctions, split_heads
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import rotate_halves
 from models.context import context_chunks, in_sequence_order
+from spectral.kernels.library import is_slow
 
 FUSED: Final = [
     SDPBackend.CUDNN_ATTENTION,
@@ -228,6 +229,9 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
     """
+    if is_slow(query):
+        q, k, v = (x.float() for x in (query, key, value))
+        return causal_attention(q, k, v, scale).to(query.dtype)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:

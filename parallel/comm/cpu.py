@@ -8,11 +8,15 @@ any host.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from spectral.kernels.library import is_slow
 
 
 class CpuStream(torch.cpu.Stream):
@@ -52,6 +56,34 @@ class CudaDeviceIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class WideProducts(TorchFunctionMode):
+    """Takes products of types that this CPU has no instructions for through float32, as a GPU
+    accumulates them; else bfloat16 takes seven times as long as float32 (AMD EPYC with AVX2)."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
+            return func(*(x.float() for x in args)).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def in_wide_products(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with its products as `WideProducts` take them."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> Any:
+        with WideProducts():
+            return function(*arguments)
+
+    wrapped.wide = True  # type: ignore[attr-defined]
+    return wrapped
+
+
 def prepare_megatron() -> None:
     """Make megatron-core usable on this host. Call before building a model."""
     from megatron.core.transformer.moe import moe_utils
@@ -72,8 +104,12 @@ def prepare_megatron() -> None:
     torch.cuda.default_stream = lambda *_: CpuStream()  # type: ignore[assignment]
     torch.cuda.stream = torch.cpu.stream  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
 
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    if not hasattr(linear.forward, "wide"):
+        linear.forward = staticmethod(in_wide_products(linear.forward))
+        linear.backward = staticmethod(in_wide_products(linear.backward))
     # Recomputed layers restore the state of the CUDA generator.
     random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     random._set_cuda_rng_state = lambda *_, **__: None

@@ -48,7 +48,7 @@ def product(
     4 times as long as the whole.
     """
     other = a.mT if b is None else b
-    if _is_slow(a):
+    if is_slow(a):
         p = a.float()
         q = p if b is a else None if b is None else b.float()
         r = p if c is a else None if c is None else c.float()
@@ -96,6 +96,6 @@ def _mirror_(x: Tensor) -> None:
     _mirror_(x[:, last, last])
 
 
-def _is_slow(x: Tensor) -> bool:
+def is_slow(x: Tensor) -> bool:
     """Return whether the library multiplies such matrices slower than wider ones."""
     return x.device.type == "cpu" and x.dtype in SLOW_ON_CPU
