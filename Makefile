@@ -61,9 +61,9 @@ SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz re
 ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm_volume state export pc runs) \
     tests/unit/models tests/parity
 
-# Tests of a file stay on one worker: they share what is dear to make. PROCESSOR_LIMIT is of a file of
-# `make test`, in processor seconds, and fails a run that does not keep it.
-PROCESSOR_LIMIT ?= 15
+# Tests of a file stay on one worker: they share what is dear to make. The processor seconds of files
+# are printed; PROCESSOR_LIMIT=15 fails a run with a file that takes more, on a quiet machine: a busy one counts double.
+PROCESSOR_LIMIT ?= 0
 PYTEST = $(PY) -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 

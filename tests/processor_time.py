@@ -1,4 +1,4 @@
-"""Processor time of every test file, and a limit on it that `make test` sets.
+"""Processor time of every test file, and a limit on it for machines that are quiet.
 
 Wall time says how busy a machine is; processor time says what a test costs. The sum covers the test
 process and all its descendants: programs that tests start, and ranks with the server that forks

@@ -69,5 +69,6 @@ def test_scratch_does_not_grow_with_the_number_of_units(name: str) -> None:
 
     chunk = WORKSPACE_ELEMENTS["cpu"] // (128 * 1024)
     few, many = (peak(n * chunk) for n in (1, 3))
-    assert few <= 6 * chunk  # weights, gradients and momenta are stacked
+    # Weights, gradients and momenta are stacked, and some CPUs multiply in float32.
+    assert few <= 7 * chunk
     assert many <= few + 1
