@@ -61,10 +61,8 @@ SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz re
 ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm_volume state export pc runs) \
     tests/unit/models tests/parity
 
-# Tests of a file stay on one worker: they share what is dear to make. The processor seconds of files
-# are printed; PROCESSOR_LIMIT=15 fails a run with a file that takes more, on a quiet machine: a busy one counts double.
-PROCESSOR_LIMIT ?= 0
-PYTEST = $(PY) -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder
+# Tests of a file stay on one worker: they share what is dear to make.
+PYTEST = $(PY) -m pytest -q -rs --processor-seconds -n 2 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
 # With small matrices one thread per rank is faster than ranks that compete for cores.
@@ -108,12 +106,12 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 test: $(addprefix test-,$(PARTS))  ## run the tests of every change: seven minutes of two cores
 
 test-unit test-ranks test-rehearsal test-smoke: test-%: $(SETUP)
-	$(call timed,$(PYTEST) -m "not slow" --processor-limit $(PROCESSOR_LIMIT) $($*))
+	$(call timed,$(PYTEST) -m "not slow" $($*))
 
 test-all: $(if $(PART),$(PART:%=slow-%),test $(SLOW_PARTS) slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them
 
 $(SLOW_PARTS): slow-%: $(SETUP)
-	$(call timed,$(PYTEST) -m slow --processor-limit 0 $(FILES) || [ $$? = 5 ])
+	$(call timed,$(PYTEST) -m slow $(FILES) || [ $$? = 5 ])
 
 slow-engine: .engines/$(ENGINE)
 	$(call timed,PYTHONPATH=$< $(PYTEST) -m "not slow" $(ENGINE_TESTS))

@@ -32,20 +32,16 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the limit on the processor time of a file."""
+    """Add what prints processor time."""
     parser.addoption(
-        "--processor-limit",
-        type=float,
-        metavar="SECONDS",
-        help="report the processor seconds of test files; fail if one takes more, 0 = no limit",
+        "--processor-seconds", action="store_true", help="report the processor seconds of files"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure processor time if a limit is given."""
-    limit = config.getoption("--processor-limit")
-    if limit is not None:
-        config.pluginmanager.register(ProcessorTime(limit))
+    """Measure processor time if it is asked for."""
+    if config.getoption("--processor-seconds"):
+        config.pluginmanager.register(ProcessorTime())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

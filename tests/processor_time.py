@@ -1,8 +1,8 @@
-"""Processor time of every test file, and a limit on it for machines that are quiet.
+"""Processor time of every test file, which `make test` prints.
 
-Wall time says how busy a machine is; processor time says what a test costs. The sum covers the test
-process and all its descendants: programs that tests start, and ranks with the server that forks
-them. `--processor-limit 0` reports without a limit.
+Wall time says how busy a machine is; processor time says what a test costs, twice as much on a busy
+machine. The sum covers the test process and all its descendants: programs that tests start, and
+ranks with the server that forks them.
 """
 
 import os
@@ -10,22 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ALLOWED: dict[str, float] = {
-    "tests/distributed/": 85.0,  # each starts ranks, for every layout that it compares
-    "tests/rehearsal/": 80.0,  # a process for each rank that differs
-    "tests/smoke/": 60.0,  # whole runs, as a user starts them
-    "tests/unit/scripts/test_export.py": 25.0,  # runs, and transformers' models of what they save
-    "tests/unit/scripts/test_kills.py": 40.0,  # three commands, whole, killed and given again
-    "tests/unit/scripts/test_prepare_data.py": 45.0,  # the embedded corpus, whole
-    "tests/unit/scripts/test_report.py": 25.0,  # two runs with all monitors
-    "tests/unit/scripts/test_study.py": 50.0,  # studies of real runs
-    "tests/unit/spectral/test_kernels.py": 40.0,  # Triton's interpreter
-    "tests/unit/training/checkpoint/test_checkpoint.py": 75.0,  # a run for each damage
-    "tests/unit/training/test_survival.py": 40.0,
-}
-"""Processor seconds of the files that may take more than the limit, by path in the repository; a
-folder stands for each of its files. About 1.5 times what a loaded machine of two cores measured."""
 
 FIRST = (
     "tests/distributed/test_layouts.py",
@@ -77,8 +61,7 @@ def turn(file: str) -> int:
 class ProcessorTime:
     """Measures every test where it runs, and sums by file where the session is reported."""
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.files: dict[str, float] = {}
 
     @pytest.hookimpl(wrapper=True)
@@ -100,35 +83,13 @@ class ProcessorTime:
             file = report.nodeid.partition("::")[0]
             self.files[file] = self.files.get(file, 0.0) + float(seconds)
 
-    def allowed(self, file: str) -> float:
-        """Return how many seconds a file may take."""
-        return next((s for path, s in ALLOWED.items() if file.startswith(path)), self.limit)
-
-    def over(self) -> dict[str, float]:
-        """Return the seconds of the files that take more than they may."""
-        if not self.limit:
-            return {}
-        return {
-            file: seconds for file, seconds in self.files.items() if seconds > self.allowed(file)
-        }
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a session in which a file takes more than it may."""
-        if self.over() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the sum, the dearest files and those over the limit."""
+        """Print the sum and the dearest files."""
         write = terminalreporter.write_line
         write(f"{sum(self.files.values()):.0f} processor seconds in tests, most of them in")
         shown = None if terminalreporter.verbosity > 0 else SHOWN
         for file in sorted(self.files, key=self.files.__getitem__, reverse=True)[:shown]:
             write(f"{self.files[file]:8.1f} s  {file}")
-        for file, seconds in self.over().items():
-            write(
-                f"FAILED {file} takes {seconds:.1f} processor seconds, "
-                f"at most {self.allowed(file):g} are allowed: make it slow or smaller"
-            )
 
 
 START = pytest.StashKey[float]()

@@ -52,7 +52,8 @@ def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Te
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return `heads` `[..., d]` times `cos`, and with their halves exchanged times `sin`, whose
     first half has the other sign. With `-sin` it turns back."""
-    return heads * cos + heads.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
+    halves = heads.reshape(*heads.shape[:-1], 2, -1)
+    return heads * cos + halves.flip(-2).reshape(heads.shape) * sin
 
 
 def rotate_pairs(heads: Tensor, turns: Tensor) -> Tensor:
