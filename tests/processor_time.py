@@ -87,8 +87,7 @@ class ProcessorTime:
         """Print the sum and the dearest files."""
         write = terminalreporter.write_line
         write(f"{sum(self.files.values()):.0f} processor seconds in tests, most of them in")
-        shown = None if terminalreporter.verbosity > 0 else SHOWN
-        for file in sorted(self.files, key=self.files.__getitem__, reverse=True)[:shown]:
+        for file in sorted(self.files, key=self.files.__getitem__, reverse=True)[:SHOWN]:
             write(f"{self.files[file]:8.1f} s  {file}")
 
 

@@ -13,10 +13,8 @@ from training.rehearsal.rehearse import rehearse
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]  # 200 layers at full size take minutes
 
-NAMES = [names[-1] for names in recipes().values()]  # sso, where there is one
 
-
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", [names[-1] for names in recipes().values()])
 def test_a_recipe_would_not_break(recipe: str, processes: Processes) -> None:
     config = on_mock_tokens(load_config(ROOT / "configs" / f"{recipe}.yaml"))
     assert config.plan.gpus is not None

@@ -148,9 +148,9 @@ def test_a_page_has_what_was_measured_on_a_gpu_and_modelled_for_it() -> None:
             f"{1e3 * recorded(f'h200/rehearsal_llama1b_{rule}')['modelled_seconds']:,.0f}" in text
         )
     (rows,) = recorded("h200/optimizer_llama1b")["models"].values()
-    shares = text.partition("| rule | ms |")[2].split("\n\n")[0]
-    found = [line.split(" | ")[1].strip(" |") for line in shares.splitlines()[2:]]
-    assert sorted(map(int, found)) == sorted(round(row["ms"]) for row in rows)
+    shares = text.partition("| rule | ms |")[2].split("\n\n")[0].splitlines()[2:]
+    found = [int(line.split(" | ")[1].strip(" |")) for line in shares]
+    assert sorted(found) == sorted(round(row["ms"]) for row in rows)
 
 
 def test_the_planned_cost_of_rules_is_that_of_full_runs() -> None:
