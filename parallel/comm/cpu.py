@@ -40,8 +40,13 @@ class CpuEvent:
         return True
 
 
-class CudaDeviceIsCpu(TorchFunctionMode):
-    """Replaces the keyword `device="cuda"` of any torch function by the CPU."""
+class Calls(TorchFunctionMode):
+    """Context in which `call` makes every call of a torch function: of the function, its arguments
+    and its keywords."""
+
+    def __init__(self, call: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]):
+        super().__init__()
+        self.call = call
 
     def __torch_function__(
         self,
@@ -50,38 +55,39 @@ class CudaDeviceIsCpu(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        """Call `func` by `call`."""
+        return self.call(func, args, dict(kwargs or {}))
 
 
-class WideProducts(TorchFunctionMode):
-    """Takes products of types that this CPU has no instructions for through float32, as a GPU
-    accumulates them; else bfloat16 takes seven times as long as float32 (AMD EPYC with AVX2)."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
-            return func(*(x.float() for x in args)).to(args[0].dtype)
-        return func(*args, **(kwargs or {}))
+def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function with the CPU for a keyword `device="cuda"`."""
+    if str(kwargs.get("device", "")).startswith("cuda"):
+        kwargs["device"] = "cpu"
+    return function(*args, **kwargs)
 
 
-def in_wide_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its products as `WideProducts` take them."""
+def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function, a product of types that this CPU has no instructions for through float32,
+    as a GPU accumulates it; bfloat16 takes 20 to 40 times as long as float32 (AMD EPYC, AVX2)."""
+    if function in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
+        return function(*(x.float() for x in args)).to(args[0].dtype)
+    return function(*args, **kwargs)
 
-    @functools.wraps(function)
-    def wrapped(*arguments: Any) -> Any:
-        with WideProducts():
-            return function(*arguments)
 
-    wrapped.wide = True  # type: ignore[attr-defined]
-    return wrapped
+@functools.cache
+def widen_linears() -> None:
+    """Let Megatron's linears multiply by `in_float32`, forward and backward."""
+    from megatron.core.tensor_parallel import layers
+
+    def widened(function: Callable[..., Any]) -> Any:
+        def call(*arguments: Any) -> Any:
+            with Calls(in_float32):
+                return function(*arguments)
+
+        return staticmethod(call)
+
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    linear.forward, linear.backward = widened(linear.forward), widened(linear.backward)
 
 
 def prepare_megatron() -> None:
@@ -104,12 +110,9 @@ def prepare_megatron() -> None:
     torch.cuda.default_stream = lambda *_: CpuStream()  # type: ignore[assignment]
     torch.cuda.stream = torch.cpu.stream  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None
-    from megatron.core.tensor_parallel import layers, random
+    widen_linears()
+    from megatron.core.tensor_parallel import random
 
-    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
-    if not hasattr(linear.forward, "wide"):
-        linear.forward = staticmethod(in_wide_products(linear.forward))
-        linear.backward = staticmethod(in_wide_products(linear.backward))
     # Recomputed layers restore the state of the CUDA generator.
     random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     random._set_cuda_rng_state = lambda *_, **__: None
@@ -124,5 +127,5 @@ def schedule_devices() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    with CudaDeviceIsCpu():
+    with Calls(on_cpu):
         yield

@@ -103,7 +103,7 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_p
     ):
         names = f"compiled_{forward}", f"compiled_{backward}"
         assert [compiled.kernels[name] for name in names] == [count, count]
-    assert compiled.kernels["cat"] <= calls  # angles and turns of a micro-batch, none of a layer
+    assert compiled.kernels["cat"] < calls
     assert compiled.launches < single.launches and compiled.kernel_seconds < single.kernel_seconds
 
 

@@ -107,11 +107,16 @@ TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
 ]
 
 
+def recorded(name: str) -> Any:
+    """A file of benchmarks/results."""
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
 @pytest.mark.parametrize(("page", "file", "rows"), TABLES, ids=[file for _, file, _ in TABLES])
 def test_a_table_has_the_figures_of_its_file(
     page: str, file: str, rows: Callable[[dict[str, Any]], Rows]
 ) -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    content = recorded(file)
     _, named, after = (ROOT / "docs" / page).read_text().partition(f"benchmarks/results/{file}")
     assert named
     lines = after[after.index("\n|") :].lstrip().split("\n\n")[0].splitlines()[2:]
@@ -119,14 +124,9 @@ def test_a_table_has_the_figures_of_its_file(
     assert cells == rows(content)
 
 
-def recorded(name: str) -> Any:
-    """A file of benchmarks/results."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
 def test_a_page_has_the_figures_of_its_rehearsal() -> None:
     text = (ROOT / "docs" / "planning.md").read_text()
-    content = recorded("rehearsal_llama8b_1024")
+    content = recorded("rehearsal_llama8b_1024.json")
     for name in ("forward_backward", "optimizer"):
         assert f" {content['phases'][name]['launches']:,} " in text
     assert f"{content['peak_memory_bytes'] / 2**30:.2f} of" in text
@@ -135,7 +135,7 @@ def test_a_page_has_the_figures_of_its_rehearsal() -> None:
 def test_a_page_has_what_was_measured_on_a_gpu_and_modelled_for_it() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     for rule in ("muon", "sso"):
-        content = recorded(f"h200/train_llama1b_{rule}")
+        content = recorded(f"h200/train_llama1b_{rule}.json")
         phases = {name: 1e3 * spent for name, spent in content["phase_seconds"].items()}
         cells = (
             f"{round(content['tokens_per_second'], -2):,.0f}", f"{content['mfu']:.1%}",
@@ -144,10 +144,9 @@ def test_a_page_has_what_was_measured_on_a_gpu_and_modelled_for_it() -> None:
         )  # fmt: skip
         assert f"| {' | '.join(cells)} |" in text
         assert f"{1e3 * content['seconds_per_step']:,.0f}" in text
-        assert (
-            f"{1e3 * recorded(f'h200/rehearsal_llama1b_{rule}')['modelled_seconds']:,.0f}" in text
-        )
-    (rows,) = recorded("h200/optimizer_llama1b")["models"].values()
+        modelled = recorded(f"h200/rehearsal_llama1b_{rule}.json")["modelled_seconds"]
+        assert f"{1e3 * modelled:,.0f}" in text
+    (rows,) = recorded("h200/optimizer_llama1b.json")["models"].values()
     shares = text.partition("| rule | ms |")[2].split("\n\n")[0].splitlines()[2:]
     found = [int(line.split(" | ")[1].strip(" |")) for line in shares]
     assert sorted(found) == sorted(round(row["ms"]) for row in rows)

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from spectral.kernels.library import SLOW_ON_CPU
 from spectral.optimizer import SpectralOptimizer
 from spectral.polar import WORKSPACE_ELEMENTS
 from spectral.rules import RULES
@@ -69,6 +70,6 @@ def test_scratch_does_not_grow_with_the_number_of_units(name: str) -> None:
 
     chunk = WORKSPACE_ELEMENTS["cpu"] // (128 * 1024)
     few, many = (peak(n * chunk) for n in (1, 3))
-    # Weights, gradients and momenta are stacked, and some CPUs multiply in float32.
-    assert few <= 7 * chunk
+    # Weights, gradients and momenta are stacked; some CPUs multiply in float32.
+    assert few <= (7 if torch.bfloat16 in SLOW_ON_CPU else 6) * chunk
     assert many <= few + 1
