@@ -169,6 +169,12 @@ def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
     return outcome.stopped
 
 
+def stacks(place: str, rank: int) -> str:
+    """The stacks that a rank has written so far."""
+    file = Path(f"{place}/stacks/rank_{rank:05d}.txt")
+    return file.read_text() if file.exists() else ""
+
+
 def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
     """The stacks that this rank wrote while rank 1 stood still for a moment."""
     place = f"{folder}/hang"
@@ -176,16 +182,13 @@ def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
 
     def stand_still(step: int, result: StepResult) -> None:
         if step == 2 and groups.rank == 1:
-            # Longer than a step of a busy machine takes, after which no stacks are written.
-            file, end = Path(f"{place}/stacks/rank_00001.txt"), time.monotonic() + 600
-            while time.monotonic() < end and "stand_still" not in (
-                file.read_text() if file.exists() else ""
-            ):
+            # Until both ranks have written: an empty file goes when its run ends.
+            while not (stacks(place, 0) and "stand_still" in stacks(place, 1)):
                 time.sleep(0.5)
 
     train(config, groups, on_step=stand_still)
     dist.barrier()
-    return Path(f"{place}/stacks/rank_{groups.rank:05d}.txt").read_text()
+    return stacks(place, groups.rank)
 
 
 def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
