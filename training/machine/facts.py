@@ -83,8 +83,8 @@ def slow_precision(precision: str, device: torch.device) -> str | None:
     if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
         return None
     return (
-        "bf16 on a CPU without AVX-512, which makes its products in float32 and rounds them: slower "
-        "than train.precision=fp32"
+        "bf16 on a CPU without AVX-512, which makes its products in float32 and rounds them: "
+        "slower than train.precision=fp32"
     )
 
 
