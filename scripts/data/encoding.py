@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -68,32 +69,48 @@ def _load(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def encode_documents(
-    documents: Iterable[str], encoder: Encoder, workers: int
-) -> Generator[EncodedChunk, None, None]:
-    """Yield the encoded documents in order, whatever the number of workers.
+class Workers:
+    """Processes that encode, which the first large input starts; what is one chunk, or all with
+    one worker, is encoded in this process.
 
-    With one worker this process encodes.
+    A context manager, which ends them.
     """
-    chunks = _chunked(documents)
-    if workers == 1:
-        yield from map(encoder.encode, chunks)
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-    )
-    try:
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool = ProcessPoolExecutor(
+            count,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+        )
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def encode(
+        self, documents: Iterable[str], encoder: Encoder
+    ) -> Generator[EncodedChunk, None, None]:
+        """Yield the encoded documents in order, whatever the number of workers."""
+        chunks = _chunked(documents)
+        few = list(islice(chunks, 2))
+        chunks = chain(few, chunks)
+        if self.count == 1 or len(few) < 2:
+            yield from map(encoder.encode, chunks)
+            return
         waiting: deque[Future[EncodedChunk]] = deque()
-        for chunk in chunks:
-            waiting.append(pool.submit(encoder.encode, chunk))
-            if len(waiting) >= workers * _CHUNKS_PER_WORKER:
+        try:
+            for chunk in chunks:
+                waiting.append(self._pool.submit(encoder.encode, chunk))
+                if len(waiting) >= self.count * _CHUNKS_PER_WORKER:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def _chunked(documents: Iterable[str]) -> Iterator[list[str]]:

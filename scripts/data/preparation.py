@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from scripts.data.documents import ReadOptions, read_documents
-from scripts.data.encoding import Encoder, encode_documents
+from scripts.data.encoding import Encoder, Workers
 from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.plan import TOKENIZER_BYTES, Portion, Preparation, SetPlan, is_validation
 from scripts.data.set_writer import SetWriter, token_dtype
@@ -40,8 +40,9 @@ def prepare(
     with AtomicFolder(output, partial(check_replaceable, output, overwrite)) as folder:
         tokenizer = _prepare_tokenizer(preparation, folder.path)
         sets: dict[str, SetEntry] = {}
-        for plan in preparation.sets:
-            sets |= _prepare_set(plan, preparation.reading, tokenizer, folder.path, workers)
+        with Workers(workers) as pool:
+            for plan in preparation.sets:
+                sets |= _prepare_set(plan, preparation.reading, tokenizer, folder.path, pool)
         manifest = Manifest(
             folder=output,
             tokenizer=TokenizerEntry(
@@ -104,7 +105,7 @@ def _prepare_set(
     reading: ReadOptions,
     tokenizer: PreparedTokenizer,
     folder: Path,
-    workers: int,
+    workers: Workers,
 ) -> dict[str, SetEntry]:
     """Write a set; the manifest's entries of its training part and its validation part, if any."""
     encoder = Encoder(folder / TOKENIZER_FILE, tokenizer.eod_id, token_dtype(tokenizer.vocab_size))
@@ -130,13 +131,13 @@ def _prepare_set(
 
 
 def _encoded(
-    portion: Portion, reading: ReadOptions, encoder: Encoder, workers: int, progress: Any
+    portion: Portion, reading: ReadOptions, encoder: Encoder, workers: Workers, progress: Any
 ) -> Iterator[tuple[NDArray[np.integer], int]]:
     """Yield the tokens and the size in bytes of the portion's documents, whole ones, up to its
     number of tokens."""
     written = 0
     with closing(read_documents(portion.inputs, reading)) as documents:
-        chunks = encode_documents(documents, encoder, workers)
+        chunks = workers.encode(documents, encoder)
         with closing(chunks):
             for chunk in chunks:
                 for tokens, size in chunk.documents():

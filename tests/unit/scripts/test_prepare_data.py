@@ -241,13 +241,11 @@ def test_trained_tokenizer_is_reproducible_and_sees_training_documents_only(
     command = (f"set={tmp_path}/rows.jsonl", "--train-tokenizer", "270",
                "--validation-fraction", "0.5")  # fmt: skip
     prepare(*command, "--output", tmp_path / "one")
-    out = ("--output", tmp_path / "two")
-    output_of(sys.executable, root / SCRIPT, *command, *out, folder=tmp_path)
+    output_of(sys.executable, root / SCRIPT, *command, "--output", "two", folder=tmp_path)
     assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
     vocab = Tokenizer.from_file(str(tmp_path / "one/tokenizer.json")).get_vocab()
     held_out = {text[:4] for text in texts(tmp_path / "one", "set.validation")}
     assert len(held_out) == 1
-    assert "wxyz" not in vocab or "abcd" not in vocab
     assert not held_out & {token.removeprefix("Ġ") for token in vocab}
 
 
