@@ -24,7 +24,6 @@ from parallel.errors import described
 from scripts.command import command, whole_number
 from scripts.data.catalogue import read_corpora
 from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs
-from scripts.data.folder import check_replaceable, holds_preparation
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan
 from training.errors import InputError, fail
@@ -51,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> None:
+    from scripts.data.folder import check_replaceable, holds_preparation  # here: it imports torch
+
     output = Path(options.output).expanduser().resolve()
     preparation = chosen(options)
     preparation.check()  # before anything that takes long

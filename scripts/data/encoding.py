@@ -1,6 +1,6 @@
 """Encode documents on several processes, in order.
 
-Workers import this module, so it does not import torch.
+Workers import this module and the program that starts them, so neither imports torch.
 """
 
 import multiprocessing
@@ -73,7 +73,7 @@ class Workers:
     """Processes that encode, which the first large input starts; what is one chunk, or all with
     one worker, is encoded in this process.
 
-    A context manager, which ends them.
+    A context manager, which ends them and forgets the tokenizer: another may come to its path.
     """
 
     def __init__(self, count: int) -> None:
@@ -89,6 +89,7 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        _load.cache_clear()
 
     def encode(
         self, documents: Iterable[str], encoder: Encoder

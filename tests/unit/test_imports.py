@@ -4,13 +4,14 @@ Inside a package imports climb no floor and never go in a circle. Starting impor
 """
 
 import ast
-import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.commands import output_of
 
 LAYERS = {"spectral": 0, "models": 1, "parallel": 2, "training": 3, "scripts": 4, "pretrain": 4}
 RANKS = ("spectral/sharded/ranks.py", "spectral/sharded/dtensors.py")
@@ -190,10 +191,8 @@ with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
     [
         ("from spectral import Muon, SpectralSphere\n", ["True", "False"]),
         (HELP, ["False", "False"]),
+        ("import scripts.prepare_data\n", ["False", "False"]),
     ],
 )
 def test_the_compiler_is_not_imported(root: Path, code: str, loaded: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code + LOADED], cwd=root, capture_output=True, text=True
-    )
-    assert done.stdout.split() == loaded, done.stderr
+    assert output_of(sys.executable, "-c", code + LOADED, folder=root).split() == loaded

@@ -56,6 +56,8 @@ def test_other_preparation_is_replaced_only_on_request(
     assert "is damaged: set.train.bin missing or cut" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
+    assert main([command[0], *command[3:], "--train-tokenizer", "270", "--overwrite"]) == 0
+    assert texts(out, "set.train") == TEXTS[:10]
     (out / "thesis.tex").write_text("precious")
     write_jsonl(source, TEXTS)
     assert main([*command, "--overwrite"]) == 2
@@ -100,7 +102,7 @@ def test_ended_run_leaves_no_output_and_no_process(
     written = tmp_path / "out.preparing/set.train.bin"
     wait_for(lambda: written.exists() and written.stat().st_size > 0)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [pid for pid in children if "spawn_main" in command_line(pid)]
+    workers = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
     number = signal.SIGINT if end == "interrupted" else signal.SIGKILL
     os.kill(int(workers[0]) if end == "worker killed" else process.pid, number)
@@ -122,10 +124,6 @@ ENDINGS = {  # exit code and what is said
     "worker killed": (1, "error: a worker process was killed"),
     "interrupted": (130, "interrupted: nothing was written"),
 }
-
-
-def command_line(pid: str) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
