@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from training import restore as restoring
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.resume import find_start
+from training.config.schema import Kind
 from training.loop import Outcome, StepResult, Trainer
 from training.restore import restore
 from training.run import train
@@ -91,7 +92,7 @@ def other_layout(folder: str, groups: Groups, layout: dict[str, int], keys: dict
     parallel = {f"parallel__{key}": size for key, size in layout.items()}
     config = read_config(folder, **keys, **parallel, run__dir=place)
     trainer = build_trainer(config, groups, *build_data(config))
-    info = find_start(place, "2", {}, config_kinds()).info
+    info = find_start(place, "2", {}, get_args(Kind)).info
     assert info is not None
     restore(trainer, info)
     save_state(f"{place} loaded/state", trainer.model, trainer.optimizer)
@@ -122,11 +123,6 @@ def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> 
     finally:
         restoring.load_state = load_state
     return "not noticed"
-
-
-def config_kinds() -> tuple[str, ...]:
-    """Every kind of change, all of them allowed."""
-    return ("data", "tokenizer", "model", "optimizer", "schedule", "train")
 
 
 def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
@@ -183,7 +179,9 @@ def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
     def stand_still(step: int, result: StepResult) -> None:
         if step == 2 and groups.rank == 1:
             # Until both ranks have written: an empty file goes when its run ends.
-            while not (stacks(place, 0) and "stand_still" in stacks(place, 1)):
+            for _ in range(1200):  # ten minutes
+                if stacks(place, 0) and "stand_still" in stacks(place, 1):
+                    break
                 time.sleep(0.5)
 
     train(config, groups, on_step=stand_still)

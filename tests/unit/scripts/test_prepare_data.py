@@ -33,7 +33,6 @@ from training.data.manifest import Manifest, read_manifest
 from training.data.token_bytes import token_byte_lengths
 
 SCRIPT = "scripts/prepare_data.py"
-DEMO_COMMAND = ("--demo", "--output", "data/demo")
 DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 
 
@@ -41,7 +40,7 @@ DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 def demo(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     """The demo preparation, made from another working directory."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    output_of(sys.executable, root / SCRIPT, *DEMO_COMMAND, folder=elsewhere)
+    output_of(sys.executable, root / SCRIPT, "--demo", "--output", "data/demo", folder=elsewhere)
     return elsewhere / "data/demo"
 
 
@@ -246,6 +245,7 @@ def test_trained_tokenizer_is_reproducible_and_sees_training_documents_only(
     vocab = Tokenizer.from_file(str(tmp_path / "one/tokenizer.json")).get_vocab()
     held_out = {text[:4] for text in texts(tmp_path / "one", "set.validation")}
     assert len(held_out) == 1
+    assert "wxyz" not in vocab or "abcd" not in vocab
     assert not held_out & {token.removeprefix("Ġ") for token in vocab}
 
 
