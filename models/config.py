@@ -1,7 +1,6 @@
 """The model section of a run config: the shape of a model and how it is initialised."""
 
 from collections.abc import Iterator
-from dataclasses import field
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -161,7 +160,7 @@ class ModelConfig(Section):
     """Multi-head latent attention, for families that have it; null = none."""
     moe: MoEConfig | None = None
     """Mixture-of-experts layers, for families that have them; null = none."""
-    init: InitConfig = field(default_factory=InitConfig)
+    init: InitConfig = InitConfig()
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """What computes attention and linears: PyTorch, or Transformer Engine if it is installed."""

@@ -5,7 +5,7 @@ Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Train
 
 from collections.abc import Iterator, Sequence
 from dataclasses import field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,12 +16,6 @@ from spectral.odd_polynomial import Level, fit_polynomial
 
 BLOCKS = ("o", "gate", "up", "down")
 """The paper's choice: the output of attention and the feed-forward block."""
-
-ADAMW_LEVEL: Final = 4
-"""The paper's level under AdamW."""
-
-SPECTRAL_LEVEL: Final = 2
-"""The paper's level under Muon."""
 
 PresetLevel = Annotated[Literal[0, 1, 2, 3, 4], ExactInt]
 
@@ -74,7 +68,7 @@ class PCConfig(Section):
     AdamW, 2 under a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Other levels for some roles or layers, each under a name of your choice."""
-    polynomial: PolynomialConfig = field(default_factory=PolynomialConfig)
+    polynomial: PolynomialConfig = PolynomialConfig()
     """Which polynomial acts on the singular values."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Power iterations that update the tracked spectral norm after each optimizer step."""

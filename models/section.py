@@ -6,6 +6,7 @@ are the manual (training/config/manual.py). What must hold between the fields of
 """
 
 import difflib
+import json
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import Field as DataclassField
@@ -80,10 +81,8 @@ def join(path: str, name: str) -> str:
 
 def shown(value: object) -> str:
     """Return `value` as YAML writes it, shortened; strings in quotes."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return textwrap.shorten(repr(list(value) if isinstance(value, tuple) else value), 80)
 
 
@@ -97,5 +96,4 @@ def named(word: str, options: Iterable[str]) -> str:
 
 def closest(word: str, options: Iterable[str]) -> str | None:
     """Return the option most like `word`, or None if none is like it."""
-    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
-    return near[0] if near else None
+    return next(iter(difflib.get_close_matches(word, list(options), n=1)), None)

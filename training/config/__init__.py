@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
-from training.config.files import escaped, read_merged, read_saved
+from training.config.files import read_merged, read_saved, to_text
 from training.config.optimizer import group_of
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config
@@ -59,4 +57,4 @@ def check(config: Config, world_size: int) -> None:
 
 def to_yaml(config: Config) -> str:
     """Return `config` as YAML with every default written out; loading it gives an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(config))))  # as it reads 1e5: quoted
+    return to_text(asdict(config))

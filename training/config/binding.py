@@ -79,9 +79,7 @@ def bind(
         bound: T = _adapter(kind).validate_json(text)
     except ValidationError as error:
         lines += dict.fromkeys(_lines(kind, error))
-        bound = object.__new__(kind)  # of the sections that can be bound
-        defaults = {f.name: f.default_factory for f in fields(cast(Any, kind))}
-        vars(bound).update({n: make() for n, make in defaults.items() if make is not MISSING})
+        bound = object.__new__(kind)  # of the defaults, and the sections that can be bound
     for loc, section in _sections(kind, json.loads(text)) if check else ():
         lines += problems(section, section.checks(), ".".join(loc))
         if len(loc) == 1:
@@ -138,19 +136,16 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
     if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
         return f"{path} is null, which leaves out what a base has under that name, but none has it"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
-    if get_origin(without_null(kind)) is Literal:
-        options = [str(option) for option in get_args(without_null(kind))]
-        close = OTHER_NAMES.get(str(value).lower()) or closest(str(value), options)
-        line += f"; did you mean {close}?" if close else ""
-    return removal(f"{path}={value}") or line
+    words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
+    near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
+    return removal(f"{path}={value}") or line + (f"; did you mean {near}?" if near else "")
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
     """Yield a line for a required key, or for each required key of a section."""
-    inner = {f.name for f in fields(kind) if required(f)} if is_dataclass(kind) else ()
-    for name, part in types_of(kind).items():
-        if name in inner:
-            yield from _missing(part, join(path, name))
+    inner = [f.name for f in fields(kind) if required(f)] if is_dataclass(kind) else []
+    for name in inner:
+        yield from _missing(types_of(kind)[name], join(path, name))
     if not inner:
         yield f"{path} is required ({described(kind)})"
 

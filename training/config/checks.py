@@ -5,12 +5,12 @@ Start with `BETWEEN`, which lists those that hold on any number of ranks.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import lcm
+from math import lcm, prod
 from typing import Final
 
 from models.families import FAMILIES, family_checks
 from models.section import Check, named, problems
-from training.config.schema import Config
+from training.config.schema import Config, ParallelConfig
 
 NOT_LINEAR: Final = ("embedding", "head", "gain", "router", "shared_router")
 """Roles that are not linear layers of a block."""
@@ -25,9 +25,12 @@ def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator
         yield key, role not in options, f"must name {named(role, options)}"
 
 
-def divisible(key: str, size: int, by: str, parts: int) -> Check:
-    """Check that `size`, the value of `key`, is a multiple of `parts`, that of `by`."""
-    return key, size % parts, f"must be divisible by {by} = {parts}, got {size}"
+def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Check:
+    """Check that `size`, the value of `key`, is a multiple of the product of axes."""
+    sizes = [getattr(parallel, axis) for axis in axes]
+    product = " * ".join(axes), " * ".join(map(str, sizes)), str(prod(sizes))
+    by = " = ".join(dict.fromkeys(product))
+    return key, size % prod(sizes), f"must be divisible by parallel.{by}, got {size}"
 
 
 def model_checks(config: Config) -> Iterator[Check]:
@@ -124,7 +127,7 @@ def layout_checks(config: Config) -> Iterator[Check]:
     if model.vocab_size is not None:
         sizes["vocab_size, padded to a multiple of model.vocab_multiple,"] = model.padded_vocab
     for key, size in sizes.items():
-        yield divisible(f"model.{key}", size, "parallel.tensor", tensor)
+        yield divisible(f"model.{key}", size, parallel, "tensor")
     yield _stages(config)
     halves = 2 * context if context > 1 else 1
     pieces = lcm(halves, context * tensor if parallel.sequence_parallel else 1)
@@ -136,11 +139,10 @@ def layout_checks(config: Config) -> Iterator[Check]:
             dense = f"must be 1 for model.family {model.family}"
             yield f"parallel.{key}", getattr(parallel, key) > 1, dense
         return
-    yield divisible("model.moe.experts", moe.experts, "parallel.expert", parallel.expert)
-    width, by = moe.expert_ffn, "parallel.expert_tensor"
-    yield divisible("model.moe.expert_ffn", width, by, parallel.expert_tensor)
+    yield divisible("model.moe.experts", moe.experts, parallel, "expert")
+    yield divisible("model.moe.expert_ffn", moe.expert_ffn, parallel, "expert_tensor")
     key = "model.moe.shared_experts * model.moe.expert_ffn"
-    yield divisible(key, moe.shared_experts * width, "parallel.tensor", tensor)
+    yield divisible(key, moe.shared_experts * moe.expert_ffn, parallel, "tensor")
     uncut = tensor > 1 and not parallel.sequence_parallel
     beside = f"must be true or null for model.family {model.family} with tensor > 1"
     yield "parallel.sequence", uncut, beside
@@ -152,16 +154,13 @@ def _stages(config: Config) -> Check:
     keys = ("first_stage_layers", "last_stage_layers")
     given = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
     if not given or parallel.pipeline == 1:
-        by = "parallel.pipeline * parallel.virtual_pipeline"
-        return divisible("model.layers", layers, by, parallel.pipeline * parallel.virtual_pipeline)
+        return divisible("model.layers", layers, parallel, "pipeline", "virtual_pipeline")
     others, rest = parallel.pipeline - len(given), layers - sum(given.values())
     if not others:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     fixed = " and ".join(f"parallel.{key} = {size}" for key, size in given.items())
-    equal = (
-        f"must leave the other {others} stages equally many layers, at least one, beside {fixed}"
-    )
-    return "model.layers", rest < others or rest % others, equal
+    equal = f"must leave the other {others} stages equally many layers, at least one, beside"
+    return "model.layers", rest < others or rest % others, f"{equal} {fixed}"
 
 
 BETWEEN = (model_checks, run_checks, length_checks, layout_checks, pc_checks, penalty_checks)
@@ -210,13 +209,11 @@ def _nearby(config: Config, world_size: int) -> str:
     passes = 1 if parallel.virtual_pipeline == 1 else parallel.pipeline
     unit = train.micro_batch * max(1, world_size // parallel.model_ranks) * passes
     below = train.global_batch // unit * unit
-    batches = [
-        size for size in (below, below + unit) if fits(config, world_size, global_batch=size)
-    ]
+    batches = [size for size in (below, below + unit) if size]
     legal = {
         "numbers of ranks": _nearest(legal_ranks(config), world_size),
         "train.micro_batch": _nearest(legal_micro_batches(config, world_size), train.micro_batch),
-        "train.global_batch": [size for size in batches if size],
+        "train.global_batch": [n for n in batches if fits(config, world_size, global_batch=n)],
     }
     shown = [f"{what} {' and '.join(map(str, near))}" for what, near in legal.items() if near]
     return f"legal nearby: {'; '.join(shown)}" if shown else "no number nearby is legal"
@@ -232,21 +229,15 @@ def _nearest(legal: list[int], wanted: int) -> list[int]:
 def world_checks(config: Config, world_size: int) -> Iterator[Check]:
     """Check layout and batch on `world_size` ranks."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
-    axes = f"{parallel.tensor} * {parallel.pipeline} * {parallel.context}"
-    by = f"parallel.tensor * pipeline * context = {axes}"
-    yield divisible("the number of ranks", world_size, by, ranks)
+    yield divisible("the number of ranks", world_size, parallel, "tensor", "pipeline", "context")
     if world_size % ranks:
         return
-    yield divisible(
-        "the number of ranks of a pipeline stage",
-        world_size // parallel.pipeline,
-        f"parallel.expert * expert_tensor = {parallel.expert} * {parallel.expert_tensor}",
-        parallel.expert * parallel.expert_tensor,
-    )
+    stage, of_stage = "the number of ranks of a pipeline stage", world_size // parallel.pipeline
+    yield divisible(stage, of_stage, parallel, "expert", "expert_tensor")
     copies = world_size // ranks
     per_pass, batch = train.micro_batch * copies, train.global_batch
     by = f"train.micro_batch times the data-parallel size = {train.micro_batch} * {copies}"
-    yield divisible("train.global_batch", batch, by, per_pass)
+    yield "train.global_batch", batch % per_pass, f"must be divisible by {by} = {per_pass}"
     uneven = parallel.virtual_pipeline > 1 and batch % per_pass == 0
     whole = f"must give a multiple of parallel.pipeline = {parallel.pipeline} micro-batches for"
     got = f"{batch // per_pass} from {batch}"

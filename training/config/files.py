@@ -8,11 +8,11 @@ come from somebody else: `read_saved` reads it, and nothing in it refers to anyt
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import reduce
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -48,7 +48,15 @@ _OLD_NUMBER: Final = re.compile(
     r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
     r"|(?=\.?[0-9].*_)[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)"
 )
-_ESCAPED: Final = re.compile(r"(\\*)\\\$\{")
+_NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+"""What OmegaConf reads as a number although YAML 1.1 may read a text, as 1e5."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a text that looks like a number in quotes."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
@@ -57,15 +65,24 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
     """
     with _readable(_shown(path)):
-        files = list(islice(_files(path), MOST_FILES + 1))
-        if len(files) > MOST_FILES:
-            raise InvalidConfigError([f"{_shown(path)} has more than {MOST_FILES} base files"])
-        contents = [*(content for _, content in files), *map(_override, overrides)]
-        empty: Content = {}
-        merged = reduce(over, contents, empty)
+        merged = _merged(content for _, content in _sources(path, overrides))
         if lines := list(_foreign_references(merged)):
             raise InvalidConfigError(lines)
         return cast(Content, OmegaConf.to_container(OmegaConf.create(dict(merged)), resolve=True))
+
+
+def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Content]]:
+    """The files and overrides of a config, each with what it says: later ones win."""
+    files = list(islice(_files(path), MOST_FILES + 1))
+    if len(files) > MOST_FILES:
+        raise InvalidConfigError([f"{_shown(path)} has more than {MOST_FILES} base files"])
+    return [*files, *((text, _override(text)) for text in overrides)]
+
+
+def _merged(contents: Iterable[Content]) -> Content:
+    """The mapping that several describe, later ones on top."""
+    empty: Content = {}
+    return reduce(over, contents, empty)
 
 
 @contextmanager
@@ -86,41 +103,28 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
     Raises InvalidConfigError for an override that cannot be read.
     """
-    return reduce(over, map(_override, overrides), {})
+    return _merged(map(_override, overrides))
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the strongest place that gives the key `names`, outermost first, another value than
     null: `FILE, line N` or `the override KEY=VALUE`, of what `read_merged` has read."""
-    for text in reversed(overrides):
-        if _at(_override(text), names) is not None:
-            return f"the override {text}"
-    for file, content in reversed(list(_files(path))):
-        if _at(content, names) is not None:
-            root = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
-            line = _line_of(root, names)
-            return _shown(file) + (f", line {line}" if line else "")
+    for source, value in reversed(_sources(path, overrides)):
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore
+        if value is not None:
+            return _line_of(source, names) if isinstance(source, Path) else f"the override {source}"
     return None
 
 
-def _at(content: Any, names: Sequence[str]) -> Any:
-    """The value under nested keys, None if there is none."""
-    for name in names:
-        content = content.get(name) if isinstance(content, Mapping) else None
-    return content
-
-
-def _line_of(node: yaml.Node | None, names: Sequence[str]) -> int | None:
-    """The line of a key in a file, from 1 on; None if it is not written there as a key."""
-    line = None
-    for name in names:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = [(key, value) for key, value in pairs if key.value == name]
-        if not found:
-            return None
-        key, node = found[-1]
-        line = key.start_mark.line + 1
-    return line
+def _line_of(file: Path, names: Sequence[str]) -> str:
+    """`FILE, line N` of a key that the file has; without a line if it has it through `<<`."""
+    node: Any = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+    with suppress(KeyError):
+        for name in names:
+            key, node = {key.value: (key, value) for key, value in node.value}[name]
+        return f"{_shown(file)}, line {key.start_mark.line + 1}"
+    return _shown(file)
 
 
 def over(below: Content, above: Content, path: str = "") -> Content:
@@ -163,6 +167,11 @@ def read_saved(path: Path) -> Content:
     return cast(Content, _with_strings(_load(path), unescaped))
 
 
+def to_text(content: Content) -> str:
+    """Return plain values as YAML that both `read_merged` and `read_saved` read as they are."""
+    return yaml.dump(escaped(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def escaped(value: Any) -> Any:
     """Return nested plain values with each `${` escaped, so that it refers to nothing."""
     return _with_strings(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
@@ -170,7 +179,7 @@ def escaped(value: Any) -> Any:
 
 def unescaped(text: str) -> str:
     """Return what `escaped` was given."""
-    return _ESCAPED.sub(lambda match: match[1][: len(match[1]) // 2] + "${", text)
+    return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda found: found[1][::2] + "${", text)
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -188,10 +197,8 @@ def _foreign_references(content: Content) -> Iterator[str]:
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
             if match[1].strip() != "oc.env:" or not is_path:
-                yield (
-                    f"{key} must not use {match[0]!r}: only ${{oc.env:NAME}} is allowed, in keys "
-                    "that are paths"
-                )
+                rule = "only ${oc.env:NAME} is allowed, in keys that are paths"
+                yield f"{key} must not use {match[0]!r}: {rule}"
 
 
 def _override(text: str) -> Content:
@@ -200,9 +207,11 @@ def _override(text: str) -> Content:
     if not equals or not all(key.split(".")):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
     with _readable(f"override {text!r:.80} is not valid YAML"):
-        if _after(value).strip():
+        ends = yaml.StreamEndToken, yaml.BlockEndToken
+        *_, last = (each for each in yaml.scan(value) if not isinstance(each, ends))
+        if value[last.end_mark.index :].strip():
             raise yaml.YAMLError("what follows # is a comment; put a text with # in quotes")
-        _check_numbers(value)
+        _checked(value)
         return cast(Content, OmegaConf.to_container(OmegaConf.from_dotlist([text])))
 
 
@@ -230,49 +239,34 @@ def _load(path: Path, origin: str = "") -> Content:
     with _readable(f"{name} is not valid YAML"):
         try:
             size = path.stat().st_size
-            if not path.is_file():
-                raise InvalidConfigError([f"config {name}{origin} must be a file"])
-            if size > LARGEST:
-                rule = f"must have at most {LARGEST} bytes, got {size}"
-                raise InvalidConfigError([f"config {name}{origin} {rule}"])
+            wrong = not path.is_file() and "be a file"
+            wrong = wrong or size > LARGEST and f"have at most {LARGEST} bytes, got {size}"
+            if wrong:
+                raise InvalidConfigError([f"config {name}{origin} must {wrong}"])
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             problem = f"cannot read config {name}{origin}: {error.strerror or error}"
             raise InvalidConfigError([problem]) from error
-        root = yaml.compose(text, yaml.SafeLoader) or yaml.MappingNode("", [])
-        if not isinstance(root, yaml.MappingNode):
+        if not isinstance(_checked(text), yaml.MappingNode | None):
             raise InvalidConfigError([f"{name} must hold a mapping of sections"])
-        if _values(root, {}) > MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
-        _check_numbers(text)
         return cast(Content, OmegaConf.to_container(OmegaConf.create(text)))
 
 
-def _after(value: str) -> str:
-    """What follows the YAML in a text with one value: spaces, or a comment."""
-    ends = yaml.StreamEndToken, yaml.BlockEndToken
-    tokens = [each for each in yaml.scan(value, yaml.SafeLoader) if not isinstance(each, ends)]
-    return value[tokens[-1].end_mark.index :]
-
-
-def _check_numbers(text: str) -> None:
-    """Raise YAMLError for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10."""
-    for token in yaml.scan(text, yaml.SafeLoader):
-        if not isinstance(token, yaml.ScalarToken) or not token.plain:
-            continue
-        if _OLD_NUMBER.fullmatch(token.value):
-            raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {token.value}")
-
-
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """The values that a node describes, those of an alias counted each time; too many for one that
-    has itself inside. `known` has what was counted so far, by node."""
-    if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # for an alias inside
-        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-        inner = [each for part in parts for each in (part if isinstance(part, tuple) else [part])]
-        known[id(node)] = 1 + sum(_values(each, known) for each in inner)
-    return known[id(node)]
+def _checked(text: str) -> yaml.Node | None:
+    """The root of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, and for 010,
+    1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10."""
+    root = yaml.compose(text, yaml.SafeLoader)
+    nodes: list[Any] = [] if root is None else [root]
+    for node in nodes:  # which grows, without end where an alias has itself inside
+        if len(nodes) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
+        if isinstance(node, yaml.MappingNode):
+            nodes += chain.from_iterable(node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
+            raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {node.value}")
+    return root
 
 
 def _shown(path: Path) -> str:

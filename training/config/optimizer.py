@@ -1,7 +1,7 @@
 """The optimizer section of a run config: rules, learning rates, and distribution over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 from pydantic import AfterValidator, Field
@@ -44,18 +44,12 @@ if TYPE_CHECKING:
 
 else:
     RuleName = Literal[tuple(RULES)]
-    RulesConfig = make_dataclass(
+    RulesConfig = type(
         "RulesConfig",
-        [
-            (name, Annotated[rule, AfterValidator(bounded)], field(default_factory=rule))
-            for name, rule in RULES.items()
-        ],
-        frozen=True,
-        kw_only=True,
-        namespace={
-            "__doc__": "Settings of the update rules, a section for each.",
-            "__module__": __name__,  # where pickle looks for it
-        },
+        (Section,),
+        {name: rule() for name, rule in RULES.items()}
+        | {"__doc__": "Settings of the update rules, a section for each.", "__module__": __name__}
+        | {"__annotations__": {n: Annotated[r, AfterValidator(bounded)] for n, r in RULES.items()}},
     )
 
 
@@ -138,7 +132,7 @@ class OptimizerConfig(Section):
     fused: not at all."""
     split_gate_up: bool = True
     """Whether gate and up, which share one parameter, are two matrices to the optimizer."""
-    clip: ClipConfig = field(default_factory=ClipConfig)
+    clip: ClipConfig = ClipConfig()
     matrix: GroupConfig
     """The matrices of the transformer layers."""
     embedding: GroupConfig
@@ -150,8 +144,8 @@ class OptimizerConfig(Section):
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. router and shared_router
     use adamw unless overridden here."""
-    rules: RulesConfig = field(default_factory=RulesConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    rules: RulesConfig = RulesConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     def settings_for(self, role: str) -> GroupConfig:
         """Return how `role` is optimized: by its own settings, or else by its group's.

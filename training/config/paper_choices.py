@@ -1,15 +1,25 @@
 """Defaults that depend on other sections: what a paper chose for the rule or the width at hand."""
 
 from dataclasses import replace
+from typing import Final
 
-from models.pc_config import ADAMW_LEVEL, SPECTRAL_LEVEL
 from spectral.rules import RULES
-from training.config.schema import (
-    LARGE_COEFFICIENT,
-    LARGE_WIDTH,
-    SMALL_COEFFICIENT,
-    Config,
-)
+from training.config.schema import Config
+
+ADAMW_LEVEL: Final = 4
+"""The level of PC layers under AdamW."""
+
+SPECTRAL_LEVEL: Final = 2
+"""The level of PC layers under Muon."""
+
+SMALL_COEFFICIENT: Final = 1e-3
+"""The lambda of the Gram penalty for 160M parameters, whose width is 768."""
+
+LARGE_COEFFICIENT: Final = 1e-4
+"""The lambda for 405M and 1.4B parameters, whose widths are 1024 and 2048."""
+
+LARGE_WIDTH: Final = 1024
+"""Least width of a model that takes `LARGE_COEFFICIENT`."""
 
 
 def with_paper_choices(config: Config) -> Config:

@@ -8,7 +8,7 @@ of the model in models/. Start with Config, at the end.
 import re
 from collections.abc import Iterator
 from dataclasses import field, fields
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -154,16 +154,6 @@ class DataConfig(Section):
             for name in getattr(self, kind):
                 rule = f"must name sets by letters, digits, '_', '-' and '.', got {name!r}"
                 yield kind, not SET_NAME.fullmatch(name), rule
-
-
-SMALL_COEFFICIENT: Final = 1e-3
-"""The paper's lambda for 160M parameters, whose width is 768."""
-
-LARGE_COEFFICIENT: Final = 1e-4
-"""The paper's lambda for 405M and 1.4B parameters, whose widths are 1024 and 2048."""
-
-LARGE_WIDTH: Final = 1024
-"""Least width of a model that takes `LARGE_COEFFICIENT`."""
 
 
 class GramPenaltyConfig(Section):
@@ -326,7 +316,7 @@ class LogConfig(Section):
     """Steps between console lines and entries in metrics.jsonl."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Services that get the same metrics. A tracker that fails never stops the run."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    wandb: WandbConfig = WandbConfig()
     """How the run appears in Weights & Biases, if `log.trackers` has wandb. Its environment
     variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, say the rest."""
 
@@ -388,15 +378,15 @@ class Config(Section):
     gram_penalty: GramPenaltyConfig | None = None
     """Off-diagonal Gram penalty on the loss; null has none, `{}` has the paper's."""
     data: DataConfig
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     optimizer: OptimizerConfig
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    stop: StopConfig = field(default_factory=StopConfig)
-    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    spikes: SpikeConfig = field(default_factory=SpikeConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    monitors: MonitorsConfig = field(default_factory=MonitorsConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    schedule: ScheduleConfig = ScheduleConfig()
+    plan: PlanConfig = PlanConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    spikes: SpikeConfig = SpikeConfig()
+    log: LogConfig = LogConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
+    validation: ValidationConfig = ValidationConfig()
