@@ -85,9 +85,7 @@ def _size(text: str) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Convert checkpoints to Hugging Face models and back."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="turn a checkpoint into a model folder")
     export.add_argument(
@@ -137,16 +135,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     options, more = parser.parse_known_args(arguments)
     # argparse takes no positional arguments after the options of a subcommand.
-    wrong = [text for text in more if options.command == "export" or not is_override(text)]
+    exports = options.command == "export"
+    wrong = [text for text in more if exports or "=" not in text or text.startswith("-")]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     options.overrides = more
     return options
-
-
-def is_override(text: str) -> bool:
-    """Return whether an argument is `key=value`."""
-    return "=" in text and not text.startswith("-")
 
 
 if __name__ == "__main__":

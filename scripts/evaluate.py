@@ -20,6 +20,9 @@ from scripts.evaluation.harness import Run, evaluate, rows, table
 from scripts.evaluation.task_sets import TASK_SETS
 from training.errors import InputError
 
+MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
+"""The parts of lm-eval's output that say what was measured."""
+
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +58,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         )
         found = evaluate(run, offline=not standard)
     text = table(rows(found["results"], sets.values()), sets)
-    kept = {"model": str(options.model), "command": run.command(), **_results(found)}
+    kept = {"model": str(options.model), "command": run.command()}
+    kept |= {key: found[key] for key in MEASURED if key in found}
     (output / "results.json").write_text(json.dumps(kept, indent=2) + "\n")
     (output / "results.md").write_text(text)
     print(text + f"wrote {output / 'results.json'} and results.md")
@@ -73,12 +77,6 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     if not tokenizer.is_file():
         raise InputError(f"{options.model} has no tokenizer.json")
     return write_tasks(folder, config, tokenizer)
-
-
-def _results(found: dict[str, object]) -> dict[str, object]:
-    """The parts of lm-eval's output that say what was measured."""
-    keys = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
-    return {key: found[key] for key in keys if key in found}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

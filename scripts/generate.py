@@ -103,9 +103,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Continue a prompt with a run, a checkpoint or an exported model."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "source",
         type=Path,

@@ -123,13 +123,8 @@ def commands(item: Item, *, full: bool) -> list[list[str]]:
     if full:
         hours = read_hours()
         return [full_command(run, hours[key_of(run)]["gpus"]) for run in item.full]
-    return [with_interpreter(each) for each in item.tiny]
-
-
-def with_interpreter(text: str) -> list[str]:
-    """Split a command and take this interpreter for python."""
-    first, *rest = shlex.split(text)
-    return [sys.executable if first == "python" else first, *rest]
+    split = map(shlex.split, item.tiny)
+    return [[sys.executable if word == "python" else word for word in words] for words in split]
 
 
 def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:

@@ -18,6 +18,7 @@ drawn one by one where an overlay would be unreadable. --html writes a page per 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,18 +144,8 @@ def draw_one(options: argparse.Namespace) -> Path:
                 figure = plot_curves(options.results, options.curves)
             else:
                 figure = plot_study(options.results)
-        case "maps":
-            from scripts.plots.maps import plot_maps
-
-            figure = plot_maps()
-        case "sphere":
-            from scripts.plots.sphere import plot_sphere
-
-            figure = plot_sphere()
-        case _:
-            from scripts.plots.layout import plot_layout
-
-            figure = plot_layout()
+        case kind:  # a diagram, in a module of its name
+            figure = vars(import_module(f"scripts.plots.{kind}"))[f"plot_{kind}"]()
     save(figure, target)
     return target
 

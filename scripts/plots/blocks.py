@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -50,7 +48,7 @@ def residual(run: RunData) -> Figure | None:
         time.plot(*zip(*series, strict=True), color=colors(0.92 * share), marker=".", label=name)
     time.set_title("over training")
     count_tokens(time)
-    time.legend(*_reversed(time), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    time.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     for axis in (depth, time):
         plain_log(axis)
     return figure
@@ -93,9 +91,3 @@ def _places(run: RunData, figure: str) -> list[str]:
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }
     return sorted(found, key=lambda place: -1 if place == EMBEDDING else int(place))
-
-
-def _reversed(axis: Axes) -> tuple[list[Artist], list[str]]:
-    """Handles and labels of a legend with the last line first."""
-    handles, labels = axis.get_legend_handles_labels()
-    return handles[::-1], labels[::-1]

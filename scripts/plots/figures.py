@@ -1,6 +1,6 @@
 """The figures of runs: one table for the files that are written and for the page about a run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import getdoc
 from pathlib import Path
@@ -61,24 +61,19 @@ FIGURES = (
 """In the order of the page."""
 
 
-def run_figures(runs: Sequence[RunData]) -> Iterator[tuple[str, Figure]]:
-    """File name, without suffix, and figure of everything that any of the runs has data for."""
+def write_figures(runs: Sequence[RunData], folder: Path, suffix: str) -> list[Path]:
+    """Write every figure that any of `runs` has data for, and return the files; `suffix` is .svg,
+    .png or .pdf."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
     for kind in FIGURES:
         if kind.overlay is not None:
             drawn = {kind.name: kind.overlay(runs)}
         else:
-            suffixes = [f"_{run.name}" if len(runs) > 1 else "" for run in runs]
-            drawn = {kind.name + s: kind.draw(run) for s, run in zip(suffixes, runs, strict=True)}
+            names = [f"{kind.name}_{run.name}" if len(runs) > 1 else kind.name for run in runs]
+            drawn = {name: kind.draw(run) for name, run in zip(names, runs, strict=True)}
         for name, figure in drawn.items():
             if figure is not None:
-                yield name, figure
-
-
-def write_figures(runs: Sequence[RunData], folder: Path, suffix: str) -> list[Path]:
-    """Write every figure of `runs` and return the files; `suffix` is .svg, .png or .pdf."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, figure in run_figures(runs):
-        written.append(folder / f"{name}{suffix}")
-        save(figure, written[-1])
+                written.append(folder / f"{name}{suffix}")
+                save(figure, written[-1])
     return written
