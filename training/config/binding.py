@@ -40,14 +40,8 @@ BOUNDS: Final = {
 """By kind of pydantic's error, the words for its bound."""
 
 
-OTHER_NAMES: Final = {
-    "sso": "spectral_sphere",
-    "spectralsphere": "spectral_sphere",
-    "muonsphere": "muon_sphere",
-    "muon++": "muon_plus_plus",
-    "adam": "adamw",
-}
-"""Rules by other names in use, in lower case."""
+OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
+"""Rules by other names in use that are not like their own."""
 
 NAMED_SECTIONS: Final = ("data.train", "data.validation", "optimizer.roles", "pc.overrides")
 """Where sections have names of their own, of which null leaves one out."""
@@ -137,7 +131,8 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
         return f"{path} is null, which leaves out what a base has under that name, but none has it"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
-    near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
+    word = str(value).lower()
+    near = closest(OTHER_NAMES.get(word, word), map(str, words))
     return removal(f"{path}={value}") or line + (f"; did you mean {near}?" if near else "")
 
 

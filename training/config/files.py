@@ -81,8 +81,7 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
 
 def _merged(contents: Iterable[Content]) -> Content:
     """The mapping that several describe, later ones on top."""
-    empty: Content = {}
-    return reduce(over, contents, empty)
+    return reduce(over, contents, {})
 
 
 @contextmanager

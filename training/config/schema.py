@@ -148,8 +148,7 @@ class DataConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check that there are sets, and their names."""
-        none = not self.train and not self.mock
-        yield "train", none, "must name at least one set, got none"
+        yield "train", not (self.train or self.mock), "must name at least one set, got none"
         for kind in ("train", "validation"):
             for name in getattr(self, kind):
                 rule = f"must name sets by letters, digits, '_', '-' and '.', got {name!r}"
@@ -202,7 +201,7 @@ class ParallelConfig(Section):
     """Tensor-parallel size of routed experts, independent of `tensor`."""
     context: Ranks = 1
     """Context-parallel size: ranks that share each sequence."""
-    timeout_seconds: Annotated[float, Field(gt=0, le=1e7)] = 600.0
+    timeout_seconds: Seconds = 600.0
     """Seconds that a collective waits for a rank before the run ends."""
     sequence: bool | None = None
     """Sequence parallelism: split activations outside the matrices over the tensor ranks too;
