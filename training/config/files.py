@@ -110,7 +110,7 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
     null: `FILE, line N` or `the override KEY=VALUE`, of what `read_merged` has read."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
-            value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore
+            value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
         if value is not None:
             return _line_of(source, names) if isinstance(source, Path) else f"the override {source}"
     return None
