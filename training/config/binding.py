@@ -131,8 +131,7 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
         return f"{path} is null, which leaves out what a base has under that name, but none has it"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
-    word = str(value).lower()
-    near = closest(OTHER_NAMES.get(word, word), map(str, words))
+    near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
     return removal(f"{path}={value}") or line + (f"; did you mean {near}?" if near else "")
 
 
