@@ -209,7 +209,7 @@ class DomainOptimizer:
         group.exchange.gather(gradients, momentum.pieces, gradients[0], self.exchange_dtype)
         changes = StackMemory(stacks, master.dtype, master.device)
         weights = [(changes.pieces[name], weight) for name, weight in group.kept.items()]
-        weights += local_pairs(group.exchange.local_targets, changes.pieces, self.buffers.masters)
+        weights += local_pairs(group.exchange.outward.local, changes.pieces, self.buffers.masters)
         copy_all_(weights)
         for rule, owned in group.stacks_by_rule.items():
             units = [

@@ -152,7 +152,7 @@ def add_(
 
     `like` and `dtype` are as for `Exchange.gather`.
     """
-    add_all_((place, part) for part, place in local_pairs(exchange.local_targets, whole, shards))
+    add_all_((place, part) for part, place in local_pairs(exchange.outward.local, whole, shards))
     targets, received = exchange.scatter(whole, shards, like, dtype)
     if targets:
         new = received.to(targets[0].dtype)

@@ -73,13 +73,17 @@ class Transfer:
 class Side:
     """The parts that one rank sends or receives in one direction of the exchange.
 
-    held           (matrix, part) for every part that lies on this rank, owners ascending
-    owned          (matrix, part) for every part of the matrices owned here, ranks ascending
-    held_counts    elements of the parts that lie here, by owner
-    owned_counts   elements of the parts of the matrices owned here, by rank
+    local          (matrix, part) for every part of the matrices that lie whole here, not sent
+    held           (matrix, part) for every other part that lies on this rank, owners ascending
+    owned          (matrix, part) for every part of other matrices owned here, ranks ascending
+    held_counts    elements of the parts in `held`, by owner
+    owned_counts   elements of the parts in `owned`, by rank
     """
 
-    def __init__(self, parts: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
+    def __init__(self, ways: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
+        """Sort the parts of the ways of matrices, each with its transfer."""
+        self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
+        parts = [(t, part) for t, part in ways if not t.is_local]
         # Sender and receiver go through the parts of a pair of ranks in the same order.
         held = sorted((t.owner, i) for i, (t, part) in enumerate(parts) if part.rank == rank)
         owned = sorted((part.rank, i) for i, (t, part) in enumerate(parts) if t.owner == rank)
@@ -114,14 +118,9 @@ class Exchange:
         `gather_by` sends what goes to owners, `scatter_by` what comes back.
         """
         self.gather_by, self.scatter_by = gather_by, scatter_by
-        sent = [(t, part) for t in inward if not t.is_local for part in t.sources]
-        back = [(t, part) for t in outward if not t.is_local for part in t.targets]
-        self.inward, self.outward = Side(sent, rank, size), Side(back, rank, size)
+        self.inward = Side([(t, part) for t in inward for part in t.sources], rank, size)
+        self.outward = Side([(t, part) for t in outward for part in t.targets], rank, size)
         self.owned_matrices: list[Any] = [t.matrix for t in inward if t.owner == rank]
-        local = [t for t in inward if t.is_local and t.owner == rank]
-        self.local_sources = [(t.matrix, part) for t in local for part in t.sources]
-        local = [t for t in outward if t.is_local and t.owner == rank]
-        self.local_targets = [(t.matrix, part) for t in local for part in t.targets]
 
     def gather(
         self,
@@ -135,9 +134,8 @@ class Exchange:
         Those of matrices that lie here, and are not in `whole`, stay where they are. `like` gives
         dtype and device; elements are sent as `dtype`, None for that of `like`.
         """
-        here = [each for each in self.local_sources if each[0] in whole]
-        copy_all_(local_pairs(here, whole, held))
         side = self.inward
+        copy_all_(local_pairs([each for each in side.local if each[0] in whole], whole, held))
         if side.exists:
             send = packed([part.of(held) for _, part in side.held], like, dtype)
             received = self.gather_by(send, side.owned_counts, side.held_counts)

@@ -204,26 +204,27 @@ class SharedMatrices:
             local |= {(i, name): states[p][name] for name in entries}
             local |= {(i, MOMENTUM): momentum[0], (i, WEIGHT): weights[p]}
         like = local[indices[0], WEIGHT]
-        wire = self.exchange_dtype
-        kept = (WEIGHT, ENTRIES) if rule.reads_weight else (ENTRIES,)
-        exact = None  # the weight and the state are sent as they are
-        if wire is not None and (rule.reads_weight or self.parameters[indices[0]].entries):
-            exact = self._exchange(indices, kept, kept)
-            rounded = self._exchange(indices, (MOMENTUM,), () if rule.reads_weight else (WEIGHT,))
-            owned = self._gathered(rounded, local, like, wire)
-            owned |= self._gathered(exact, local, like, None)
+        reads, wire = rule.reads_weight, self.exchange_dtype
+        kept = (WEIGHT, ENTRIES) if reads else (ENTRIES,)
+        if wire is not None and (reads or self.parameters[indices[0]].entries):
+            # The weight that is read, and the state, are sent as they are.
+            exchanges = [
+                (self._exchange(indices, (MOMENTUM,), () if reads else (WEIGHT,)), wire),
+                (self._exchange(indices, kept, kept), None),
+            ]
         else:
-            rounded = self._exchange(indices, (MOMENTUM, *kept), (WEIGHT, ENTRIES))
-            owned = self._gathered(rounded, local, like, wire)
+            exchanges = [(self._exchange(indices, (MOMENTUM, *kept), (WEIGHT, ENTRIES)), wire)]
+        owned: dict[Key, Tensor] = {}
+        for exchange, dtype in exchanges:
+            owned |= self._gathered(exchange, local, like, dtype)
         reports = self._run(rule, owned, steps)
-        if rule.reads_weight:
-            self._scatter(exact or rounded, owned, local, like, None)
+        # Without the weight, what comes back is its change, NaN where it was refused.
+        changed = () if reads else indices
+        changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in changed}
+        for exchange, dtype in exchanges:
+            self._scatter(exchange, owned, local | changes, like, dtype)
+        if reads:
             return reports
-        # What came is the change of the weights, NaN where it was refused.
-        changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in indices}
-        self._scatter(rounded, owned, local | changes, like, wire)
-        if exact is not None:
-            self._scatter(exact, owned, local, like, None)
         sound = surely_finite([*changes.values()])
         for i, p in zip(indices, parameters, strict=True):
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
@@ -355,7 +356,7 @@ class SharedMatrices:
     ) -> None:
         """Write what owners have of each matrix to the ranks that hold it, into `local`."""
         copy_all_(
-            (place, part) for part, place in local_pairs(exchange.local_targets, owned, local)
+            (place, part) for part, place in local_pairs(exchange.outward.local, owned, local)
         )
         targets, received = exchange.scatter(owned, local, like, wire)
         copy_all_(zip(targets, unpacked(received, targets), strict=True))
