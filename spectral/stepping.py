@@ -40,7 +40,6 @@ class Units:
     put: Callable[[slice, Stack, Report], None]
 
 
-@torch.no_grad()
 def step_units(
     rule: Rule,
     groups: Sequence[Units],
@@ -50,7 +49,7 @@ def step_units(
     """Step groups of units by a rule; return the report of each, `[units]` per figure.
 
     Gradients are what `Rule.accumulate` has returned. `spread` yields batches, which do not depend
-    on each other, for instance each on a stream of its own.
+    on each other, for instance each on a stream of its own. Called within `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):

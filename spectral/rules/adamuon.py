@@ -30,7 +30,6 @@ class AdaMuonRule(NorMuonRule):
         """Create the momentum and the mean squares, both of the shape of `weight`."""
         return super().init_state(weight) | {"square": torch.zeros_like(weight)}
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, then step along msign(sign(momentum)), evened out; see `Rule.update`."""
         # What is not finite has a sign, or none, and must be seen.

@@ -46,7 +46,6 @@ class AdamWRule(Rule):
             "step": weight.new_zeros(weight.shape[0], dtype=torch.float32),
         }
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
         for members in grouped(stacks, lambda stack: stack.step.rates).values():

@@ -109,6 +109,8 @@ class Rule(ABC):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Take the second half of a step, from what `accumulate` returned.
 
+        Whoever steps calls both within `torch.no_grad()`.
+
         Updates weights and states in place and returns figures of each stack, `[batch]` each. A
         rule that computes its direction from norms reports `refused`, 1 for each unit whose step is
         not sound: it keeps its weight, so a finite weight stays finite whatever `grad` and state

@@ -33,7 +33,6 @@ class MomentumRule(Rule):
         require_matrices(weight, type(self).__name__)
         return {"momentum": torch.zeros_like(weight)}
 
-    @torch.no_grad()
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:

@@ -140,7 +140,6 @@ class MuonRule(PolarRule):
         """Whether weight decay acts only on entries that the update shrinks."""
         return self.cautious_decay
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, then `weight -= lr scale msign(momentum)`; see `Rule.update`.
 

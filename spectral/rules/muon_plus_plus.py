@@ -79,7 +79,6 @@ class MuonPlusPlusRule(RadiusRule):
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, step along the projected or tangent direction; see `Rule.update`.
 

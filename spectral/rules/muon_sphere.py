@@ -91,7 +91,6 @@ class MuonSphereRule(RadiusRule):
         state["nearby"] = weight.new_zeros(len(weight), NEARBY, min(weight.shape[1:]))
         return state
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and descend; see `Rule.update`.
 

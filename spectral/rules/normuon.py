@@ -33,7 +33,6 @@ class NorMuonRule(MuonRule):
         """Create the momentum, and the mean squares `[batch, rows]`."""
         return super().init_state(weight) | {"square": weight.new_zeros(weight.shape[:2])}
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, then step along the rows of msign(momentum), evened out; see `Rule.update`."""
         polars = polars_of(*self.problem([stack.grad for stack in stacks]))

@@ -36,7 +36,6 @@ class SpectralDescentRule(MsignRule):
         )
         return {}
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights; see `Rule.update`.
 

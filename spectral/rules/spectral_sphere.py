@@ -54,7 +54,6 @@ class SpectralSphereRule(MuonSphereRule):
         state["slope"] = weight.new_zeros(weight.shape[0])
         return state
 
-    @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction; see `Rule.update`.
 

@@ -144,7 +144,6 @@ class SharedMatrices:
             self._scatter(exchange, owned, local, weight, None)
         return states
 
-    @torch.no_grad()
     def step(
         self,
         rule: Rule,
