@@ -113,6 +113,8 @@ class Solver:
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise
             exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
+
+    Raises ValueError for `max_evaluations < 1` or `tolerance <= 0`.
     """
 
     tolerance: float = 2e-4
@@ -121,6 +123,12 @@ class Solver:
     schedule: str = "polar_express"
     steps: int = 8
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_evaluations < 1:
+            raise ValueError(f"max_evaluations must be at least 1, got {self.max_evaluations}")
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance must be positive, got {self.tolerance}")
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
         """Solve for stacks of matrices whose shorter sides are equal, together.
@@ -132,12 +140,13 @@ class Solver:
         dtype and device.
 
         Raises:
-            ValueError: as `solve_multiplier` does, or shorter sides that differ.
+            ValueError: wrong shapes or dtype, `steps < 1`, an unknown schedule, or shorter sides
+                that differ.
         """
         m = problems[0].m
         dtype = m.dtype if self.dtype is None else self.dtype
         for problem in problems:
-            _check(*problem, self.tolerance, self.max_evaluations)
+            _check(*problem)
         short = [min(problem.m.shape[1:]) for problem in problems]
         if len(set(short)) > 1:
             raise ValueError(f"problems must have equal shorter sides, got {short}")
@@ -185,16 +194,12 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     return solution
 
 
-def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int) -> None:
+def _check(m: Tensor, u: Tensor, v: Tensor) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
         raise ValueError(f"m, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
     if m.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"m must be float32 or float64, got {m.dtype}")
-    if max_evaluations < 1:
-        raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations}")
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive, got {tolerance}")
 
 
 class _Refinement:
