@@ -252,8 +252,8 @@ def _load(path: Path, origin: str = "") -> Content:
 
 
 def _checked(text: str) -> yaml.Node | None:
-    """The root of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, and for 010,
-    1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10."""
+    """The root of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a value
+    that its tag does not fit, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10."""
     root = yaml.compose(text, yaml.SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
     for node in nodes:  # which grows, without end where an alias has itself inside
@@ -265,6 +265,13 @@ def _checked(text: str) -> yaml.Node | None:
             nodes += node.value
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
             raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {node.value}")
+        elif node.tag.endswith((":bool", ":int", ":float", ":timestamp")):
+            try:
+                yaml.SafeLoader("").construct_object(node)
+            except (AttributeError, LookupError) as error:  # as for !!bool foo
+                tag = node.tag.rpartition(":")[2]
+                rule = f"a value must be what its tag says, got !!{tag} {node.value!r:.80}"
+                raise yaml.YAMLError(rule) from error
     return root
 
 
