@@ -7,7 +7,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup data corpus study train reproduce pages lint clean \
-    test test-unit test-ranks test-rehearsal test-smoke test-all test-cluster
+    test test-all test-cluster
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -37,8 +37,8 @@ made-docs/papers.md := scripts/paper.py --page
 made-docs/models.md := -m tests.families
 made-docs/parallelism.md := -m tests.support_matrix
 
-# Parts of `make test`, two workers each, by their folders; PARTS="unit smoke" runs these two.
-PARTS ?= unit ranks rehearsal smoke
+# Parts of `make test` by their folders; PARTS="unit smoke" runs these two.
+PARTS ?= ranks rehearsal smoke unit
 unit := tests/unit tests/parity tests/gpu
 ranks := tests/distributed
 rehearsal := tests/rehearsal
@@ -62,7 +62,7 @@ ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm
     tests/unit/models tests/parity
 
 # Tests of a file stay on one worker: they share what is dear to make.
-PYTEST = $(PY) -m pytest -q -rs --processor-seconds -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(PY) -m pytest -q -rs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
 # With small matrices one thread per rank is faster than ranks that compete for cores.
@@ -103,10 +103,8 @@ study: data/corpus/manifest.json  ## tune and compare the optimizers: about two 
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
 	$(PY) pretrain.py --ranks $(NPROC) --config $(CONFIG) $(ARGS)
 
-test: $(addprefix test-,$(PARTS))  ## run the tests of every change: seven minutes of two cores
-
-test-unit test-ranks test-rehearsal test-smoke: test-%: $(SETUP)
-	$(call timed,$(PYTEST) -m "not slow" $($*))
+test: $(SETUP)  ## run the tests of every change: ten minutes of two cores
+	$(call timed,$(PYTEST) -m "not slow" $(foreach part,$(PARTS),$($(part))))
 
 test-all: $(if $(PART),$(PART:%=slow-%),test $(SLOW_PARTS) slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them
 

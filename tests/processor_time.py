@@ -1,4 +1,4 @@
-"""Processor time of every test file, which `make test` prints.
+"""Processor time of the parts of `make test` and of their dearest files, which it prints.
 
 Wall time says how busy a machine is; processor time says what a test costs, twice as much on a busy
 machine. The sum covers the test process and all its descendants: programs that tests start, and
@@ -12,23 +12,17 @@ from pathlib import Path
 import pytest
 
 FIRST = (
+    "tests/smoke/test_readme.py",
     "tests/distributed/test_layouts.py",
     "tests/distributed/test_runs.py",
     "tests/distributed/test_state.py",
     "tests/rehearsal/test_programs.py",
     "tests/rehearsal/test_layouts.py",
-    "tests/rehearsal/test_command.py",
-    "tests/rehearsal/test_times.py",
-    "tests/rehearsal/test_mutants.py",
     "tests/smoke/test_restart.py",
     "tests/unit/training/checkpoint/test_checkpoint.py",
     "tests/unit/training/test_survival.py",
     "tests/unit/scripts/test_prepare_data.py",
-    "tests/unit/scripts/test_study.py",
-    "tests/unit/scripts/test_kills.py",
-    "tests/unit/scripts/test_export.py",
     "tests/unit/spectral/test_kernels.py",
-    "tests/unit/spectral/test_memory.py",
 )
 """The dearest files. They begin first, so that no worker is left alone with one at the end."""
 
@@ -84,9 +78,15 @@ class ProcessorTime:
             self.files[file] = self.files.get(file, 0.0) + float(seconds)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the sum and the dearest files."""
+        """Print the sum of each part and the dearest files."""
         write = terminalreporter.write_line
-        write(f"{sum(self.files.values()):.0f} processor seconds in tests, most of them in")
+        parts: dict[str, float] = {}
+        for file, seconds in self.files.items():
+            part = "/".join(file.split("/")[:2])
+            parts[part] = parts.get(part, 0.0) + seconds
+        for part in sorted(parts):
+            write(f"{parts[part]:8.1f} s  {part}")
+        write(f"{sum(parts.values()):8.1f} processor seconds in tests, most of them in")
         for file in sorted(self.files, key=self.files.__getitem__, reverse=True)[:SHOWN]:
             write(f"{self.files[file]:8.1f} s  {file}")
 

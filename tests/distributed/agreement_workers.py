@@ -5,6 +5,7 @@ import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -12,16 +13,17 @@ import pretrain
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import read_config
+from training import errors
 from training.loop import StepResult, Trainer
 from training.run import train
 
 
 def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
     """Return the exit code of pretrain.py, with this rank's overrides, and what it printed as
-    errors."""
+    errors. No torchrun would stop the other ranks: they wait for it only briefly."""
     said = StringIO()
     mine = overrides[int(os.environ["RANK"])]
-    with redirect_stderr(said):
+    with redirect_stderr(said), patch.object(errors, "PATIENCE", 0.5):
         code = pretrain.main(["--config", config, *mine])
     return code, said.getvalue()
 

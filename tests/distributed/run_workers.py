@@ -17,7 +17,7 @@ from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from parallel.optimizer.build import DisagreementError
 from tests.distributed.state_workers import label, started
-from tests.run_configs import RULES, read_config
+from tests.run_configs import read_config
 from tests.saved_state import save_state
 from training import restore as restoring
 from training.build import build_data, build_trainer
@@ -28,22 +28,16 @@ from training.loop import Outcome, StepResult, Trainer
 from training.restore import restore
 from training.run import train
 
-PREEMPTIONS = 5
+PREEMPTIONS = 3
 BF16: dict[str, Any] = {"train__precision": "bf16"}
 
 
-def runs(
-    folder: str,
-    layouts: list[dict[str, int]],
-    twice: list[tuple[dict[str, int], str, str | None]],
-    keys: dict[str, Any],
-) -> list[str]:
+def runs(folder: str, layouts: list[dict[str, int]], keys: dict[str, Any]) -> list[str]:
     """Make the runs of `folder` and return what only this rank can say of them.
 
     That is its stacks during a hang, and what it finds of copies that differ.
 
     layouts that continue FOLDER/one from step 2 to step 4
-    twice   (layout, rule, evaluator of PC layers) that runs whole, and in parts
     keys    of every run's config
     """
     said = []
@@ -52,27 +46,16 @@ def runs(
             same_layout(folder, groups, keys)
             said.append(hang(folder, groups, keys))
         said.append(other_layout(folder, groups, layout, keys))
-        for case in twice:
-            if case[0] == layout:
-                resumed_twice(folder, groups, *case, keys)
+        if layout == {"tensor": 2}:
+            resumed_twice(folder, groups, keys | {"parallel__tensor": 2})
     return said
 
 
-def resumed_twice(
-    folder: str,
-    groups: Groups,
-    layout: dict[str, int],
-    rule: str,
-    evaluator: str | None,
-    keys: dict[str, Any],
-) -> None:
-    """Train FOLDER/NAME whole in one start, and FOLDER/NAME twice in three starts, in bfloat16."""
-    name = " ".join([label(layout), rule, evaluator or "plain"])
-    more = {f"parallel__{key}": size for key, size in layout.items()}
-    more |= {"optimizer__matrix__rule": rule, "optimizer__matrix__lr": RULES[rule]}
-    more |= BF16 | {"train__steps": 3, "checkpoint__keep_last": 1, "validation__interval": 1}
-    if evaluator is not None:
-        more |= {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
+def resumed_twice(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
+    """Train "FOLDER/resumed whole" in one start, and "FOLDER/resumed twice" in three, in bfloat16
+    and with PC layers."""
+    name, more = "resumed", BF16 | {"pc__level": 2, "train__steps": 3}
+    more |= {"checkpoint__keep_last": 1, "validation__interval": 1}
     for stop in (1, 2, 3):
         twice = {**keys, **more, "train__exit_step": stop, "run__dir": f"{folder}/{name} twice"}
         assert train(read_config(folder, **twice), groups).step == stop
@@ -130,12 +113,12 @@ def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
 
     A signal to either rank, or a STOP file, stops it at random.
     """
-    more = {"train__steps": 12, "train__exit_step": 12, "validation__interval": 2}
+    more = {"train__steps": 8, "train__exit_step": 8, "validation__interval": 2}
     more |= BF16 | {"checkpoint__interval": 5}
     config = read_config(folder, **{**keys, **more}, run__dir=f"{folder}/whole")
     train(config, groups)
     config = read_config(folder, **{**keys, **more}, run__dir=f"{folder}/preempted")
-    chance = random.Random(0)
+    chance = random.Random(13)  # a signal to either rank, and a STOP file
     reasons = [preempted(config, groups, chance) for _ in range(PREEMPTIONS)]
     if groups.rank == 0:
         Path(f"{folder}/reasons.txt").write_text("\n".join(reasons))

@@ -12,6 +12,7 @@ from tests.distributed.export_workers import LENGTH, VOCABULARY
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3
 from tests.launch import run_on_ranks
 from tests.models import tokens_of
+from tests.slow_cases import slow_but
 
 TENSOR, PIPELINE = {"parallel__tensor": 2}, {"parallel__pipeline": 2}
 EXPERT = {"parallel__expert": 2}
@@ -31,7 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = (PADDED, "llama pipeline pc", "qwen3 tensor pc in graph", "deepseek expert pc")
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_transformers_computes_what_was_trained(name: str, folder: str) -> None:
     keys = CASES[name] | ({} if name == PADDED else EXACT)
     arguments = {"folder": folder, "keys": keys}

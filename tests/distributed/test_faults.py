@@ -11,7 +11,7 @@ from tests.token_files import write_token_set
 EVERY_POINT = pytest.param(1, id="every point", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
 
 
-@pytest.fixture(scope="module", params=[EVERY_POINT, pytest.param(12, id="some points")])
+@pytest.fixture(scope="module", params=[EVERY_POINT, pytest.param(16, id="some points")])
 def report(request, tmp_path_factory) -> dict[str, Any]:
     """What became of all faults."""
     folder: Path = tmp_path_factory.mktemp("faults")

@@ -69,29 +69,32 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 UNLIKE = {"train__loss_chunk": 13, "train__compile": "aot_eager"}
 IN_GRAPH = {"pc__evaluator": "in_graph"}
 OWNER = {"optimizer__distributed__storage": "owner"}
-CASES: list[tuple[str, str, dict[str, Any]]] = [
+Run = tuple[str, str, dict[str, Any]]
+FAST: list[Run] = [
     ("data 2", "dense", {}),
     ("data 2", "bfloat16", OWNER),
     ("data 2", "PC layers", IN_GRAPH),
     ("tensor 2", "dense", {}),
     ("tensor 2", "sphere", UNLIKE),
-    ("tensor 2", "PC layers", {}),
     ("tensor 2", "PC layers of AdamW", IN_GRAPH),
     ("tensor 2", "bfloat16", {}),
-    ("tensor 2", "experts", {}),
     ("pipeline 2", "dense", {}),
-    ("pipeline 2", "PC layers of AdamW", {}),
-    ("pipeline 2", "bfloat16", {}),
     ("context 2", "dense", {}),
     ("expert 2", "experts", {}),
+    ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
+]
+"""Layout, run, and keys in which it is unlike that of one process."""
+SLOW: list[Run] = [
+    ("tensor 2", "PC layers", {}),
+    ("tensor 2", "experts", {}),
+    ("pipeline 2", "PC layers of AdamW", {}),
+    ("pipeline 2", "bfloat16", {}),
     ("expert 2", "experts, PC layers", IN_GRAPH),
     ("expert 2", "latent attention", {"train__recompute": "selective"}),
     ("expert tensor 2", "experts", {}),
-    ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
     ("tensor 2, pipeline 2", "sphere", {}),
     ("expert 2, expert tensor 2", "experts", {}),
 ]
-"""Layout, run, and keys in which it is unlike that of one process."""
 
 # float32: sums over ranks have another order, and msign amplifies their rounding (about 1e-7) in
 # directions that hardly occur in the momentum. In bfloat16 a gradient that differs in its last bits
@@ -122,32 +125,38 @@ def on_ranks(ranks: int, folder: str, cases: dict[str, Case]) -> list[Results]:
     return run_on_ranks(ranks, "tests.distributed.workers", "runs", arguments)
 
 
-@pytest.fixture(scope="module")
-def alone(folder) -> Results:
+def in_one_process(folder: str, runs: list[Run]) -> Results:
     """The runs in one process: the reference."""
-    cases = {run: ({}, rule, COMMON | keys) for run, (rule, keys) in RUNS.items()}
+    cases = {run: ({}, RUNS[run][0], COMMON | RUNS[run][1]) for _, run, _ in runs}
     return on_ranks(1, folder, cases)[0]
 
 
-@pytest.fixture(scope="module")
-def shared(folder) -> dict[str, list[dict[str, Any]]]:
+def on_several_ranks(folder: str, runs: list[Run]) -> dict[str, list[dict[str, Any]]]:
     """What all ranks have of the runs on two or four ranks, by "layout: run"."""
     by_ranks: dict[int, dict[str, Case]] = {2: {}, 4: {}}
-    for name, run, changes in CASES:
+    for name, run, changes in runs:
         layout, _ = row_of(name)
         rule, keys = RUNS[run]
         case = (layout, rule, COMMON | keys | changes)
         by_ranks[max(2, prod(layout.values()))][f"{name}: {run}"] = case
     found = {}
-    for ranks, cases in by_ranks.items():
+    for ranks, cases in filter(lambda item: item[1], by_ranks.items()):
         results = on_ranks(ranks, folder, cases)
         found |= {name: [rank[name] for rank in results] for name in cases}
     return found
 
 
-@pytest.mark.parametrize(("layout", "run", "changes"), CASES)
-def test_a_run_is_that_of_one_process(layout, run, changes, alone, shared):
-    compare(layout, run, changes, shared[f"{layout}: {run}"], alone[run])
+@pytest.fixture(scope="module", params=[FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
+def found(request, folder) -> tuple[list[Run], Results, dict[str, list[dict[str, Any]]]]:
+    """Runs, and what one process and several ranks have of them."""
+    runs = request.param
+    return runs, in_one_process(folder, runs), on_several_ranks(folder, runs)
+
+
+def test_runs_are_those_of_one_process(found):
+    runs, alone, shared = found
+    for layout, run, changes in runs:
+        compare(layout, run, changes, shared[f"{layout}: {run}"], alone[run])
 
 
 def compare(
@@ -210,8 +219,11 @@ def compare_lines(found: dict[int, Any], expected: dict[int, Any], *, mixed: boo
             assert found[4]["units"][name][figure] == close, (name, figure)
 
 
-def test_the_runs_are_runs(alone, folder):
+def test_the_runs_are_runs(found, folder):
     """The reference chooses tokens and stays on its spheres."""
+    runs, alone, _ = found
+    if runs is SLOW:
+        pytest.skip("the runs of the fast test are looked at")
     assert len({token for row in alone["dense"]["tokens"] for token in row}) > 3
     rule, keys = RUNS["sphere"]
     routes = config_routes(tiny_config(folder, rule, **COMMON, **keys))

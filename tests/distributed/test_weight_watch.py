@@ -4,6 +4,7 @@ import pytest
 
 from tests.launch import run_on_ranks
 from tests.run_configs import tiny_config
+from tests.slow_cases import slow_but
 from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.watch_workers"
@@ -19,7 +20,7 @@ CASES = {
 KINDS = {"parameter": "parameter", "master": "master", "kept": "owner's", "PC layer": "owner's"}
 
 
-@pytest.fixture(scope="module", params=[{}, {"tensor": 2}], ids=["data 2", "tensor 2"])
+@pytest.fixture(scope="module", params=slow_but([{}], [{}, {"tensor": 2}]), ids=str)
 def found(request, tmp_path_factory):
     """By case, the step at which each rank ended and what it said; and the layout."""
     folder = tmp_path_factory.mktemp("flips")

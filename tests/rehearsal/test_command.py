@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -14,6 +15,8 @@ from tests.families import overrides, settings
 from tests.paths import ROOT
 from tests.rehearsal.programs import SHAPE
 from tests.run_configs import tiny_config
+from training.rehearsal import rehearse as rehearsal
+from training.rehearsal.processes import Processes
 
 FIGURES = {
     "launches", "triton_launches", "collectives", "collective_bytes", "host_reads",
@@ -22,8 +25,12 @@ FIGURES = {
 
 
 @pytest.fixture
-def rehearse(tmp_path):
-    """Function that rehearses the tiny config with some options, and returns the exit code."""
+def rehearse(tmp_path, processes, monkeypatch):
+    """Function that rehearses the tiny config with some options, and returns the exit code.
+
+    It takes the processes of all tests: to start others takes longer than the rehearsal.
+    """
+    monkeypatch.setattr(rehearsal, "Processes", lambda: nullcontext(processes))
     tiny_config(str(tmp_path), "muon", **SHAPE | overrides(settings("llama")))
     changes = [f"{key.replace('__', '.')}={value}" for key, value in SHAPE.items()]
 
@@ -34,7 +41,7 @@ def rehearse(tmp_path):
     return call
 
 
-def test_a_run_that_would_not_break(rehearse, processes, tmp_path, capsys):
+def test_a_run_that_would_not_break(rehearse, tmp_path, capsys):
     # Samples of text are left out of what is rehearsed.
     samples = ("validation.samples_interval=2", "validation.samples_tokens=4")
     assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json"), *samples) == 0
@@ -52,7 +59,7 @@ def test_a_run_that_would_not_break(rehearse, processes, tmp_path, capsys):
     assert plain["host_reads"] == plain["synchronizations"] == 0 < plain["collective_bytes"]
 
 
-def test_a_run_that_would_break_says_where(rehearse, processes, tmp_path, capsys):
+def test_a_run_that_would_break_says_where(rehearse, tmp_path, capsys):
     (tmp_path / "small.yaml").write_text("{base: h100, name: small, memory_bytes: 300000}")
     device = str(tmp_path / "small.yaml")
     code = rehearse("--gpus", "1", "--device", device, "--json", str(tmp_path / "report.json"))
@@ -80,12 +87,14 @@ def test_wrong_input_is_said_and_exits_with_2(options, words, rehearse, capsys):
 
 
 def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rehearsal, "Processes", Processes)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert rehearse("--gpus", "1") == 2
     assert "there is no no-such-compiler here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_lives_on_when_it_is_stopped(tmp_path):
     """The ranks that are being rehearsed end with the command, which SIGTERM ends."""
     command = [sys.executable, "pretrain.py", "--config", "configs/llama271m_sso.yaml"]

@@ -61,7 +61,7 @@ AXES = {
     "context": (4, {"parallel__context": 2}),
     "expert": (4, {"parallel__expert": 2}),
 }
-QUICK = {("llama", "pipeline"), ("moe", "expert")}
+QUICK = {("llama", "pipeline")}
 """What runs in every test run; the others go through the same code."""
 OFF = {
     ("gpt", "pipeline"): "the plan of its first stage is 6% below the peak",

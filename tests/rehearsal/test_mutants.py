@@ -19,7 +19,7 @@ def broken(processes, config, world, mutant):
     ("mutant", "words"),
     [
         SLOW("no_wait_for_weights", "all_gather"),
-        ("no_wait_for_gradients", "reduce_scatter"),
+        SLOW("no_wait_for_gradients", "reduce_scatter"),
         SLOW("streams_are_not_joined", "what nothing orders after"),
         ("streams_do_not_wait", "what nothing orders after"),
     ],
@@ -34,7 +34,7 @@ def test_accesses_in_no_order_are_found(mutant, words, processes, tmp_path):
     ("mutant", "words", "changes"),
     [
         SLOW("generators_are_not_seeded", "is not added", {"parallel__tensor": 2}),
-        ("loss_stays_on_the_host", "over nccl of a tensor on cpu", {}),
+        SLOW("loss_stays_on_the_host", "over nccl of a tensor on cpu", {}),
         SLOW("batches_stay_on_the_host", "device", {}),
         (
             "step_reads_in_a_graph",
@@ -70,7 +70,9 @@ def test_waits_of_the_host_are_found(mutant, place, changes, processes, tmp_path
     assert any(each.startswith(place) for each in plain_waits(report)), report.error
 
 
-@pytest.mark.parametrize(("mutant", "found"), [("user_wants_tf32", 0), ("optimizer_in_tf32", 1)])
+@pytest.mark.parametrize(
+    ("mutant", "found"), [SLOW("user_wants_tf32", 0), ("optimizer_in_tf32", 1)]
+)
 def test_products_of_the_optimizer_are_ieee_whatever_the_forward_pass_has(
     mutant, found, processes, tmp_path
 ):

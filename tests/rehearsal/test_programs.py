@@ -107,6 +107,7 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_p
     assert compiled.launches < single.launches and compiled.kernel_seconds < single.kernel_seconds
 
 
+@pytest.mark.slow
 def test_ligers_loss_is_a_kernel_forward_and_one_backward(processes, tmp_path):
     reports = [
         rehearse(processes, program(tmp_path, WORLD, train__fused_loss=how))
@@ -120,7 +121,9 @@ def test_ligers_loss_is_a_kernel_forward_and_one_backward(processes, tmp_path):
     assert liger.launches < engine.launches
 
 
-@pytest.mark.parametrize(("backend", "reads"), [("grouped", 0), ("sequential", 1)])
+@pytest.mark.parametrize(
+    ("backend", "reads"), slow_but([("grouped", 0)], [("grouped", 0), ("sequential", 1)])
+)
 def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_path):
     """Megatron's own dispatcher waits three times per layer and pass."""
     config = program(tmp_path, 1, "moe", model__moe__backend=backend)

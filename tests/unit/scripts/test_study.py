@@ -164,6 +164,7 @@ def test_what_is_no_study_is_refused(study_file, change, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_candidate_of_the_studies_is_a_config(root):
     for path in STUDIES:
         study = read_study(path)

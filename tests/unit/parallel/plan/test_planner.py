@@ -152,7 +152,8 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
     assert stage.imbalance <= 1.06
 
 
-def test_tens_of_thousands_of_ranks_can_be_planned():
+@pytest.mark.parametrize("ranks", [4_096, pytest.param(65_536, marks=pytest.mark.slow)])
+def test_thousands_of_ranks_can_be_planned(ranks):
     units, assign, _ = case("llama1b_sso")
-    stage = plan_stage([units], assign, PlanInputs(data=65_536))
+    stage = plan_stage([units], assign, PlanInputs(data=ranks))
     assert stage.padding <= 0.01 * stage.parameters
