@@ -104,7 +104,7 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 	$(PY) pretrain.py --ranks $(NPROC) --config $(CONFIG) $(ARGS)
 
 test: $(SETUP)  ## run the tests of every change: ten minutes of two cores
-	$(call timed,$(PYTEST) -m "not slow" $(foreach part,$(PARTS),$($(part))))
+	$(call timed,$(PYTEST) -m "not slow" $(foreach part,$(PARTS),$(or $($(part)),$(error PARTS has no $(part)))))
 
 test-all: $(if $(PART),$(PART:%=slow-%),test $(SLOW_PARTS) slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them
 

@@ -56,7 +56,10 @@ class _Dumper(yaml.SafeDumper):
     """Writes a text that looks like a number in quotes."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # the second of which is refused if plain
+    _Dumper.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(f"({_pattern})$"), list("-+.0123456789")
+    )
 
 
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
@@ -266,8 +269,11 @@ def _checked(text: str) -> yaml.Node | None:
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
             raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {node.value}")
         elif node.tag.endswith((":bool", ":int", ":float", ":timestamp")):
+            loader: Any = yaml.SafeLoader("")
+            if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:
+                continue  # without a tag of its own, such as 2024-31-12, which is a text
             try:
-                yaml.SafeLoader("").construct_object(node)
+                loader.construct_object(node)
             except (AttributeError, LookupError) as error:  # as for !!bool foo
                 tag = node.tag.rpartition(":")[2]
                 rule = f"a value must be what its tag says, got !!{tag} {node.value!r:.80}"

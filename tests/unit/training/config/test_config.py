@@ -218,6 +218,8 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="$\\"), min_size
 
 
 @example(lr=0.5, epsilon=0.5, steps=101, name="1e5", folder="1_0")
+@example(lr=0.5, epsilon=0.5, steps=101, name="09_30", folder="1_000.5e3")
+@example(lr=0.5, epsilon=0.5, steps=101, name="2024-31-12", folder="0:30")
 @given(lr=FLOATS, epsilon=FLOATS, steps=st.integers(101, 10**9), name=NAMES, folder=NAMES)
 def test_the_written_config_loads_to_an_equal_one(
     tmp_path_factory: pytest.TempPathFactory,
