@@ -81,7 +81,7 @@ class Side:
     """
 
     def __init__(self, ways: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
-        """Sort the parts of the ways of matrices, each with its transfer."""
+        """Sort `ways`, the parts of matrices, each with its transfer."""
         self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
         parts = [(t, part) for t, part in ways if not t.is_local]
         # Sender and receiver go through the parts of a pair of ranks in the same order.

@@ -241,10 +241,11 @@ def _load(path: Path, origin: str = "") -> Content:
     with _readable(f"{name} is not valid YAML"):
         try:
             size = path.stat().st_size
-            wrong = not path.is_file() and "be a file"
-            wrong = wrong or size > LARGEST and f"have at most {LARGEST} bytes, got {size}"
-            if wrong:
-                raise InvalidConfigError([f"config {name}{origin} must {wrong}"])
+            if not path.is_file():
+                raise InvalidConfigError([f"config {name}{origin} must be a file"])
+            if size > LARGEST:
+                rule = f"must have at most {LARGEST} bytes, got {size}"
+                raise InvalidConfigError([f"config {name}{origin} {rule}"])
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             problem = f"cannot read config {name}{origin}: {error.strerror or error}"
