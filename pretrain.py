@@ -171,17 +171,17 @@ def without_ranks(arguments: Sequence[str]) -> Iterator[str]:
 
 def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     """Do what the command line asks for, on this rank, and return the exit code."""
-    from models.engine import EngineError, check_engine, import_quietly
+    from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
     from training.machine.start import prepare
 
-    import_quietly()
     try:
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(to_yaml(config), end="")
             return 0
         prepare(config)
+        import_engine()
         untested = check_engine()
         if untested is not None and rank() == 0:
             print(f"warning: {untested}", file=sys.stderr)

@@ -24,10 +24,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export or import, as the command line says."""
     options = parse(arguments)
-    from models.engine import EngineError, check_engine, import_quietly  # here: it takes seconds
+    from models.engine import EngineError, check_engine, import_engine  # here: it takes seconds
 
-    import_quietly()
     try:
+        import_engine()
         untested = check_engine()
         if untested is not None:
             print(f"warning: {untested}", file=sys.stderr)

@@ -28,9 +28,9 @@ MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformer
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, print the table and write the results."""
     options = parse(arguments)
-    from models.engine import import_quietly  # here: it takes seconds
+    from models.engine import import_engine  # here: it takes seconds
 
-    import_quietly()
+    import_engine()
     _evaluate(options)
     return 0
 

@@ -46,9 +46,9 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
         return
     if not source.is_dir():
         raise InputError(f"no run, checkpoint or exported model at {source}")
-    from models.engine import import_quietly  # here: it takes seconds
+    from models.engine import import_engine  # here: it takes seconds
 
-    import_quietly()
+    import_engine()
     from scripts.huggingface.export import Options, export
 
     if not any((source / name).exists() for name in ("checkpoints", "meta.json")):

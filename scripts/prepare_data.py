@@ -60,9 +60,9 @@ def _prepare(options: argparse.Namespace) -> None:
         print(f"{options.output} already holds this preparation")
         return
     check_replaceable(output, options.overwrite)
-    from models.engine import import_quietly  # here: it takes seconds
+    from models.engine import import_engine  # here: it takes seconds
 
-    import_quietly()
+    import_engine()
     from scripts.data.preparation import prepare
 
     manifest = prepare(

@@ -38,9 +38,9 @@ GOOD = "good"
 
 def verified(path: Path) -> Iterator[Row]:
     """Yield the rows of one path, by what lies there. Raises InputError if it is none of ours."""
-    from models.engine import import_quietly
+    from models.engine import import_engine
 
-    import_quietly()
+    import_engine()
     from training.checkpoint.files import COMPLETE, FOLDER, META
 
     if (path / MANIFEST_FILE).is_file():

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 from tests.paths import ROOT
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["training.run"])
+FORKS.set_forkserver_preload(["tests.engine", "training.run"])
 OURS = r"(models|parallel|spectral|tests|training)\."
 """Modules that warnings are attributed to as errors: what newer releases of torch say of calls."""
 GRACE = 30.0

@@ -16,7 +16,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from models.blocks.heads import HeadFunctions, split_heads
 from models.blocks.norm import RMSNorm
@@ -244,6 +243,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
+            from torch.nn.attention.bias import causal_lower_right  # here: it loads the compiler
+
             mask = causal_lower_right(q.shape[2], k.shape[2])
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped

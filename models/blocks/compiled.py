@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
-import torch._dynamo.config as dynamo
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
@@ -44,6 +43,8 @@ class Fused:
     """The compiled functions of a model, by `torch.compile`'s `backend`."""
 
     def __init__(self, backend: str) -> None:
+        import torch._dynamo.config as dynamo  # here: it takes a second
+
         self.backend = backend
         # A keyword of torch.compile too, but not before torch 2.13.
         dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)

@@ -29,9 +29,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly
+from models.engine import import_engine
 
-import_quietly()
+import_engine()
 
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all

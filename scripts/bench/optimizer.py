@@ -32,9 +32,9 @@ from torch.nn import Parameter
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly
+from models.engine import import_engine
 
-import_quietly()
+import_engine()
 
 from models.units import Unit
 from parallel.optimizer.routing import Assign, Assignment

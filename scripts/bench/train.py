@@ -41,9 +41,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly
+from models.engine import import_engine
 
-import_quietly()
+import_engine()
 
 from models.size import model_size
 from parallel.comm import groups as process_groups

@@ -127,9 +127,9 @@ def arguments(command: str) -> tuple[Path, list[str]]:
 
 def provenance(folder: Path, command: str) -> dict[str, Any]:
     """Return what made a run: command, commit, versions, config by its hash, last step."""
-    from models.engine import import_quietly  # here: it takes seconds
+    from models.engine import import_engine  # here: it takes seconds
 
-    import_quietly()
+    import_engine()
     from training.checkpoint.files import read_checkpoint
 
     config, saved = load_config(*arguments(command)), folder / "config.yaml"

@@ -59,9 +59,9 @@ class Worker:
 
 def serve() -> None:
     """Answer standard input until it ends."""
-    from models.engine import import_quietly  # here: it takes seconds
+    from models.engine import import_engine  # here: it takes seconds
 
-    import_quietly()
+    import_engine()
     for name in IMPORTED:
         importlib.import_module(name)
     for line in sys.stdin:
