@@ -9,7 +9,7 @@ from models.pc_config import PCConfig
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer.clip_and_step import Update
-from spectral.optimizer import SpectralOptimizer
+from spectral import AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralOptimizer, SpectralSphere
 from spectral.rules import RULES
 from tests.stepped_models import assigned, stepped_model
 from training.config.optimizer import GroupConfig, OptimizerConfig, RulesConfig
@@ -51,6 +51,10 @@ def built(
         pc=PC[pc],
     )
     return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)
+
+
+KINDS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
+"""The library's optimizers that a CUDA graph may hold."""
 
 
 def library_optimizer(

@@ -219,11 +219,10 @@ def compare_lines(found: dict[int, Any], expected: dict[int, Any], *, mixed: boo
             assert found[4]["units"][name][figure] == close, (name, figure)
 
 
+@pytest.mark.parametrize("found", [FAST], indirect=True)
 def test_the_runs_are_runs(found, folder):
     """The reference chooses tokens and stays on its spheres."""
-    runs, alone, _ = found
-    if runs is SLOW:
-        pytest.skip("the runs of the fast test are looked at")
+    _, alone, _ = found
     assert len({token for row in alone["dense"]["tokens"] for token in row}) > 3
     rule, keys = RUNS["sphere"]
     routes = config_routes(tiny_config(folder, rule, **COMMON, **keys))

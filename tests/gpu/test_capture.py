@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from spectral.cuda_graph import WARM_UP, CapturedStep
-from spectral.optimizer import (
-    AdamW,
-    Muon,
-    MuonPlusPlus,
-    MuonSphere,
-    SpectralOptimizer,
-    SpectralSphere,
-)
-from tests.update_cases import library_optimizer
+from spectral.optimizer import SpectralOptimizer
+from tests.update_cases import KINDS, library_optimizer
 
-KINDS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
 STEPS = WARM_UP + 4
 
 

@@ -192,6 +192,10 @@ with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         ("from spectral import Muon, SpectralSphere\n", ["True", "False"]),
         (HELP, ["False", "False"]),
         ("import scripts.prepare_data\n", ["False", "False"]),
+        (
+            "from models.engine import import_engine; import_engine(); import training.run\n",
+            ["True", "False"],
+        ),
     ],
 )
 def test_the_compiler_is_not_imported(root: Path, code: str, loaded: list[str]) -> None:

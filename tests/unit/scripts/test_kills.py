@@ -26,9 +26,7 @@ from tests.run_results import same_state
 from tests.token_files import write_token_set
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, problems, read_checkpoint
 
-FORKS.set_forkserver_preload(
-    ["tests.engine", "training.run", "transformers", "pyarrow", "tokenizers"]
-)
+FORKS.set_forkserver_preload(["tests.engine", "training.run", "transformers", "tokenizers"])
 KILLS = 50
 
 

@@ -4,19 +4,10 @@ import pytest
 import torch
 
 from spectral.cuda_graph import CapturedStep
-from spectral.optimizer import (
-    AdamW,
-    Muon,
-    MuonPlusPlus,
-    MuonSphere,
-    SpectralOptimizer,
-    SpectralSphere,
-)
+from spectral.optimizer import Muon, SpectralOptimizer, SpectralSphere
 from tests.live_bytes import held_and_peak_bytes
 from tests.step_trace import traced, without_eigensolvers
-from tests.update_cases import library_optimizer
-
-KINDS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
+from tests.update_cases import KINDS, library_optimizer
 
 
 def parameters(optimizer: SpectralOptimizer) -> list[torch.Tensor]:
