@@ -95,5 +95,7 @@ def named(word: str, options: Iterable[str]) -> str:
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
-    """Return the option most like `word`, or None if none is like it."""
-    return next(iter(difflib.get_close_matches(word, list(options), n=1)), None)
+    """Return the option most like `word` in any case of letters, or None if none is like it."""
+    in_lower_case = {option.lower(): option for option in options}
+    near = difflib.get_close_matches(word.lower(), in_lower_case, n=1)
+    return in_lower_case[near[0]] if near else None

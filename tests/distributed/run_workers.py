@@ -126,7 +126,7 @@ def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
 
 
 def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
-    """Why a start of the run stopped, after one to three steps."""
+    """Why a start of the run stopped, after one or two steps."""
     # All ranks draw the same numbers.
     how, steps = chance.choice(["signal 0", "signal 1", "STOP file"]), chance.randint(1, 2)
     number = chance.choice([signal.SIGTERM, signal.SIGUSR1])

@@ -171,7 +171,12 @@ def read_saved(path: Path) -> Content:
 
 def to_text(content: Content) -> str:
     """Return plain values as YAML that both `read_merged` and `read_saved` read as they are."""
-    return yaml.dump(escaped(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return as_yaml(escaped(content))
+
+
+def as_yaml(content: Content) -> str:
+    """Return plain values as YAML that `read_merged` reads, references resolved."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def escaped(value: Any) -> Any:

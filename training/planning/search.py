@@ -11,12 +11,10 @@ from dataclasses import asdict
 from heapq import nsmallest
 from typing import Any, Final
 
-import yaml
-
 from parallel.plan.devices import GIB
 from parallel.plan.lower_bound import fits_at_best, least_seconds
 from training.config.checks import divisors
-from training.config.files import escaped, merged_overrides, over
+from training.config.files import as_yaml, escaped, merged_overrides, over
 from training.planning.layouts import AXES, LEVELS, Changes, Layouts, Variant, by_section, changed
 from training.planning.remedies import LOSS_CHUNK
 from training.report.table import table
@@ -144,6 +142,4 @@ def overlay(
         "# another width, batch or number of tokens see docs/planning.md, Rates and batch.\n"
         f"base: {base}\n\n"
     )
-    return head + yaml.safe_dump(
-        content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
-    )
+    return head + as_yaml(content)

@@ -41,7 +41,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
 
 
 def test_a_fitted_layout_is_a_config(tmp_path, capsys):
-    written = str(tmp_path / "mine.yaml")
+    written = str(tmp_path / "1e5.yaml")
     recipe = str(ROOT / "configs" / "tiny_moe_muon.yaml")
     keys = ["model.vocab_size=512", "train.precision=bf16", "train.global_batch=8"]
     keys += ["train.micro_batch=4"]
@@ -57,7 +57,7 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "NVIDIA A100" in printed and "4 ranks (" in printed and "fits: " in printed
     mine = load_config(written)
-    assert mine.run.name == "mine" and mine.model.vocab_size == 512
+    assert mine.run.name == "1e5" and mine.model.vocab_size == 512
     assert (mine.plan.gpus, mine.plan.device) == (4, "a100")
 
 

@@ -74,7 +74,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.rules.muon.momentum=1.5", "optimizer.rules.muon.momentum must be in [0, 1)"),
         ("optimizer.matrix.rule=muno", "optimizer.matrix.rule must be one of adamw,"),
         ("optimizer.matrix.rule=sso", "got 'sso'; did you mean spectral_sphere?"),
-        ("optimizer.matrix.rule=SpectralSphere", "did you mean spectral_sphere?"),
+        ("optimizer.matrix.rule=SPECTRALSPHERE", "did you mean spectral_sphere?"),
         ("optimizer.matrix.rule=muon++", "got 'muon++'; did you mean muon_plus_plus?"),
         ("model.family=lama", "model.family must be one of llama, qwen3"),
         ("model.qk_norm=true", "model.qk_norm must be false for family llama, got true"),
