@@ -7,6 +7,7 @@ newer one used with a warning.
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -69,20 +70,32 @@ def import_engine() -> None:
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with patch.object(torch, "compile", compiled_at_first_call):
+    with patch.object(torch, "compile", at_first_call(torch.compile)):
         engine_version()
 
 
-def compiled_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, to be compiled when it is called outside a compiled function."""
-    compiled = functools.cache(lambda: torch.compile(function))
+def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compiler`, which is torch.compile, for functions that it is to compile later.
 
-    @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        called = function if torch.compiler.is_compiling() else compiled()
-        return called(*arguments, **named)
+    They are compiled when they are called first, unless a compiled function calls them, of which
+    they become a part. Everything else is compiled at once.
+    """
 
-    return call
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        if not inspect.isfunction(model):
+            return compiler(model, **options)
+        compiled = functools.cache(lambda: compiler(model, **options))
+
+        @functools.wraps(model)
+        def call(*arguments: Any, **named: Any) -> Any:
+            function = model if torch.compiler.is_compiling() else compiled()
+            return function(*arguments, **named)
+
+        return call
+
+    return compile_later
 
 
 @contextlib.contextmanager

@@ -3,10 +3,9 @@
 from importlib.metadata import version
 
 import pytest
-import torch
 from megatron.core import package_info
 
-from models.engine import EngineError, check_engine, compiled_at_first_call, engine_version
+from models.engine import EngineError, at_first_call, check_engine, engine_version
 
 
 def test_installed_release_is_a_tested_one() -> None:
@@ -25,12 +24,10 @@ def test_newer_release_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch) -
     assert check_engine() == "megatron-core 99.0 is newer than 0.19.2, the newest tested"
 
 
-def test_what_the_engine_compiles_is_compiled_at_its_first_call_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled: list[str] = []
-    monkeypatch.setattr(torch, "compile", lambda f: compiled.append(f.__name__) or f)
-    double = compiled_at_first_call(lambda x, *, times: x * times)
+def test_what_the_engine_compiles_is_compiled_at_its_first_call_alone() -> None:
+    compiled: list[dict[str, bool]] = []
+    compiler = at_first_call(lambda f, **options: compiled.append(options) or f)
+    double = compiler(dynamic=True)(lambda x, *, times: x * times)
     assert compiled == []
     assert [double(3, times=2), double(2, times=5)] == [6, 10]
-    assert compiled == ["<lambda>"]
+    assert compiled == [{"dynamic": True}]
