@@ -60,6 +60,7 @@ SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz re
 # What differs between releases of megatron-core.
 ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm_volume state export pc runs) \
     tests/unit/models tests/parity
+ENGINE_SLOW_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts export)
 
 # Tests of a file stay on one worker: they share what is dear to make.
 PYTEST = $(PY) -m pytest -q -rs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
@@ -112,7 +113,7 @@ $(SLOW_PARTS): slow-%: $(SETUP)
 	$(call timed,$(PYTEST) -m slow $(FILES) || [ $$? = 5 ])
 
 slow-engine: .engines/$(ENGINE)
-	$(call timed,PYTHONPATH=$< $(PYTEST) -m "not slow" $(ENGINE_TESTS))
+	$(call timed,export PYTHONPATH=$<; $(PYTEST) -m "not slow" $(ENGINE_TESTS); $(PYTEST) -m slow $(ENGINE_SLOW_TESTS))
 
 # Releases are published for some versions of Python only, though the files that are used run under others.
 .engines/%: | $(SETUP)

@@ -156,7 +156,11 @@ def found(request, folder) -> tuple[list[Run], Results, dict[str, list[dict[str,
 def test_runs_are_those_of_one_process(found):
     runs, alone, shared = found
     for layout, run, changes in runs:
-        compare(layout, run, changes, shared[f"{layout}: {run}"], alone[run])
+        try:
+            compare(layout, run, changes, shared[f"{layout}: {run}"], alone[run])
+        except AssertionError as error:
+            error.add_note(f"in {layout}: {run}")
+            raise
 
 
 def compare(
