@@ -53,8 +53,8 @@ def built(
     return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)
 
 
-KINDS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
-"""The library's optimizers that a CUDA graph may hold."""
+OPTIMIZERS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
+"""Optimizers of the library that a CUDA graph is tried with."""
 
 
 def library_optimizer(

@@ -7,7 +7,7 @@ import torch
 
 from spectral.cuda_graph import WARM_UP, CapturedStep
 from spectral.optimizer import SpectralOptimizer
-from tests.update_cases import KINDS, library_optimizer
+from tests.update_cases import OPTIMIZERS, library_optimizer
 
 STEPS = WARM_UP + 4
 
@@ -23,7 +23,7 @@ def fill(optimizer: SpectralOptimizer, turn: int) -> None:
         optimizer.param_groups[0]["params"][0].grad[0, 0] = torch.nan
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_replayed_step_is_the_launched_one(kind):
     plain, recorded = library_optimizer(kind, "cuda"), library_optimizer(kind, "cuda")
     step = CapturedStep(recorded)
@@ -40,7 +40,7 @@ def test_a_replayed_step_is_the_launched_one(kind):
     step.release()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_does_not_wait_for_the_device(kind):
     optimizer = library_optimizer(kind, "cuda")
     for turn in range(2):

@@ -7,14 +7,14 @@ from spectral.cuda_graph import CapturedStep
 from spectral.optimizer import Muon, SpectralOptimizer, SpectralSphere
 from tests.live_bytes import held_and_peak_bytes
 from tests.step_trace import traced, without_eigensolvers
-from tests.update_cases import KINDS, library_optimizer
+from tests.update_cases import OPTIMIZERS, library_optimizer
 
 
 def parameters(optimizer: SpectralOptimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(kind):
     optimizer = library_optimizer(kind)
     step = CapturedStep(optimizer)
