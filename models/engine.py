@@ -12,7 +12,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from packaging.version import Version
@@ -70,8 +69,12 @@ def import_engine() -> None:
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with patch.object(torch, "compile", at_first_call(torch.compile)):
+    compiler = torch.compile
+    setattr(torch, "compile", at_first_call(compiler))  # noqa: B010
+    try:
         engine_version()
+    finally:
+        setattr(torch, "compile", compiler)  # noqa: B010
 
 
 def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:

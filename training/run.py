@@ -106,7 +106,8 @@ def train(
     facts["data"] |= first_rank(lambda: modification_times(data))
     run_dir = config.run.dir
     with contextlib.ExitStack() as stack:
-        stack.enter_context(repeatable(config.run.deterministic))
+        if config.run.deterministic:
+            stack.enter_context(repeatable())
         first_rank(lambda: stack.enter_context(locked(run_dir)))
         resume = resumed(run_dir, resume, groups.rank)
         chosen = find_start(

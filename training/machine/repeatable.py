@@ -8,19 +8,18 @@ from torch.utils import deterministic
 
 
 @contextmanager
-def repeatable(wanted: bool) -> Iterator[None]:
-    """Context in which PyTorch takes deterministic kernels if `wanted`, as before otherwise.
+def repeatable() -> Iterator[None]:
+    """Context in which PyTorch takes deterministic kernels, as before afterwards.
 
     An operation without one warns and goes on: a run must not end in a step that the tests, without
-    a GPU, never took.
+    a GPU, never took. To set it loads torch's compiler, which takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    if wanted:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Nothing reads memory that it has not written; filling it costs a pass.
-        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Nothing reads memory that it has not written; filling it costs a pass.
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
