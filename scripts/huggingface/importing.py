@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -45,6 +44,7 @@ from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
 from training.checkpoint.stored_tensors import named
 from training.config import Config, load_config, to_yaml
+from training.config.files import to_text
 from training.errors import InputError
 from training.json_file import misfit, parse_json, read_json
 from training.machine.facts import versions
@@ -124,7 +124,7 @@ def write_config(source: Path, base: Path, target: Path) -> None:
     except InexpressibleError as error:
         raise InputError(f"{source / 'config.json'}: {error}") from None
     content = {"base": os.path.relpath(base, target.parent), "model": {"replace": True, **section}}
-    target.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    target.write_text(to_text(content), encoding="utf-8")
 
 
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
