@@ -9,9 +9,11 @@ import ast
 import difflib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -121,11 +123,16 @@ def meanings_of(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
             continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(tree, ast.ClassDef)
-        for node, below in pairwise(tree.body):
+        for node, below in pairwise(_classes_of(base.__module__)[base.__name__].body):
             if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
                 target, text = node.target, below.value
                 if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
                     found[target.id] = " ".join(str(text.value).split())
     return found
+
+
+@cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    # Of a whole module at once: to find a class, inspect reads its tokens, which takes far longer.
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

@@ -75,7 +75,7 @@ FAST: list[Run] = [
     ("data 2", "bfloat16", OWNER),
     ("data 2", "PC layers", IN_GRAPH),
     ("tensor 2", "dense", {}),
-    ("tensor 2", "sphere", UNLIKE),
+    ("tensor 2", "sphere", {"train__loss_chunk": 13}),
     ("tensor 2", "PC layers of AdamW", IN_GRAPH),
     ("tensor 2", "bfloat16", {}),
     ("pipeline 2", "dense", {}),
@@ -86,7 +86,7 @@ FAST: list[Run] = [
 """Layout, run, and keys in which it is unlike that of one process."""
 SLOW: list[Run] = [
     ("tensor 2", "PC layers", {}),
-    ("tensor 2", "experts", {}),
+    ("tensor 2", "experts", UNLIKE),
     ("pipeline 2", "PC layers of AdamW", {}),
     ("pipeline 2", "bfloat16", {}),
     ("expert 2", "experts, PC layers", IN_GRAPH),

@@ -88,6 +88,7 @@ def bind(
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _sections(
@@ -209,7 +210,7 @@ def types_of(kind: Any) -> dict[str, Any]:
     section = without_null(kind)
     if not is_dataclass(section):
         return {}
-    hints = get_type_hints(section)
+    hints = _hints(section)
     return {field.name: hints[field.name] for field in fields(section)}
 
 
