@@ -13,18 +13,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import tangent_model
 from .joined_stacks import apart, together
-from .polar import cache_slices, is_tall, polars_of
-from .schedules import Coefficients, coefficients
+from .polar import Polar, cache_slices, is_tall, polars_of
+from .schedules import coefficients
 from .tangent_model import Model
 
-# Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
+# Below this many units of rounding, M + lambda Theta consists of rounding errors: see `shifted`.
 DEGENERATE_EPS = 32
 
 
@@ -91,16 +91,12 @@ class TangentSolution(NamedTuple):
 
 
 class TangentProblem(NamedTuple):
-    """Matrices of one shape and the vectors of their `Theta`, as for `solve_multiplier`."""
+    """Matrices of one shape and the vectors of their `Theta`, as for `solve_multiplier`; vectors
+    may have another dtype."""
 
     m: Tensor  # [batch, rows, cols]
     u: Tensor  # [batch, rows]
     v: Tensor  # [batch, cols]
-
-    @classmethod
-    def of(cls, m: Tensor, u: Tensor, v: Tensor) -> Self:
-        """Make a problem of vectors in another dtype than the matrices."""
-        return cls(m, u.to(m.dtype), v.to(m.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,31 +139,29 @@ class Solver:
             ValueError: wrong shapes or dtype, `steps < 1`, an unknown schedule, or shorter sides
                 that differ.
         """
-        m = problems[0].m
-        dtype = m.dtype if self.dtype is None else self.dtype
-        for problem in problems:
-            _check(*problem)
-        short = [min(problem.m.shape[1:]) for problem in problems]
-        if len(set(short)) > 1:
-            raise ValueError(f"problems must have equal shorter sides, got {short}")
-        tall = [is_tall(problem.m) for problem in problems]
-        wide = [
-            TangentProblem(m.mT, v, u) if flip else TangentProblem(m, u, v)
-            for (m, u, v), flip in zip(problems, tall, strict=True)
-        ]
-        polynomials = coefficients(self.schedule, self.steps, dtype)
-        model = tangent_model.build(
-            [problem.m for problem in wide],
-            together([problem.u for problem in wide]),
-            [problem.v for problem in wide],
-            polynomials,
-            dtype,
-        )
-        refinement = _Refinement(wide, model, self, polynomials, dtype)
-        return [
-            each._replace(direction=each.direction.mT) if flip else each
-            for each, flip in zip(refinement.run(*tangent_model.root(model)), tall, strict=True)
-        ]
+        work = _Refinement(problems, self)
+        work.begin(tangent_model.build(work.stacks, work.u, work.v, *work.msign))
+        directions, f = work.measured(polars_of(work.shifted(), *work.msign))
+        best, residual, kept = work.trial, f, work.kept
+        for _ in range(1, self.max_evaluations):
+            work.narrow(f)
+            if self.early_exit and not bool(work.open.any()):
+                break
+            previous, f_previous = work.trial, f
+            work.trial = torch.where(work.open, work.next(f), work.trial)
+            found, f = work.measured(polars_of(work.shifted(), *work.msign))
+            work.evaluations += work.open
+            secant = (f - f_previous) / (work.trial - previous)
+            rises = work.open & (secant > 0) & (secant < float("inf"))
+            work.slope = torch.where(rises, secant, work.slope)
+            better = work.open & ((f.abs() < residual.abs()) | residual.isnan())
+            best, residual = torch.where(better, work.trial, best), torch.where(better, f, residual)
+            kept = torch.where(better, work.kept, kept)
+            chosen = zip(apart(better[:, None, None], work.stacks), found, directions, strict=True)
+            for each, phi, direction in chosen:
+                torch.where(each, phi, direction, out=direction)
+            del found, chosen, phi  # the next evaluation needs their memory
+        return work.solutions(best, directions, residual, kept)
 
 
 def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> TangentSolution:
@@ -209,75 +203,55 @@ class _Refinement:
     lists, of each stack.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[TangentProblem],
-        model: Model,
-        options: Solver,
-        polynomials: tuple[Coefficients, ...],
-        dtype: torch.dtype,
-    ) -> None:
-        self.stacks = [problem.m for problem in problems]
-        self.u = together([problem.u for problem in problems])
-        self.v = [problem.v for problem in problems]
-        self.model, self.options, self.dtype = model, options, self.stacks[0].dtype
-        self.polynomials, self.msign_dtype = polynomials, dtype
+    def __init__(self, problems: Sequence[TangentProblem], solver: Solver) -> None:
+        """Turn the problems so that no matrix is tall; raises ValueError as `Solver.solve` does."""
+        self.solver, self.dtype = solver, problems[0].m.dtype
+        dtype = self.dtype if solver.dtype is None else solver.dtype
+        for problem in problems:
+            _check(*problem)
+        short = [min(problem.m.shape[1:]) for problem in problems]
+        if len(set(short)) > 1:
+            raise ValueError(f"problems must have equal shorter sides, got {short}")
+        self.tall = [is_tall(problem.m) for problem in problems]
+        wide = [
+            TangentProblem(m.mT, v, u) if flip else TangentProblem(m, u, v)
+            for (m, u, v), flip in zip(problems, self.tall, strict=True)
+        ]
+        self.stacks = [problem.m for problem in wide]
+        self.u = together([problem.u for problem in wide]).to(self.dtype)
+        self.v = [problem.v.to(self.dtype) for problem in wide]
+        self.msign = coefficients(solver.schedule, solver.steps, dtype), dtype
         self.rounding = ROUNDING.get(dtype, 0.0)
         # Whether the first evaluation is the last one and may overwrite M.
-        self.last = options.max_evaluations == 1
+        self.last = solver.max_evaluations == 1
+
+    def begin(self, model: Model) -> None:
+        """Take the root of the model for the first guess."""
+        offset, self.slope = tangent_model.root(model)
+        self.trial = model.centre + offset
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
         self.evaluations = torch.ones_like(model.centre, dtype=torch.int32)
+        if not self.last:
+            self.low, self.high = model.centre - model.half, model.centre + model.half
+            self.open = torch.ones_like(model.centre, dtype=torch.bool)
 
-    def run(self, offset: Tensor, slope: Tensor) -> list[TangentSolution]:
-        """Evaluate and correct until all have converged or the limit is reached.
-
-        `offset` is the first guess, from the model's centre.
-        """
-        self.slope, self.trial = slope, self.model.centre + offset
-        directions, f = self._evaluate()
-        best, residual, kept = self.trial, f, self.kept
-        if self.options.max_evaluations > 1:
-            centre, half = self.model.centre, self.model.half
-            self.low, self.high = centre - half, centre + half
-            self.open = torch.ones_like(centre, dtype=torch.bool)
-        for _ in range(1, self.options.max_evaluations):
-            self._narrow(f)
-            if self.options.early_exit and not bool(self.open.any()):
-                break
-            previous, f_previous = self.trial, f
-            self.trial = torch.where(self.open, self._next(f), self.trial)
-            found, f = self._evaluate()
-            self.evaluations += self.open
-            secant = (f - f_previous) / (self.trial - previous)
-            rises = self.open & (secant > 0) & (secant < float("inf"))
-            self.slope = torch.where(rises, secant, self.slope)
-            better = self.open & ((f.abs() < residual.abs()) | residual.isnan())
-            best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
-            kept = torch.where(better, self.kept, kept)
-            chosen = zip(apart(better[:, None, None], self.stacks), found, directions, strict=True)
-            for each, phi, direction in chosen:
-                torch.where(each, phi, direction, out=direction)
-            del found, chosen, phi  # the next evaluation needs their memory
-        return self._solutions(best, directions, residual, kept)
-
-    def _evaluate(self) -> tuple[list[Tensor], Tensor]:
-        """Compute `msign(M + trial Theta)` and its inner product with Theta.
+    def measured(self, polars: list[Polar]) -> tuple[list[Tensor], Tensor]:
+        """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
         The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
-        cuts no bracket.
+        cuts no bracket. The list is used up.
         """
-        found = polars_of(self._shifted(), self.polynomials, self.msign_dtype)
-        bounded = together([polar.bounded for polar in found])
+        bounded = together([polar.bounded for polar in polars])
         directions, values = [], []
         for m, u, v in zip(self.stacks, apart(self.u, self.stacks), self.v, strict=True):
-            phi = found.pop(0).direction  # freed as soon as it is in the dtype of M
+            phi = polars.pop(0).direction  # freed as soon as it is in the dtype of M
             phi = m.copy_(phi) if self.last else phi
             for part, left, right in cache_slices(phi, u, v):
                 values.append((left[:, None] @ part.to(self.dtype) @ right[:, :, None])[:, 0, 0])
             directions.append(phi)
         return directions, together(values).double().masked_fill(~bounded, torch.nan)
 
-    def _shifted(self) -> list[Tensor]:
+    def shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta` at Frobenius norm 1.
 
         Where lambda cancels M entirely (`M = c Theta`), only rounding is left; it becomes zero, and
@@ -290,13 +264,14 @@ class _Refinement:
         return [z for z, _ in found]
 
     def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `M + left right^T` of one stack as `_shifted` does, in the order of memory and
+        """Compute `M + left right^T` of one stack as `shifted` does, in the order of memory and
         slice by slice; in place if nobody needs M any more, which saves a stack."""
         if m.mT.is_contiguous() and not m.is_contiguous():
             z, kept = self._sum(m.mT, right, left, floor)
             return z.mT, kept
-        same = self.msign_dtype == self.dtype
-        out = m if self.last and same else torch.empty_like(m, dtype=self.msign_dtype)
+        _, dtype = self.msign
+        same = dtype == self.dtype
+        out = m if self.last and same else torch.empty_like(m, dtype=dtype)
         norms = []
         for part, x, y, least, target in cache_slices(m, left, right, floor, out):
             place = target if same else part if self.last else None
@@ -306,13 +281,13 @@ class _Refinement:
             torch.div(z, norm[:, None, None], out=target)
         return out, together(norms) > floor
 
-    def _narrow(self, f: Tensor) -> None:
+    def narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""
         self.low = torch.where(f <= 0, self.trial, self.low)
         self.high = torch.where(f > 0, self.trial, self.high)
-        self.open = self.open & ~(f.abs() <= max(self.options.tolerance, self.rounding))
+        self.open = self.open & ~(f.abs() <= max(self.solver.tolerance, self.rounding))
 
-    def _next(self, f: Tensor) -> Tensor:
+    def next(self, f: Tensor) -> Tensor:
         """Return the next multiplier: along the slope where that stays within the bracket."""
         step = self.trial - f / self.slope
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
@@ -327,7 +302,7 @@ class _Refinement:
             direction.baddbmm_(each, v[:, None], alpha=-1)
         return part
 
-    def _solutions(
+    def solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
         if not self.last:
@@ -337,7 +312,7 @@ class _Refinement:
         removed = self._remove_rounding(directions, residual) if self.rounding else None
         if removed is not None:
             residual = residual - removed
-        converged = (residual.abs() <= self.options.tolerance) & (kept | (self.floor == 0))
+        converged = (residual.abs() <= self.solver.tolerance) & (kept | (self.floor == 0))
         missing = residual.isnan()
         figures = (
             best.to(self.dtype), residual.masked_fill(missing, 1).to(self.dtype), self.evaluations,
@@ -345,6 +320,7 @@ class _Refinement:
         )  # fmt: skip
         each = zip(*(apart(figure, self.stacks) for figure in figures), strict=True)
         out = [None] * len(self.stacks) if removed is None else apart(removed, self.stacks)
+        directions = [x.mT if flip else x for x, flip in zip(directions, self.tall, strict=True)]
         return [
             TangentSolution(multiplier, direction, f, evaluations, slope, tangent, bounded, part)
             for direction, (multiplier, f, evaluations, slope, tangent, bounded), part in zip(

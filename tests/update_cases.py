@@ -8,7 +8,7 @@ from models.config import ModelConfig
 from models.pc_config import PCConfig
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
-from parallel.optimizer.clip_and_step import Update
+from parallel.optimizer.clip_and_step import CapturedUpdate, Update
 from spectral import AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralOptimizer, SpectralSphere
 from spectral.rules import RULES
 from tests.stepped_models import assigned, stepped_model
@@ -50,7 +50,7 @@ def built(
         dtype=torch.bfloat16,
         pc=PC[pc],
     )
-    return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)
+    return model, (CapturedUpdate if recorded else Update)(optimizer, max_norm=1.0)
 
 
 OPTIMIZERS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)

@@ -12,7 +12,7 @@ from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
 from parallel.observe.weight_watch import WeightWatch
-from parallel.optimizer.clip_and_step import Update
+from parallel.optimizer.clip_and_step import CapturedUpdate, Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.ieee_products import ieee_products
 from training.checkpoint.progress import Progress
@@ -89,11 +89,8 @@ class Trainer:
         self.validation = validation
         self.sampler = sampler
         self.on_step = on_step
-        self.update = Update(
-            optimizer,
-            max_norm=config.optimizer.clip.max_norm,
-            cuda_graph=config.optimizer.distributed.cuda_graph,
-        )
+        kind = CapturedUpdate if config.optimizer.distributed.cuda_graph else Update
+        self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
         self.progress = Progress()
         self.batches = batches(self.progress)
         self.lifecycle: Lifecycle | None = None

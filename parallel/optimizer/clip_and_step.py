@@ -19,41 +19,47 @@ from spectral.rules.base import waiting_field
 class Update:
     """One update of all weights: the gradients' norm, clipping, the predicate, and the step."""
 
-    def __init__(
-        self,
-        optimizer: DistributedOptimizer,
-        *,
-        max_norm: float | None,
-        cuda_graph: bool = False,
-    ) -> None:
-        """Prepare the update; `max_norm` as in `DistributedOptimizer.clip`.
-
-        Raises ValueError if `cuda_graph` asks for a recorded step and the optimizer's cannot be.
-        """
-        if cuda_graph:
-            check_capturable(optimizer)
+    def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
+        """Prepare the update; `max_norm` as in `DistributedOptimizer.clip`."""
         self.optimizer = optimizer
         self.max_norm = max_norm
-        device = optimizer.domains[0].buffers.master.device
-        # Written in place before each call, so that a recorded step reads the new values.
-        self.factor = torch.ones((), device=device)
-        self.allowed = torch.ones((), dtype=torch.bool, device=device)
-        self._captured = CapturedCall(self._run, device) if cuda_graph else None
-        self._done: tuple[GradientNorm, Tensor] | None = None
-        self._sent = CommVolume()  # by the recorded call, so by every replay
+        self.device = optimizer.domains[0].buffers.master.device
 
-    def __call__(self, factor: float, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
+    def __call__(self, factor: float | Tensor, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
         """Clip and step; returns the norm before clipping and a 0-d bool, whether it stepped.
 
         `factor` multiplies every unit's peak learning rate. Nothing changes unless `allowed`, 0-d
         bool, is True and the norm is finite.
         """
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, device=self.device)
+        norm = self.optimizer.clip(self.max_norm)
+        active = allowed & (norm.total < math.inf)  # not NaN either, in one launch
+        self.optimizer.step(factor, active)
+        return norm, active
+
+    def release(self) -> None:
+        """Free what the process groups must outlive."""
+
+
+class CapturedUpdate(Update):
+    """An update that is a CUDA graph from its third time on."""
+
+    def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
+        """Prepare as `Update` does; raises ValueError if a step cannot be recorded."""
+        check_capturable(optimizer)
+        super().__init__(optimizer, max_norm=max_norm)
+        # Written in place before each call, so that a recorded step reads the new values.
+        self.factor = torch.ones((), device=self.device)
+        self.allowed = torch.ones((), dtype=torch.bool, device=self.device)
+        self._captured = CapturedCall(self._run, self.device)
+        self._done: tuple[GradientNorm, Tensor] | None = None
+        self._sent = CommVolume()  # by the recorded call, so by every replay
+
+    def __call__(self, factor: float | Tensor, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
+        """Clip and step as `Update` does."""
         self.factor.fill_(factor)
         self.allowed.copy_(allowed)
-        if self._captured is None:
-            self._run()
-            assert self._done is not None
-            return self._done
         comm_volume = self.optimizer.model.comm_volume
         before = comm_volume.copy()
         if self._captured():
@@ -66,14 +72,10 @@ class Update:
 
     def release(self) -> None:
         """Free the graph; must be called before the process groups that it uses are destroyed."""
-        if self._captured is not None:
-            self._captured.release()
+        self._captured.release()
 
     def _run(self) -> None:
-        norm = self.optimizer.clip(self.max_norm)
-        active = self.allowed & (norm.total < math.inf)  # not NaN either, in one launch
-        self.optimizer.step(self.factor, active)
-        self._done = norm, active
+        self._done = super().__call__(self.factor, self.allowed)
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:

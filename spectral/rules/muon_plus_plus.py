@@ -169,7 +169,7 @@ class MuonPlusPlusRule(RadiusRule):
         solver = self.solver(
             tolerance=self.accepted(self.tolerance), max_evaluations=self.max_evaluations
         )
-        (solution,) = solver.solve([TangentProblem.of(momentum, state["u"], state["v"])])
+        (solution,) = solver.solve([TangentProblem(momentum, state["u"], state["v"])])
         return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:

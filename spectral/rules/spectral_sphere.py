@@ -60,10 +60,11 @@ class SpectralSphereRule(MuonSphereRule):
         Reports what MuonSphere does, and what `TangentSolution.report` says of the solve.
         """
         stacks = [
-            stack._replace(grad=normalized_(stack.grad, wide_dtype(stack.grad))) for stack in stacks
+            s._replace(grad=normalized_(s.grad, torch.promote_types(s.grad.dtype, torch.float32)))
+            for s in stacks
         ]
         reports, sound, factor = self.track(stacks)
-        problems = [TangentProblem.of(s.grad, s.state["u"], s.state["v"]) for s in stacks]
+        problems = [TangentProblem(s.grad, s.state["u"], s.state["v"]) for s in stacks]
         solutions = self.solver_on(stacks[0].grad.device).solve(problems)
         each = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
         polars = [self.keep(*one) for one in each]
@@ -105,8 +106,3 @@ class SpectralSphereRule(MuonSphereRule):
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,
         )
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of `x`, or float32 if it has less."""
-    return torch.promote_types(x.dtype, torch.float32)

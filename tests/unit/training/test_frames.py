@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.paths import ROOT
@@ -14,8 +15,9 @@ from training.run import train
 MOST = 11
 
 
-def test_few_functions_stand_between_the_loop_and_a_product(folder, world, monkeypatch):
-    config = tiny_config(folder, "muon", train__exit_step=1)
+@pytest.mark.parametrize("rule", ["muon", "spectral_sphere"])
+def test_few_functions_stand_between_the_loop_and_a_product(rule, folder, world, monkeypatch):
+    config = tiny_config(folder, rule, train__exit_step=1)
     seen = list[list[str]]()
 
     def watched(

@@ -7,7 +7,7 @@ of several ranks are in tests/distributed.
 import pytest
 import torch
 
-from parallel.optimizer.clip_and_step import Update
+from parallel.optimizer.clip_and_step import CapturedUpdate
 from tests.slow_cases import slow_but
 from tests.step_trace import on_meta, traced
 from tests.update_cases import KINDS, built, fill
@@ -57,10 +57,10 @@ def test_what_cannot_be_recorded_is_refused(world):
     model, update = built(world, "muon", "none")
     update.optimizer.overlap_gather = True
     with pytest.raises(ValueError, match="overlap_gather must be False"):
-        Update(update.optimizer, max_norm=1.0, cuda_graph=True)
+        CapturedUpdate(update.optimizer, max_norm=1.0)
     _, early = built(world, "spectral_sphere", "none", early_exit=True, recorded=False)
     with pytest.raises(ValueError, match="early_exit of rule spectral_sphere must not be True"):
-        Update(early.optimizer, max_norm=1.0, cuda_graph=True)
+        CapturedUpdate(early.optimizer, max_norm=1.0)
 
 
 def test_a_replay_counts_the_bytes_that_it_sends(world):
