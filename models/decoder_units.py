@@ -11,11 +11,10 @@ from models.units import (
     ALL,
     Index,
     Unit,
-    column_parallel_unit,
     gain_unit,
     gated_mlp_units,
+    matrix_unit,
     mlp_units,
-    row_parallel_unit,
 )
 
 
@@ -32,8 +31,10 @@ def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list
         shared = gated_mlp_units(layer, hidden, width, split.split_gate_up, split.tensor_size)
         units += moved(shared, prefix, "shared", "shared_", "dense")
         if moe.shared_gate:
-            units.append(replicated_matrix(prefix + "shared.router", "shared_router", (1, hidden)))
-    units.append(replicated_matrix(prefix + "router", "router", (moe.experts, hidden)))
+            name = prefix + "shared.router"
+            units.append(matrix_unit(name, name, "shared_router", (1, hidden), 1, None))
+    name = prefix + "router"
+    units.append(matrix_unit(name, name, "router", (moe.experts, hidden), 1, None))
     count = moe.experts // split.expert_size
     expert = gated_mlp_units(
         layer, hidden, moe.expert_ffn, split.split_gate_up, split.expert_tensor
@@ -68,20 +69,6 @@ def moved(
     ]
 
 
-def replicated_matrix(name: str, role: str, shape: tuple[int, int]) -> Unit:
-    """Return a matrix that every tensor-parallel rank holds whole."""
-    return Unit(
-        name=name,
-        parameter=name,
-        role=role,
-        view_shape=shape,
-        index=(ALL,),
-        axes=shape,
-        replicated=True,
-        draws=((name, shape[0]),),
-    )
-
-
 def attention_units(
     model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
 ) -> list[Unit]:
@@ -102,7 +89,7 @@ def attention_units(
         if model.qk_norm
     ]
     shape = (model.hidden, model.heads * size)
-    o = row_parallel_unit(f"{prefix}o", f"{prefix}attention.o", "o", shape, split.tensor_size)
+    o = matrix_unit(f"{prefix}o", f"{prefix}attention.o", "o", shape, split.tensor_size, 1)
     return [*units, o]
 
 
@@ -129,25 +116,23 @@ def latent_attention_units(
     def gain(name: str, size: int) -> Unit:
         return gain_unit(f"{prefix}attention.{name}", size, start=gain_start)
 
+    def into_latent(role: str, rows: int) -> Unit:
+        parameter = f"{prefix}attention.{role}"
+        return matrix_unit(prefix + role, parameter, role, (rows, hidden), 1, None)
+
     if query_rank is None:
         units = by_heads("q", hidden, ("q", query_size))
     else:
-        units = [into_latent(prefix, "q_a", (query_rank, hidden)), gain("q_a_norm", query_rank)]
+        units = [into_latent("q_a", query_rank), gain("q_a_norm", query_rank)]
         units += by_heads("q_b", query_rank, ("q_b", query_size))
-    units.append(into_latent(prefix, "kv_a", (kv_rank + latent.rope_head_dim, hidden)))
+    units.append(into_latent("kv_a", kv_rank + latent.rope_head_dim))
     units.append(gain("kv_a_norm", kv_rank))
     parts = (("k_b", latent.nope_head_dim), ("v_b", latent.value_head_dim))
     units += by_heads("kv_b", kv_rank, *parts)
     shape = (hidden, model.heads * latent.value_head_dim)
     name, parameter = f"{prefix}o", f"{prefix}attention.o"
-    units.append(row_parallel_unit(name, parameter, "o", shape, split.tensor_size))
+    units.append(matrix_unit(name, parameter, "o", shape, split.tensor_size, 1))
     return units
-
-
-def into_latent(prefix: str, role: str, shape: tuple[int, int]) -> Unit:
-    """Return the matrix from the residual stream to a latent."""
-    unit = replicated_matrix(prefix + role, role, shape)
-    return replace(unit, parameter=f"{prefix}attention.{role}")
 
 
 @dataclass(frozen=True)
@@ -241,7 +226,7 @@ def decoder_units(
 
     def vocabulary(role: str) -> Unit:
         shape = (model.padded_vocab, model.hidden)
-        return column_parallel_unit(role, role, role, shape, split.tensor_size)
+        return matrix_unit(role, role, role, shape, split.tensor_size, 0)
 
     units = [vocabulary("embedding")] if chunk.embedding else []
     attention = attention_units if model.latent is None else latent_attention_units

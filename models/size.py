@@ -1,7 +1,7 @@
 """How large a model is and how much one token costs, from its units alone."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,20 +57,12 @@ def mean_keys(model: ModelConfig, layer: int, sequence_length: int) -> float:
     return window - window**2 / (2 * sequence_length)
 
 
-def active_by_role(model: ModelConfig, units: Iterable[Unit]) -> dict[str, int]:
+def active_by_role(model: ModelConfig, units: Sequence[Unit]) -> Counter[str]:
     """Return the elements of each role that one token uses."""
-    if model.moe is None:
-        return count_by_role(units)
-    units = list(units)
-    counts = count_by_role(units)
-    for role in {unit.role for unit in units if unit.domain == "expert"}:
-        counts[role] = counts[role] // model.moe.experts * model.moe.top_k
-    return counts
-
-
-def count_by_role(units: Iterable[Unit]) -> dict[str, int]:
-    """Return the elements of the whole units of each role."""
     counts: Counter[str] = Counter()
     for unit in units:
         counts[unit.role] += unit.numel
-    return dict(counts)
+    if model.moe is not None:
+        for role in {unit.role for unit in units if unit.domain == "expert"}:
+            counts[role] = counts[role] // model.moe.experts * model.moe.top_k
+    return counts

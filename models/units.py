@@ -137,48 +137,39 @@ def gated_mlp_units(
         )
         for role, index in indices.items()
     ]
-    down = row_parallel_unit(
-        prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size
-    )
+    down = matrix_unit(prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size, 1)
     return [*units, down]
 
 
 def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
     """Return the up and down units of layer `layer`, a feed-forward block without a gate."""
     prefix = f"layers.{layer}."
-    up = column_parallel_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size)
-    down = row_parallel_unit(
-        prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size
-    )
+    up = matrix_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size, 0)
+    down = matrix_unit(prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size, 1)
     return [up, down]
 
 
-def column_parallel_unit(
-    name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
+def matrix_unit(
+    name: str,
+    parameter: str,
+    role: str,
+    shape: tuple[int, int],
+    tensor_size: int,
+    axis: int | None,
 ) -> Unit:
-    """Return the unit of a whole matrix `[rows, cols]` that tensor parallelism cuts by rows."""
-    return _cut_parameter(name, parameter, role, shape, (tensor_size, 1))
+    """Return the unit `[rows, cols]` that is all of a parameter.
 
-
-def row_parallel_unit(
-    name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
-) -> Unit:
-    """Return the unit of a whole matrix `[rows, cols]` that tensor parallelism cuts by columns."""
-    return _cut_parameter(name, parameter, role, shape, (1, tensor_size))
-
-
-def _cut_parameter(
-    name: str, parameter: str, role: str, shape: tuple[int, int], parts: tuple[int, int]
-) -> Unit:
-    """Return the unit that is all of a parameter, whose axes ranks cut into so many `parts`."""
+    Tensor parallelism cuts it along `axis`: 0, its rows, or 1; None: every rank holds it whole.
+    """
     return Unit(
         name=name,
         parameter=parameter,
         role=role,
-        view_shape=(shape[0] // parts[0], shape[1] // parts[1]),
+        view_shape=tuple(n // tensor_size if i == axis else n for i, n in enumerate(shape)),
         index=(ALL,),
         axes=shape,
-        shard_axis=parts.index(max(parts)) if max(parts) > 1 else None,
+        shard_axis=axis if tensor_size > 1 else None,
+        replicated=axis is None,
         draws=((name, shape[0]),),
     )
 

@@ -79,7 +79,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
-    default_lr: ClassVar[float] = rate_of("spectral_sphere")
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields that the user gave
     _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
     _exchange_dtype: torch.dtype | None = None
@@ -89,7 +88,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if rule is None:
             return
-        cls.default_rule, cls.default_lr = rule, rate_of(rule)
+        cls.default_rule = rule
         cls.__signature__ = signature_of(cls, rule)  # type: ignore[attr-defined]
         # The library is installed under another name than that of its folder.
         fields = describe(rule).replace("`spectral.", f"`{__package__}.")

@@ -7,6 +7,7 @@ matrix.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import dropwhile
@@ -129,10 +130,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     def __str__(self) -> str:
         """Return a table, equal rows of numbered layers joined."""
-        found: dict[tuple[Any, ...], int] = {}
-        for row in self.rows:
-            key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:])
-            found[key] = found.get(key, 0) + 1
+        found = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
         for (name, shape, rule, matrices, matrix), count in found.items():
             what = f"{matrices} of {'x'.join(map(str, matrix))}" if rule != "adamw" else ""

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from .division import Division, narrowed
 from .effective_weight import Preconditioner
+from .grouped import grouped
 from .local_part import is_dtensor, placed_as, whole_of
 from .odd_polynomial import Level, stages
 from .parameter_split import division_of, weights_of
@@ -63,9 +64,9 @@ class EffectiveWeight(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Return PC(W), of the shape, dtype and ranks of `weight`."""
         matrices = self.matrices(weight)
-        groups: dict[tuple[torch.Size, Preconditioner], list[int]] = {}
-        for i, matrix in enumerate(matrices):
-            groups.setdefault((matrix.shape, self.preconditioners[i]), []).append(i)
+        groups = grouped(
+            range(len(matrices)), lambda i: (matrices[i].shape, self.preconditioners[i])
+        )
         effective: dict[int, Tensor] = {}
         for (_, preconditioner), members in groups.items():
             stack = torch.stack([matrices[i] for i in members])

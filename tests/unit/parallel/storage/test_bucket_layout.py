@@ -11,7 +11,7 @@ from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
-from models.units import row_parallel_unit
+from models.units import matrix_unit
 from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.grouping import STEP_ELEMENTS, default_step_groups
 from parallel.storage.packing import Item, pack
@@ -140,7 +140,7 @@ def test_owner_storage_cuts_no_whole_matrix_unit(case):
 
 def matrix(name, rows, cols):
     """A unit that is a parameter by itself."""
-    return row_parallel_unit(name, name, "o", (rows, cols), 1)
+    return matrix_unit(name, name, "o", (rows, cols), 1, 1)
 
 
 def plan(units, ranks, **options):
