@@ -133,11 +133,6 @@ class ParallelModel:
     def _weight_of(self, effective: UnitWeight) -> Tensor:
         return self.parameters[effective.units[0].parameter]
 
-    def start_in_graph(self) -> None:
-        """Set the state that PC layers in the graph keep beside their initial weights."""
-        for effective in self.in_graph:
-            effective.start_(self._weight_of(effective))
-
     def sum_in_products(self, active: bool) -> None:
         """Let linears add gradients to the buckets by the products that compute them, or not; then
         no observer of the reducers sees them."""
@@ -411,7 +406,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
                 given=options.weights,
                 together=partial(in_shares, part.domain.replicas),
             )
-    built.start_in_graph()
+    for effective in built.in_graph:
+        effective.start_(built._weight_of(effective))
     for part in built.domains:
         part.buffers.reload_masters()
 

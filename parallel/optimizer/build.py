@@ -1,7 +1,6 @@
 """Builds the distributed optimizer of a model: owners, transfers, and agreement about them."""
 
 import hashlib
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,8 @@ def build_optimizer(
     """
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
-    base: Sequence[float] | None = None
+    base: list[float] | None = None
+    expert_tensor = model.domains[-1].domain.tensor.size
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
@@ -58,10 +58,13 @@ def build_optimizer(
         placed = place(placement, works, part.domain.stage.size, base=base)
         plan = layout, placed.strategy, placed.owners
         check_agreement(plan, part.domain.stage)
-        # Ranks own dense matrices and experts; experts are placed last, on top of these loads.
-        base = loads_of_expert_rank(
-            placed.loads, model.expert, model.domains[-1].domain.tensor.size
-        )
+        # Ranks own dense matrices and experts; experts are placed last, on top of the loads of the
+        # ranks that hold the same experts as this one.
+        base = [
+            load
+            for i, load in enumerate(placed.loads)
+            if i // expert_tensor % model.expert.size == model.expert.rank
+        ]
         group = part.domain.stage.group
         owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
         transfers = plan_transfers(part.stage_units, layout, placed.owners)
@@ -77,14 +80,6 @@ def build_optimizer(
             )
         )
     return DistributedOptimizer(model, domains, owners, overlap_gather=overlap_gather)
-
-
-def loads_of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> list[float]:
-    """Keep the `loads` of the stage's ranks that hold the same experts as this rank.
-
-    `tensor` ranks share each expert.
-    """
-    return [load for i, load in enumerate(loads) if i // tensor % expert.size == expert.rank]
 
 
 def check_agreement(plan: object, stage: Axis) -> None:
