@@ -31,7 +31,7 @@ class Update:
         `factor` multiplies every unit's peak learning rate. Nothing changes unless `allowed`, 0-d
         bool, is True and the norm is finite.
         """
-        if not isinstance(factor, Tensor):
+        if not isinstance(factor, Tensor):  # in float32, so that a recorded step has equal rates
             factor = torch.full((), factor, device=self.device)
         norm = self.optimizer.clip(self.max_norm)
         active = allowed & (norm.total < math.inf)  # not NaN either, in one launch
