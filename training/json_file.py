@@ -5,6 +5,8 @@ from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
+from training.errors import InputError
+
 
 def parse_json(text: str | bytes) -> Any:
     """Return what a JSON text holds. Raises ValueError, also for one that is nested too deeply or
@@ -28,8 +30,8 @@ def read_json(path: str | Path) -> Any:
     return parse_json(read_regular(Path(path)))
 
 
-def misfit(value: Any, shape: Any, place: str) -> str | None:
-    """Return a sentence about the first thing in `value` that has not its shape, None if all has.
+def check_shape(value: Any, shape: Any, place: str) -> None:
+    """Raise InputError for the first thing in `value` that has not its shape.
 
     A shape is a type or a union of types; `[shape]`, a list of any length; or a mapping with the
     shapes of keys that must be there, of which `...` stands for all other keys. `place` names the
@@ -37,22 +39,18 @@ def misfit(value: Any, shape: Any, place: str) -> str | None:
     """
     if isinstance(shape, list):
         if not isinstance(value, list):
-            return f"{place} must be a list, got {value!r:.60}"
-        pairs = ((each, shape[0], f"{place}[{i}]") for i, each in enumerate(value))
+            raise InputError(f"{place} must be a list, got {value!r:.60}")
+        for i, each in enumerate(value):
+            check_shape(each, shape[0], f"{place}[{i}]")
     elif isinstance(shape, dict):
         if not isinstance(value, dict):
-            return f"{place} must be a mapping, got {value!r:.60}"
+            raise InputError(f"{place} must be a mapping, got {value!r:.60}")
         for key in shape:
             if key is not ... and key not in value:
-                return f"{place} lacks {key}"
-        pairs = (
-            (each, shape[key] if key in shape else shape[...], f"{place}.{key}")
-            for key, each in value.items()
-            if key in shape or ... in shape
-        )
-    else:
-        wrong = isinstance(value, bool) and shape is not bool
-        fits = isinstance(value, shape) and not wrong
+                raise InputError(f"{place} lacks {key}")
+        for key, each in value.items():
+            if key in shape or ... in shape:
+                check_shape(each, shape[key] if key in shape else shape[...], f"{place}.{key}")
+    elif not isinstance(value, shape) or (isinstance(value, bool) and shape is not bool):
         kind = getattr(shape, "__name__", str(shape))
-        return None if fits else f"{place} must be of type {kind}, got {value!r:.60}"
-    return next((found for each in pairs if (found := misfit(*each)) is not None), None)
+        raise InputError(f"{place} must be of type {kind}, got {value!r:.60}")

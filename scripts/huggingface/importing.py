@@ -46,7 +46,7 @@ from training.checkpoint.stored_tensors import named
 from training.config import Config, load_config, to_yaml
 from training.config.files import to_text
 from training.errors import InputError
-from training.json_file import misfit, parse_json, read_json
+from training.json_file import check_shape, parse_json, read_json
 from training.machine.facts import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -170,9 +170,7 @@ class TheirFiles:
             content = read_json(index)
         except ValueError as error:
             raise InputError(f"{index} cannot be read: {error}") from None
-        problem = misfit(content, {"weight_map": {...: str}}, str(index))
-        if problem is not None:
-            raise InputError(problem)
+        check_shape(content, {"weight_map": {...: str}}, str(index))
         names = set(content["weight_map"].values())
         return [self.source / Path(name).name for name in sorted(names)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from training.errors import InputError
-from training.json_file import misfit, read_json
+from training.json_file import check_shape, read_json
 
 ATTENTION: Final = (None, "eager", "sdpa")
 """Implementations of attention that transformers has itself; others it downloads and runs."""
@@ -20,9 +20,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         content: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-    problem = misfit(content, {}, str(path))
-    if problem is not None:
-        raise InputError(problem)
+    check_shape(content, {}, str(path))
     for key, value in content.items():
         if "attn_implementation" in key and value not in ATTENTION:
             raise InputError(f"{path}: {key} must be eager or sdpa, got {value!r:.60}")

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from training.config import InvalidConfigError
 from training.config.files import read_saved
 from training.errors import InputError
-from training.json_file import misfit
+from training.json_file import check_shape
 from training.report.log_lines import read_lines
 
 Line = dict[str, Any]
@@ -24,7 +23,7 @@ BLOCK = ("gate_up", "gate", "up", "down")
 TOKENS = "progress/tokens"
 NUMBER = int | float | None
 METRICS = {...: NUMBER}
-"""Shape of a line of metrics, without samples of text, as `misfit` takes it."""
+"""Shape of a line of metrics, without samples of text, as `check_shape` takes it."""
 UNIT = {"role": str, "layer": int | None, ...: int | float | list | None}
 MONITORS = {"units": {...: UNIT}, "blocks": {...: {...: NUMBER}}}
 EVENTS = {"kind": str, "text": str, "time": str}
@@ -138,13 +137,11 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
         raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}")
     try:
         config = dict(read_saved(folder / "config.yaml"))
-        problem = misfit(config, CONFIG, str(folder / "config.yaml"))
-    except InvalidConfigError as error:
-        problem = str(error)
-    if problem is not None:
+        check_shape(config, CONFIG, str(folder / "config.yaml"))
+    except InputError as error:
         raise InputError(
-            f"runs must be folders with the config.yaml of a run, got {folder}: {problem}"
-        )
+            f"runs must be folders with the config.yaml of a run, got {folder}: {error}"
+        ) from None
     metrics = _lines(folder / "metrics.jsonl", METRICS)
     monitors = _lines(folder / "monitors.jsonl", MONITORS)
     events = _lines(folder / "events.jsonl", EVENTS)
@@ -157,11 +154,11 @@ def _lines(path: Path, shape: Any) -> list[Line]:
     found, before = read_lines(path), 0
     for number, line in zip(found.numbers, found.lines, strict=True):
         figures = {key: value for key, value in line.items() if not key.startswith("sample/")}
-        problem = misfit(figures, shape, f"{path}, line {number}")
-        if problem is None and shape is not EVENTS and line["step"] < before:
-            problem = f"{path}, line {number}: step must be at least {before}, got {line['step']}"
-        if problem is not None:
-            raise InputError(problem)
+        check_shape(figures, shape, f"{path}, line {number}")
+        if shape is not EVENTS and line["step"] < before:
+            raise InputError(
+                f"{path}, line {number}: step must be at least {before}, got {line['step']}"
+            )
         before = line["step"]
     return found.lines
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from training.errors import DataError
-from training.json_file import misfit
+from training.errors import InputError
+from training.json_file import check_shape
 from training.report.log_lines import drop_unfinished_line
 
 RECORDS = "runs.jsonl"
@@ -51,20 +51,18 @@ SHAPE = {
     "seconds": int | float,
     "figures": {"loss": int | float | None, "course": [[int | float]]},
 }
-"""What a line must have, as `misfit` takes it."""
+"""What a line must have, as `check_shape` takes it."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines. Raises DataError for a line that is damaged."""
+    """The objects of a file of JSON lines. Raises InputError for a line that is damaged."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             found.append(json.loads(line))
         except ValueError:
-            raise DataError(f"{path}, line {number}, is not JSON") from None
-        problem = misfit(found[-1], SHAPE, f"{path}, line {number}")
-        if problem is not None:
-            raise DataError(problem)
+            raise InputError(f"{path}, line {number}, is not JSON") from None
+        check_shape(found[-1], SHAPE, f"{path}, line {number}")
     return found
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from scripts.studies.schema import first_key, settings
 from training.errors import InputError
-from training.json_file import misfit, read_json
+from training.json_file import check_shape, read_json
 from training.report.table import markdown_table
 
 Results = Mapping[str, Any]
@@ -34,34 +34,35 @@ LATER: Final = {
     "rows": [{"variant": str, "losses": [NUMBER], "runs": [str]}],
     "points": [{"share": int | float, "losses": [NUMBER]}],
 }
-"""Shape of results.json, as `misfit` takes it: of each, and of one with the results of a part."""
+"""Shape of results.json, for `check_shape`: of each, and of one with the results of a part."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """Return the content of the results.json of a study; raises InputError for another file."""
     try:
         content: dict[str, Any] = read_json(path)
-        problem = misfit(content, SHAPE, str(path))
-        there = {key: LATER[key] for key in LATER if problem is None and key in content}
-        problem = problem or misfit(content, there, str(path)) or _unknown(content)
+        check_shape(content, SHAPE, str(path))
+        check_shape(content, {key: LATER[key] for key in LATER if key in content}, str(path))
+        _check_variants(content)
     except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem is not None:
-        raise InputError(f"study must be a results.json of scripts/study.py, got {path}: {problem}")
+        raise InputError(
+            f"study must be a results.json of scripts/study.py, got {path}: {error}"
+        ) from None
     return content
 
 
-def _unknown(results: Results) -> str | None:
-    """A sentence about a name that is not a variant of the study, or has no losses."""
+def _check_variants(results: Results) -> None:
+    """Raise InputError for a name that is not a variant of the study, or has no losses."""
     names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
     if rows and rows.keys() != names.keys():
-        return f"rows must be of the variants {', '.join(names)}, got {', '.join(rows)}"
+        raise InputError(f"rows must be of the variants {', '.join(names)}, got {', '.join(rows)}")
     if len({len(row["losses"]) for row in rows.values()}) > 1:
-        return "rows must have losses of the same seeds"
+        raise InputError("rows must have losses of the same seeds")
     used = [variant["against"] for variant in names.values() if variant["against"] is not None]
     used += [trial["variant"] for trial in results.get("trials", ())]
-    wrong = [name for name in used if name not in names]
-    return f"variants must be among {', '.join(names)}, got {wrong[0]}" if wrong else None
+    for name in used:
+        if name not in names:
+            raise InputError(f"variants must be among {', '.join(names)}, got {name}")
 
 
 def tables(results: Results) -> dict[str, pd.DataFrame]:

@@ -29,8 +29,8 @@ FLOORS = {
         {"plan", "checkpoint", "observe"},
     ],
     "training": [
-        {"errors", "json_file"},
-        {"config"},
+        {"errors"},
+        {"config", "json_file"},
         {"assignments", "schedule", "data", "machine"},
         {"report", "monitor", "control"},
         {"checkpoint"},

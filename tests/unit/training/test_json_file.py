@@ -6,8 +6,8 @@ import pytest
 
 from tests.token_files import write_manifest
 from training.data.manifest import read_manifest
-from training.errors import DataError
-from training.json_file import misfit, parse_json
+from training.errors import DataError, InputError
+from training.json_file import check_shape, parse_json
 
 
 @pytest.mark.parametrize(
@@ -25,18 +25,19 @@ GOOD = {"step": 1, "windows": [[1, 2]], "files": {"a": {"bytes": 3}}, "rate": 2,
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, None),
         ({"step": "1"}, "meta.step must be of type int, got '1'"),
         ({"step": True}, "meta.step must be of type int, got True"),
-        ({"windows": [[1], 2]}, "meta.windows[1] must be a list, got 2"),
-        ({"windows": [[1.5]]}, "meta.windows[0][0] must be of type int, got 1.5"),
+        ({"windows": [[1], 2]}, r"meta.windows\[1\] must be a list, got 2"),
+        ({"windows": [[1.5]]}, r"meta.windows\[0\]\[0\] must be of type int, got 1.5"),
         ({"files": {"b": {}}}, "meta.files.b lacks bytes"),
-        ({"files": []}, "meta.files must be a mapping, got []"),
-        ({"rate": None}, "meta.rate must be of type float | int, got None"),
+        ({"files": []}, r"meta.files must be a mapping, got \[\]"),
+        ({"rate": None}, r"meta.rate must be of type float \| int, got None"),
     ],
 )
-def test_the_first_misfit_is_named(change: dict[str, object], said: str | None) -> None:
-    assert misfit({**GOOD, **change}, SHAPE, "meta") == said
+def test_the_first_wrong_value_is_named(change: dict[str, object], said: str) -> None:
+    check_shape(GOOD, SHAPE, "meta")
+    with pytest.raises(InputError, match=f"^{said}$"):
+        check_shape({**GOOD, **change}, SHAPE, "meta")
 
 
 def test_an_entry_of_another_type_is_named(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import torch
 from spectral import measures
 from tests.families import overrides, settings
 from tests.run_configs import MIXTURE, tiny_config
-from tests.run_results import json_lines
+from tests.run_results import json_lines, state_of
 from tests.step_trace import without_eigensolvers
 from training.build import build_data, build_trainer
-from training.checkpoint.files import read_checkpoint, step_folder
 from training.config import Config
 from training.monitor.monitors import REPORTED
 from training.run import train
@@ -269,7 +268,7 @@ def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator
     )
     with without_eigensolvers():  # whose norm has no error to see
         train(config, world)
-    saved = read_checkpoint(step_folder(Path(folder) / "run", 3)).tensors("")
+    saved = state_of(Path(folder) / "run", 3)
     (line,) = lines(folder)
     seen = {name: unit for name, unit in line["units"].items() if "pc_norm_error" in unit}
     assert {unit["role"] for unit in seen.values()} == {"o", "gate", "up", "down"}
