@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, profiler
 
 from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
@@ -25,7 +25,6 @@ from training.data.order import ValidationData, Windows
 from training.evaluate import as_batch, evaluate
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import Pace
-from training.lifecycle.phase import phase
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics
@@ -96,7 +95,7 @@ class Trainer:
         self.lifecycle: Lifecycle | None = None
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
         self.pace = Pace(config, groups)
-        model.after_backward = self.pace.stop_local_timer
+        model.after_backward = self.pace.clock.end
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
         self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
         self.monitors = Monitors(config, groups, model, optimizer, self.experts)
@@ -145,12 +144,12 @@ class Trainer:
         while self.progress.step < self.last and validation is not None:
             validation = self.advance()
             if lifecycle is not None and lifecycle.due(self.progress.step):
-                with phase("checkpoint"):
+                with profiler.record_function("checkpoint"):
                     lifecycle.save(self.checkpoint())
             if lifecycle is not None and lifecycle.stopping:
                 break
         if lifecycle is not None:
-            with phase("checkpoint"):
+            with profiler.record_function("checkpoint"):
                 lifecycle.save_last(self.checkpoint())
         early = self.progress.step < self.last or validation is None
         reason = lifecycle.reason if lifecycle is not None and early else None
@@ -207,7 +206,7 @@ class Trainer:
         step = self.progress.step
         validation: dict[str, float] = {}
         if self.validation and self.validates(step):
-            with self.pace.pause(), phase("validation"):
+            with self.pace.pause(), profiler.record_function("validation"):
                 evaluated = self.evaluate()
             if evaluated is None:
                 self.progress.unreported = {**metrics, "due": True}
@@ -215,7 +214,7 @@ class Trainer:
             validation = evaluated
         samples: dict[str, str] = {}
         if self.sampler is not None and self.samples(step):
-            with self.pace.pause(), phase("validation"):
+            with self.pace.pause(), profiler.record_function("validation"):
                 samples = self.sampler.sample(self.model, self.groups, self.beat)
         if metrics or validation or samples:
             self.report({**metrics, **validation, **samples}, step)
@@ -284,13 +283,13 @@ class Trainer:
 
         Monitored steps, and those in which the Gram penalty is reported, do wait.
         """
-        with phase("forward_backward"):
+        with profiler.record_function("forward_backward"):
             loss = self.forward_backward(index)
         # The forward pass has the precision that the user set, and the mathematics its own.
         with ieee_products():
-            with phase("monitors"):
+            with profiler.record_function("monitors"):
                 self.monitors.after_backward()
-            with phase("optimizer"):
+            with profiler.record_function("optimizer"):
                 if self.weights is not None:
                     self.weights.compare()
                 if self.penalty is not None:
@@ -302,17 +301,17 @@ class Trainer:
                 self.experts.step(active)
                 if self.weights is not None:
                     self.weights.note()
-            with phase("monitors"):
+            with profiler.record_function("monitors"):
                 self.monitors.after_step(factor, active)
         return StepResult(loss, norm, active)
 
     def forward_backward(self, index: int) -> Tensor:
         """Return the mean loss of the global batch, whose gradients are then in their shards."""
-        self.pace.start_local_timer()
+        self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
-        with phase("monitors"):
+        with profiler.record_function("monitors"):
             self.monitors.before(index + 1)
         figures = self.model.forward_backward(
             lambda: iter(batches),

@@ -33,7 +33,8 @@ class Pace:
         size = model_size(config.model, config.train.sequence_length)
         self.flops_per_token = size.flops_per_token
         self.peak_flops = peak_flops(device_name(groups.device))
-        self._clock = Clock(groups.device)
+        self.clock = Clock(groups.device)
+        """Of the local times."""
         places = from_all((socket.gethostname(), groups.pipeline.rank))
         hosts, stages = zip(*places, strict=True)
         self._stragglers = Stragglers(hosts, stages)
@@ -53,14 +54,6 @@ class Pace:
         yield
         self._mark += time.perf_counter() - began
 
-    def start_local_timer(self) -> None:
-        """Start the local time of a step."""
-        self._clock.begin()
-
-    def stop_local_timer(self) -> None:
-        """End the local time of a step, which from here on waits for other ranks."""
-        self._clock.end()
-
     def figures(self, step: int) -> dict[str, float]:
         """Return throughput and memory of the steps since the last call.
 
@@ -68,7 +61,7 @@ class Pace:
         """
         train, count = self.config.train, step - self._marked_step
         seconds = (time.perf_counter() - self._mark) / count
-        own = self._clock.total() / count
+        own = self.clock.total() / count
         metrics = performance(
             tokens=train.global_batch * train.sequence_length,
             seconds=seconds,

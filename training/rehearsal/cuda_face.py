@@ -36,7 +36,7 @@ class Face:
         put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
 
         def record_stream(tensor: Tensor, stream: Any) -> None:
-            trace.order.share(trace.memory.storage(tensor), stream.stream_id)
+            trace.order.share(trace.memory.storage(tensor, trace.stream), stream.stream_id)
 
         put(torch.Tensor, "record_stream", record_stream)
 

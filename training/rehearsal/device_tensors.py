@@ -63,13 +63,6 @@ def value_of(dtype: torch.dtype) -> Any:
     return 1.0 if dtype.is_floating_point else 1
 
 
-def values_of(shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Return nested lists of `value_of`."""
-    if not shape:
-        return value_of(dtype)
-    return [values_of(shape[1:], dtype) for _ in range(shape[0])]
-
-
 class PinnedMemory:
     """Which memory of the host is pinned: a copy between it and the device need not be waited
     for."""
@@ -153,7 +146,7 @@ class DeviceTensors(FakeTensorMode):
 
         def tolist(tensor: Tensor) -> Any:
             self._read("tolist", tensor)
-            return values_of(tensor.shape, tensor.dtype)
+            return np.full(tensor.shape, value_of(tensor.dtype)).tolist()
 
         _SHAPES.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None, "Meta")
         name = "_efficient_attention_backward"

@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from training.rehearsal.guard import GuardError
 from training.rehearsal.places import ROOT
@@ -31,13 +30,15 @@ class Processes:
 
     def __enter__(self) -> "Processes":
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._worker = subprocess.Popen(
+        self._worker = worker = subprocess.Popen(
             [sys.executable, "-m", "training.rehearsal.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         )
+        assert worker.stdin is not None and worker.stdout is not None
+        self._input, self._output = worker.stdin, worker.stdout
         answer = self._read()
         if answer != "ready":
             self.__exit__()
@@ -76,16 +77,6 @@ class Processes:
         path = Path(self._folder.name) / f"{self._count}.job"
         path.write_bytes(pickle.dumps(job))
         return path
-
-    @property
-    def _input(self) -> IO[str]:
-        assert self._worker.stdin is not None
-        return self._worker.stdin
-
-    @property
-    def _output(self) -> IO[str]:
-        assert self._worker.stdout is not None
-        return self._worker.stdout
 
     def _read(self) -> str:
         """The worker's next line. Raises RehearsalError if it is gone."""

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,7 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""Names of `training.lifecycle.phase`; the first begins a step."""
+"""What training/loop.py names by `record_function`; the first begins a step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
 """Phases whose products of float32 must be IEEE, whatever the forward pass has."""
 
@@ -88,47 +88,39 @@ class Allocations:
                  no other uses
     """
 
-    def __init__(
-        self,
-        stream: Callable[[], int],
-        allocated: Callable[[int, int], None],
-        freed: Callable[[int], None],
-    ) -> None:
-        """`stream` is the current one; `allocated` is told the number of each new storage and its
-        stream, `freed` the number of each that is gone."""
+    def __init__(self, order: StreamOrder) -> None:
+        """`order` is told of each new storage and of each that is gone."""
         self.live = 0
         self.peak = 0
         self.pools: Counter[int] = Counter()
         self._in_pool: Counter[int] = Counter()
-        self._stream = stream
-        self._allocated = allocated
-        self._freed = freed
+        self._order = order
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def storage(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, which is counted from now on."""
+    def storage(self, tensor: Tensor, stream: int) -> int:
+        """Return the number of a tensor's storage, which is counted from now on; `stream` is the
+        current one."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._known:
-            self._count(number, storage)
+            self._count(number, storage, stream)
         return number
 
-    def _count(self, number: int, storage: torch.UntypedStorage) -> None:
+    def _count(self, number: int, storage: torch.UntypedStorage, stream: int) -> None:
         size = -(-storage.nbytes() // ROUNDING) * ROUNDING
-        stream = self._stream()
 
         def gone(_: object) -> None:
             del self._known[number]
             self.live -= size
             self._in_pool[stream] -= size
-            self._freed(number)
+            self._order.free(number)
 
         self._known[number] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
         self._in_pool[stream] += size
         self.pools[stream] = max(self.pools[stream], self._in_pool[stream])
-        self._allocated(number, stream)
+        self._order.allocate(number, stream)
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,7 @@ class Trace:
         self.device = device
         self.rank = rank
         self.order = StreamOrder()
-        self.memory = Allocations(lambda: self.stream, self.order.allocate, self.order.free)
+        self.memory = Allocations(self.order)
         self.stream = DEFAULT_STREAM
         self.step = 0
         self.phase = SETUP
@@ -239,7 +231,7 @@ class Trace:
     def touch(self, tensors: Iterable[Tensor]) -> None:
         """Follow the memory of new tensors that nothing was launched for."""
         for tensor in tensors:
-            self.memory.storage(tensor)
+            self.memory.storage(tensor, self.stream)
 
     def end_recording(self) -> None:
         """Stop recording on the current stream, which all others that took part have joined."""
@@ -305,7 +297,7 @@ class Trace:
         return [part for x in tensors if (part := self._part(x)) is not None]
 
     def _part(self, tensor: Tensor) -> Part | None:
-        storage = self.memory.storage(tensor)
+        storage = self.memory.storage(tensor, self.stream)
         if tensor.numel() == 0:
             return None
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
