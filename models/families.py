@@ -30,11 +30,6 @@ OWN_KEYS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "slid
 """Keys of the model section that must be null in families that do not list them."""
 
 
-def _no_limits(model: ModelConfig) -> Iterator[Check]:
-    """Nothing beyond the record."""
-    yield from ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One model family."""
@@ -69,7 +64,7 @@ class Family:
     """What `model.attention_backend` may be."""
     hugging_face: tuple[Architecture, ...] = ()
     """Classes of transformers that compute some of its models; none: it cannot be exported."""
-    limits: Callable[[ModelConfig], Iterator[Check]] = _no_limits
+    limits: Callable[[ModelConfig], Iterable[Check]] = lambda model: ()
     """Checks what else of a model the family cannot have."""
 
     def checks(self, model: ModelConfig) -> Iterator[Check]:
@@ -118,21 +113,9 @@ class Family:
         *matrices, head = dict.fromkeys(unit.role for unit in units if unit.is_matrix)
         return [*matrices, "gain", head]
 
-    def transformer_config(self, *arguments: Any, **options: Any) -> Any:
-        """Return Megatron's config of a model; see `models.dense.transformer_config`."""
-        return self._code.transformer_config(*arguments, **options)
-
-    def build(self, *arguments: Any, **options: Any) -> Any:
-        """Return the Megatron model of some layers; see `models.dense.build`."""
-        return self._code.build(*arguments, **options)
-
-    def parameter_names(self, *arguments: Any, **options: Any) -> Any:
-        """Return which tensor of a built model is which parameter; see
-        `models.dense.parameter_names`."""
-        return self._code.parameter_names(*arguments, **options)
-
     @property
-    def _code(self) -> Any:
+    def code(self) -> Any:
+        """The module `builder`."""
         return import_module(self.builder)
 
 

@@ -275,7 +275,7 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
     """
     family = FAMILIES[model.family]
     layout = groups.layout
-    config = family.transformer_config(
+    config = family.code.transformer_config(
         model,
         dtype=options.dtype,
         layout=layout,
@@ -297,11 +297,11 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
     in_graph: list[UnitWeight] = []
     pc = options.pc
     if pc is not None and pc.evaluator == "in_graph":
-        plain = named_parameters(family.parameter_names, chunks, specs)
+        plain = named_parameters(family.code.parameter_names, chunks, specs)
         own_units = stage_units[groups.tensor.rank]
         in_graph = install_in_graph(pc, chunks, plain, own_units, groups)
         stage_units = [with_gammas(units, pc) for units in stage_units]
-    parameters = named_parameters(family.parameter_names, chunks, specs)
+    parameters = named_parameters(family.code.parameter_names, chunks, specs)
     check_coverage(stage_units[groups.tensor.rank], parameters)
     comm_volume, sequence = CommVolume(), layout.sequence_parallel
     domains = []
@@ -339,7 +339,7 @@ def build_chunks(
     family = FAMILIES[model.family]
     with without_advice():
         chunks = [
-            family.build(
+            family.code.build(
                 model,
                 config,
                 spec,

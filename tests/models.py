@@ -33,11 +33,11 @@ def built(
     `options` go to the family's `transformer_config`.
     """
     family, whole = FAMILIES[model.family], ChunkSpec(tuple(range(model.layers)))
-    config = family.transformer_config(model, dtype=dtype, **options)
-    chunk: torch.nn.Module = family.build(
+    config = family.code.transformer_config(model, dtype=dtype, **options)
+    chunk: torch.nn.Module = family.code.build(
         model, config, whole, sequence_length=length, loss_chunk=loss_chunk
     )
-    names = family.parameter_names(chunk, whole.layers)
+    names = family.code.parameter_names(chunk, whole.layers)
     return chunk, {names[name]: parameter for name, parameter in chunk.named_parameters()}
 
 

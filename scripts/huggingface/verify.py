@@ -132,9 +132,9 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
     family = FAMILIES[model.family]
     stage = ChunkSpec(tuple(range(model.layers)))
     with one_process():
-        engine = family.transformer_config(model, dtype=torch.float32)
-        chunk = family.build(model, engine, stage, sequence_length=tokens.shape[1])
-        parameters = named_parameters(family.parameter_names, [chunk], [stage])
+        engine = family.code.transformer_config(model, dtype=torch.float32)
+        chunk = family.code.build(model, engine, stage, sequence_length=tokens.shape[1])
+        parameters = named_parameters(family.code.parameter_names, [chunk], [stage])
         fill(weights, chunk, parameters)
         for parameter in chunk.parameters():
             parameter.copy_(parameter.to(dtype))

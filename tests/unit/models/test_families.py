@@ -27,8 +27,8 @@ def test_a_family_without_a_class_in_transformers_is_not_exported(
 
 def test_an_activation_without_a_compiled_form_is_refused(world: Groups) -> None:
     family = FAMILIES["llama"]
-    config = family.transformer_config(MODEL, dtype=torch.float32)
+    config = family.code.transformer_config(MODEL, dtype=torch.float32)
     config.activation_func = F.mish
-    chunk = family.build(MODEL, config, ChunkSpec((0,)), sequence_length=8)
+    chunk = family.code.build(MODEL, config, ChunkSpec((0,)), sequence_length=8)
     with pytest.raises(ValueError, match="activation must be one of .*, got mish with"):
         compile_blocks_([chunk], "aot_eager")
