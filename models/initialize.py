@@ -23,11 +23,6 @@ Compute = Callable[[Sequence[Unit]], Tensor]
 """Units to a figure of each."""
 
 
-def locally(units: Sequence[Unit], compute: Compute) -> Tensor:
-    """What `compute` makes of all units: nobody shares the work."""
-    return compute(units)
-
-
 def initialize_(
     parameters: Mapping[str, Tensor],
     units: Sequence[Unit],
@@ -37,7 +32,7 @@ def initialize_(
     layers: int,
     tensor: tuple[int, int] = (0, 1),
     given: Callable[[Unit], Tensor] | None = None,
-    together: Callable[[Sequence[Unit], Compute], Tensor] = locally,
+    together: Callable[[Sequence[Unit], Compute], Tensor] = lambda units, compute: compute(units),
 ) -> None:
     """Fill every unit of `parameters` in place.
 
@@ -60,7 +55,7 @@ def initialize_(
                 return spectral_norms(units, init, seed=seed, layers=layers, device=some.device)
 
             drawn = together(spheres, norms)
-            goals = [radius(matrix_shape(u), init.radius, init.radius_scaler) for u in spheres]
+            goals = [radius(u.shape, init.radius, init.radius_scaler) for u in spheres]
             scaled = torch.tensor(goals, dtype=drawn.dtype, device=drawn.device) / drawn
             factors = {u.name: factor for u, factor in zip(spheres, scaled.float(), strict=True)}
         for unit in units:
@@ -83,7 +78,7 @@ def spectral_norms(
     """The spectral norms `[units]` of what is drawn for matrices, float64 on `device`, good to
     about 1e-9; units of one shape together, as many as `STACK` elements allow."""
     norms = torch.zeros(len(units), dtype=torch.float64, device=device)
-    by_shape = grouped(range(len(units)), lambda i: matrix_shape(units[i]))
+    by_shape = grouped(range(len(units)), lambda i: units[i].shape)
     for (rows, cols), members in by_shape.items():
         count = max(1, STACK // (rows * cols))
         for first in range(0, len(members), count):
@@ -92,12 +87,6 @@ def spectral_norms(
             whole = torch.stack(drawn).to(device).double()
             norms[torch.tensor(some, device=device)], _, _ = cold_start(whole)
     return norms
-
-
-def matrix_shape(unit: Unit) -> tuple[int, int]:
-    """The shape of a unit that is a matrix."""
-    rows, cols = unit.shape
-    return rows, cols
 
 
 def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
@@ -115,7 +104,7 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
     if unit.role in VOCABULARY:
         return init.embedding_std if unit.role == "embedding" else init.head_std
     if init.std is None:
-        rows, cols = matrix_shape(unit)
+        rows, cols = unit.shape
         return min(1.0, math.sqrt(rows / cols)) / math.sqrt(cols)
     if not init.depth_scaled:
         return init.std

@@ -5,7 +5,6 @@ from math import sqrt
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from models.config import MoEConfig
 
@@ -33,15 +32,8 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "
         return 1.0
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(20_000, experts, generator=generator, dtype=torch.float64)
-    gates = top_gates(logits, top_k, score)
-    return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)
-
-
-def top_gates(logits: Tensor, top_k: int, score: Score) -> Tensor:
-    """Return the gates `[tokens, top_k]` of the best experts.
-
-    They are the scores of the logits `[tokens, experts]`, scaled to sum to 1 unless there is one.
-    """
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
-    best = scores.topk(top_k, dim=1).values
-    return best / best.sum(dim=1, keepdim=True) if top_k > 1 else best
+    gates = scores.topk(top_k, dim=1).values
+    if top_k > 1:  # a single one keeps its score
+        gates /= gates.sum(dim=1, keepdim=True)
+    return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)

@@ -16,7 +16,7 @@ eqs. 7 and 16). With spectral_mup updates change hidden features by the same RMS
 with align_adam_rms an update has AdamW's typical RMS of 0.2."""
 
 
-def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
+def radius(shape: tuple[int, ...], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
     """Compute the radius of a whole unit of `shape`, never of a shard: `scaler` times its scale."""
     return scaler * SCALES[mode](*shape)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
@@ -166,8 +165,3 @@ def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, theirs: str) -> Iter
     for expert in range(moe.experts):
         place = f"experts.{expert}."
         yield from _gated(ours + place, theirs + place, hidden, moe.expert_ffn)
-
-
-def new_parameter(tensor: TheirTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return zeros for the parameter of ours that a tensor of theirs is a part of."""
-    return torch.zeros(tensor.view_shape, dtype=dtype)

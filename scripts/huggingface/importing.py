@@ -26,7 +26,7 @@ from models.huggingface.config import (
     model_section,
     model_settings,
 )
-from models.huggingface.tensors import TheirTensor, new_parameter, their_tensors
+from models.huggingface.tensors import TheirTensor, their_tensors
 from models.size import all_units
 from models.units import Unit
 from parallel.checkpoint.safe_index import PLAIN_FILE
@@ -300,7 +300,7 @@ class UnitReader:
     def parameter(self, name: str) -> Tensor:
         """Return a whole parameter of ours, float32; rows that pad the vocabulary are 0."""
         if name != self._name:
-            self._value = new_parameter(self._parts[name][0])
+            self._value = torch.zeros(self._parts[name][0].view_shape, dtype=torch.float32)
             for part in self._parts[name]:
                 part.put(self._value, self._files.read(part.name))
             self._name = name

@@ -127,7 +127,7 @@ class MuonSphereRule(RadiusRule):
             for stack, (short, long) in zip(stacks, names, strict=True)
         ]
         cached = together([short for short, _ in states])
-        lengths = _norm(cached) + together([_norm(long) for _, long in states])
+        lengths = cached.norm(dim=-1) + together([long.norm(dim=-1) for _, long in states])
         wide = [w.mT if is_tall(w) else w for w in weights]
         nearby = together([stack.state["nearby"] for stack in stacks])
         found = top_pairs(wide, cached, steps=self.krylov_steps, nearby=nearby)
@@ -153,9 +153,3 @@ class MuonSphereRule(RadiusRule):
             factor = dynamic_factor(sigma, target, rate=self.retraction_rate, lr=lr, active=gate)
         figures = zip(apart(sigma, weights), apart(target, weights), strict=True)
         return [{"sigma": each, "radius": radius} for each, radius in figures], sound, factor
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Norms `[batch]` of vectors `[batch, n]`."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
-    return norm
