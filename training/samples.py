@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.context import context_chunks, context_part
@@ -14,7 +15,7 @@ from parallel.model import LossFunction, ParallelModel
 from training.data.manifest import Manifest
 from training.data.order import ValidationData
 from training.data.token_bytes import tokenizer_file
-from training.errors import ConfigError, DataError
+from training.errors import DataError
 from training.evaluate import on_device
 
 
@@ -36,15 +37,8 @@ class Sampler:
         """Read the prompts and the tokenizer; `prompt` and `tokens` are the lengths of a prompt
         and of its continuation.
 
-        Raises ConfigError if the package `tokenizers` is not installed, DataError for a file that
-        it cannot read.
+        Raises DataError for a file that the package `tokenizers` cannot read.
         """
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise ConfigError(
-                "validation.samples_interval needs the package tokenizers, which is not installed"
-            ) from None
         path = tokenizer_file(tokenizer)
         try:
             self.tokenizer = Tokenizer.from_file(str(path))

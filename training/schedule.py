@@ -21,13 +21,7 @@ def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) 
         start = total_steps - schedule.cooldown_steps(total_steps)
     else:
         start = schedule.warmup_steps
-    done = _share_done(step, start, total_steps)
+    length = max(1, total_steps - start)
+    done = 1.0 if step >= total_steps else max(0.0, (step - start) / length)
     left = (1 + math.cos(math.pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
     return schedule.min_ratio + (1 - schedule.min_ratio) * left
-
-
-def _share_done(step: int, start: int, end: int) -> float:
-    """Position of `step` between `start` and `end`, in [0, 1]."""
-    if step >= end:
-        return 1.0
-    return max(0.0, (step - start) / (end - start)) if start < end else 0.0

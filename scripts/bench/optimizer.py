@@ -133,8 +133,9 @@ def parameters(shapes: Iterable[tuple[int, ...]], device: torch.device, dtype: t
     return made
 
 
-def our_optimizer(share: Share, assign: Assign, device: torch.device) -> SpectralOptimizer:
-    """Our rules on bfloat16 weights with masters; elementwise units of one assignment are one."""
+def our_step(share: Share, assign: Assign, device: torch.device, *, graph: bool) -> Step:
+    """The step of our rules on bfloat16 weights with masters, as a CUDA graph if asked for;
+    elementwise units of one assignment are one."""
     shapes: dict[Assignment, list[tuple[int, ...]]] = {}
     flat: Counter[Assignment] = Counter()
     for unit in share.matrices:
@@ -156,12 +157,7 @@ def our_optimizer(share: Share, assign: Assign, device: torch.device) -> Spectra
         }
         for assigned, own in shapes.items()
     ]
-    return SpectralOptimizer(groups, nonfinite="skip", master_weights=True)
-
-
-def our_step(share: Share, assign: Assign, device: torch.device, *, graph: bool) -> Step:
-    """The step of our rules, as a CUDA graph if asked for."""
-    optimizer = our_optimizer(share, assign, device)
+    optimizer = SpectralOptimizer(groups, nonfinite="skip", master_weights=True)
     return CapturedStep(optimizer) if graph else optimizer.step
 
 

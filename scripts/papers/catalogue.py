@@ -9,12 +9,11 @@ from typing import Final, Literal
 import yaml
 
 from models.section import Section
-from scripts.papers.measured import Measure
+from scripts.papers.measured import ROOT, Measure
 from training.config import load_config
 from training.config.binding import bind
 
 FILE: Final = Path(__file__).resolve().with_name("papers.yaml")
-ROOT: Final = FILE.parents[2]
 Status = Literal["reproduced", "contradicts", "cannot tell", "not run", "nothing to run"]
 
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 
 from scripts.papers.catalogue import Item
+from scripts.papers.measured import ROOT
 from scripts.plots.style import COLORS, new_figure, new_grid
 from training.json_file import read_json
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = Path("docs/images/papers")
 
 

@@ -98,11 +98,10 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def tick(axis: Axes, labels: Mapping[float, str] | Sequence[object]) -> None:
-    """Put ticks with labels on the x axis, by their place, or at the numbers themselves."""
-    if not isinstance(labels, Mapping):
-        labels = {float(str(number)): str(number) for number in labels}
-    axis.set_xticks([*labels], [*labels.values()])
+def tick(axis: Axes, numbers: Sequence[object]) -> None:
+    """Put ticks with labels on the x axis at these numbers."""
+    labels = [str(number) for number in numbers]
+    axis.set_xticks([float(label) for label in labels], labels)
     axis.minorticks_off()
 
 

@@ -15,14 +15,13 @@ from typing import Any, Final
 
 from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook, claimed
-from scripts.studies.worker import Worker
+from scripts.studies.worker import ROOT, Worker
 from training.config.files import Content, flat, read_merged
 from training.data.manifest import manifest_of
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done
 from training.report.metrics import read_metrics
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0
 """Seconds between looks at what other processes have trained."""
 

@@ -15,8 +15,8 @@ decides what is loaded.
 
 import contextlib
 import hashlib
+import itertools
 import json
-import os
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping
@@ -347,10 +347,8 @@ def name_latest(run_dir: str | Path, name: str) -> None:
 
 def write(path: Path, text: str) -> None:
     """Write a file and sync it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text, encoding="utf-8")
+    sync(path)
 
 
 def remove(folder: Path) -> None:
@@ -420,9 +418,5 @@ def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
 
 def free_name(path: Path) -> Path:
     """Return `path`, or the first of path.1, path.2, ... that does not exist."""
-    number = 0
-    free = path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free
+    names = (path.with_name(f"{path.name}.{n}") if n else path for n in itertools.count())
+    return next(name for name in names if not name.exists())

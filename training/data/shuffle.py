@@ -8,25 +8,18 @@ it again until it is inside (cycle walking), at most four times on average.
 
 import hashlib
 import struct
-from dataclasses import dataclass, field
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
 class Permutation:
     """Permutation of [0, size) for a key, the same on every machine and in every version."""
 
-    size: int
-    key: str
-    _half_bits: int = field(init=False, repr=False)
-    _round_keys: tuple[int, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        digest = hashlib.sha512(self.key.encode()).digest()
-        object.__setattr__(self, "_half_bits", max(1, ((self.size - 1).bit_length() + 1) // 2))
-        object.__setattr__(self, "_round_keys", struct.unpack(f"<{_ROUNDS}Q", digest))
+    def __init__(self, size: int, key: str) -> None:
+        self.size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._round_keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.sha512(key.encode()).digest())
 
     def __getitem__(self, index: int) -> int:
         """Return the image of `index`; both are in [0, size)."""

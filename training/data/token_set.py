@@ -183,23 +183,19 @@ class TokenSet:
         )
         return max(int(self._stored(*piece).max()) for piece in pieces)
 
-    @cached_property
-    def _counts(self) -> NDArray[np.int64]:
-        counts = np.zeros(0, dtype=np.int64)
-        for block in self.blocks(0, self.tokens):
-            if block.min() < 0:
-                raise DataError(f"set {self.name} ({self.prefix}) holds token id {block.min()}")
-            counts = np.pad(counts, (0, max(0, int(block.max()) + 1 - len(counts))))
-            counts += np.bincount(block, minlength=len(counts))
-        return counts
-
     def unigram_entropy(self) -> float:
         """Return the entropy of the set's token frequencies, in nats.
 
         It is the loss of the best prediction without context: a model that does not beat it has
         learned nothing but how often each token occurs.
         """
-        frequency = self._counts[self._counts > 0] / self.tokens
+        counts = np.zeros(0, dtype=np.int64)
+        for block in self.blocks(0, self.tokens):
+            if block.min() < 0:
+                raise DataError(f"set {self.name} ({self.prefix}) holds token id {block.min()}")
+            counts = np.pad(counts, (0, max(0, int(block.max()) + 1 - len(counts))))
+            counts += np.bincount(block, minlength=len(counts))
+        frequency = counts[counts > 0] / self.tokens
         return float(-(frequency * np.log(frequency)).sum())
 
     @property

@@ -1,6 +1,5 @@
 """Which device ranks train on: asked for by the config, or a GPU each where there is one."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +94,6 @@ def nvidia_devices(root: Path = Path("/")) -> Iterator[str]:
         kind = {name: _first_line(device / name) for name in ("vendor", "class")}
         if kind["vendor"] == NVIDIA and kind["class"].startswith(DISPLAY):
             yield device.name
-
-
-def hide_gpus() -> None:
-    """Let PyTorch and the engine, which ask for CUDA in many places, find no GPU; before CUDA has
-    started."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _first_line(path: Path) -> str:

@@ -5,13 +5,14 @@ from typing import Literal
 
 from training.config import Config
 from training.machine import environment
-from training.machine.device import choose, gpus_here, hide_gpus
+from training.machine.device import choose, gpus_here
 
 
 def prepare(config: Config) -> None:
     """Set what the run needs of the environment; before CUDA starts, and again without effect."""
     if config.run.device == "cpu":
-        hide_gpus()
+        # PyTorch and the engine, which ask for CUDA in many places, find no GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         environment.prepare(config)
 

@@ -27,7 +27,6 @@ from parallel.observe.unit_gather import (
     weights,
 )
 from parallel.optimizer.optimizer import DistributedOptimizer
-from parallel.optimizer.routing import Assignment
 from training.assignments import unit_options
 from training.config import Config, group_of
 from training.config.optimizer import ROUTERS
@@ -99,6 +98,7 @@ class Monitors:
         self.groups = groups
         self.model = model
         self.optimizer = optimizer
+        self._assign = optimizer.domains[0].assign
         self.experts = experts
         self.step = 0
         self.chosen: Set[str] = frozenset()
@@ -318,9 +318,6 @@ class Monitors:
             if "radius" in found:
                 found["retraction_bias"] = found["tracked_norm"] / found["radius"] - 1
             self._keep(batch.units, found)
-
-    def _assign(self, unit: Unit) -> Assignment:
-        return self.optimizer.domains[0].assign(unit)
 
     def _keep(self, units: list[Unit], found: Figures, effective: Set[str] = frozenset()) -> None:
         """Add figures to the records of units, as `effective_...` to those named in `effective`."""
