@@ -47,7 +47,7 @@ class TracedCall:
                 self.function(*self.arguments)
         except Exception as error:
             report.error = described(error)
-        trace.finish()
+        trace.keep_peak()
         report.counts = trace.counts
         return report
 

@@ -18,7 +18,6 @@ class Face:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.index = trace.rank % trace.device.node_size
-        self.pinned: set[int] = set()
 
     def install(self) -> None:
         """Replace all of it, for the life of this process."""

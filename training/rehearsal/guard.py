@@ -48,11 +48,8 @@ def built() -> Path:
 
 def key() -> str:
     """Return what changes with the source, with torch and with Python."""
-    facts = (SOURCE.read_bytes(), version("torch"), str(torch_folder()), *FLAGS)
-    digest = hashlib.sha256()
-    for fact in facts:
-        digest.update(fact if isinstance(fact, bytes) else fact.encode())
-    return digest.hexdigest()[:16]
+    facts = "".join([version("torch"), str(torch_folder()), *FLAGS])
+    return hashlib.sha256(SOURCE.read_bytes() + facts.encode()).hexdigest()[:16]
 
 
 def cache() -> Path:

@@ -94,11 +94,9 @@ class StreamOrder:
     def synchronize(self, stream: int | None = None) -> None:
         """Let everything that follows come after all that a stream, or all streams, have done, as
         the host waits for it."""
-        waited = [self.clock(stream)] if stream is not None else list(self._clocks.values())
-        everything: Clock = {}
-        for clock in waited:
-            self._join(everything, clock)
-        self._join_all(everything)
+        streams = [*self._clocks] if stream is None else [stream]
+        for each in streams:
+            self._join_all(self.clock(each))
 
     def host_wait(self, event: int) -> None:
         """Let everything that follows come after `event`, as the host waits for it."""

@@ -1,8 +1,7 @@
 """Process groups of any size without peers: every collective is written down, and comes to an
 end."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -243,8 +242,11 @@ def install(trace: Trace, world: int) -> None:
     real_batch = dist.batch_isend_irecv
 
     def batch_isend_irecv(operations: list[Any]) -> list[dist.Work]:
-        with _batched(trace):
+        trace.batch = next(trace.numbers)
+        try:
             return real_batch(operations)
+        finally:
+            trace.batch = None
 
     for module in (dist, c10d):
         put(module, "init_process_group", init_process_group)
@@ -252,12 +254,3 @@ def install(trace: Trace, world: int) -> None:
         put(module, "is_nccl_available", lambda: True)
     # Aborting asks whether a group is one of these, which builds without CUDA lack.
     vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)
-
-
-@contextmanager
-def _batched(trace: Trace) -> Iterator[None]:
-    trace.batch = next(trace.numbers)
-    try:
-        yield
-    finally:
-        trace.batch = None

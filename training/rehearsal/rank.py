@@ -76,7 +76,7 @@ class Job:
                     run(report.scenario, trace)
             except Exception as error:
                 report.error = described(error)
-        trace.finish()
+        trace.keep_peak()
         report.counts = trace.counts
         report.marks = trace.marks.get(PLAIN_STEP, [])
         report.findings = [str(finding) for finding in trace.order.findings] + sorted(

@@ -197,17 +197,14 @@ class Trace:
         self.marks.setdefault(self.step, []).append(Counts().add(self._now))
 
     def _switch(self, name: str) -> None:
-        self._keep_peak()
+        self.keep_peak()
         self.memory.peak = self.memory.live
         self.phase = name
         self._now = self.counts.setdefault((self.step, name), Counts())
 
-    def _keep_peak(self) -> None:
+    def keep_peak(self) -> None:
+        """Count the memory of the part that is open; call it when the run has ended."""
         self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
-
-    def finish(self) -> None:
-        """Count what is still open; call it once, when the run has ended."""
-        self._keep_peak()
 
     def launch(self, launch: Launch) -> None:
         """Write one operation down, on the current stream."""
