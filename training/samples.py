@@ -64,9 +64,8 @@ class Sampler:
             alive()
         found = {}
         for name, row in zip(self.names, written.tolist(), strict=True):
-            ends = self.prompt, self.prompt + self.tokens
-            found[f"sample/{name}/prompt"] = self._text(row[: ends[0]])
-            found[f"sample/{name}/text"] = self._text(row[ends[0] : ends[1]])
+            found[f"sample/{name}/prompt"] = self._text(row[: self.prompt])
+            found[f"sample/{name}/text"] = self._text(row[self.prompt :][: self.tokens])
         return found
 
     def _text(self, tokens: list[int]) -> str:

@@ -184,11 +184,10 @@ class TheirFiles:
         the embedding.
         """
         wanted = {tensor.name: tensor for tensor in tensors}
-        if settings.get("tie_word_embeddings") and HEAD not in self._files:
+        must_be_tied = bool(settings.get("tie_word_embeddings"))
+        self.tied = must_be_tied and HEAD not in self._files
+        if self.tied:
             self._files[HEAD] = self._files.get(EMBEDDING)
-            self.tied = True
-        else:
-            self.tied = False
         missing = [name for name in wanted if self._files.get(name) is None]
         if missing:
             raise InputError(f"{self.source} has no tensor {named(missing)}")
@@ -213,8 +212,8 @@ class TheirFiles:
                 f"got {', '.join(sorted(kinds))}"
             )
         self.dtype = DTYPES[kinds.pop()]
-        tied = settings.get("tie_word_embeddings") and not self.tied
-        if tied and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
+        same = self.tied or not must_be_tied or torch.equal(self.read(HEAD), self.read(EMBEDDING))
+        if not same:
             raise InputError(
                 f"{self.source}: tie_word_embeddings is true, so {HEAD} must be {EMBEDDING}"
             )

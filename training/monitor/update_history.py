@@ -19,7 +19,6 @@ from parallel.observe.unit_gather import (
     weights,
 )
 from parallel.optimizer.optimizer import DistributedOptimizer
-from parallel.optimizer.routing import Assignment
 
 
 @dataclass
@@ -48,6 +47,7 @@ class UpdateHistory:
 
     def __init__(self, optimizer: DistributedOptimizer, depth: int) -> None:
         self.optimizer = optimizer
+        self.assign = optimizer.domains[0].assign
         self.depth = depth
         self.moments: list[Moment] = []
 
@@ -98,10 +98,6 @@ class UpdateHistory:
     def learning_rate(self, unit: Unit) -> float:
         """Return the learning rate of the last step for a unit."""
         return self.assign(unit).lr * float(self.moments[-1].factor)
-
-    def assign(self, unit: Unit) -> Assignment:
-        """Return the assignment of a unit."""
-        return self.optimizer.domains[0].assign(unit)
 
     def _chosen(self, inspection: Inspection, indices: list[int]) -> list[Tensor]:
         whole = len(indices) == len(inspection.units)
