@@ -40,7 +40,7 @@ def _assignment(
     optimizer: OptimizerConfig, unit: Unit, pc: PCConfig | None, penalty: GramPenaltyConfig | None
 ) -> Assignment:
     if unit.role == GAMMA and pc is not None:
-        return _gamma_assignment(optimizer, unit, pc)
+        return _gamma_assignment(optimizer, pc)
     settings = optimizer.settings_for(unit.role)
     return Assignment(
         group=group_of(unit.role),
@@ -66,11 +66,8 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
     )
 
 
-def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Assignment:
-    """Return the assignment of gamma in the layer of `unit`.
-
-    Gamma is a parameter of its own if PC(W) is in the graph.
-    """
+def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
+    """Return the assignment of gamma, a parameter of its own if PC(W) is in the graph."""
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     return Assignment(
@@ -87,7 +84,7 @@ def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAs
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None
-    gamma = _gamma_assignment(optimizer, unit, pc)
+    gamma = _gamma_assignment(optimizer, pc)
     return PCAssignment(
         preconditioner=preconditioner,
         gamma_rule=gamma.rule if pc.learnable_gamma else None,

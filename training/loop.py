@@ -119,13 +119,8 @@ class Trainer:
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.groups.data.size)
 
-    @property
-    def last(self) -> int:
-        """Step after which the run ends, `train.exit_step` or `train.steps`."""
-        return self.config.train.exit_step or self.config.train.steps
-
     def run(self) -> Outcome:
-        """Train from the current step to `last`, validate, and return the outcome.
+        """Train from the current step to the last, validate, and return the outcome.
 
         Raises NonFiniteError after too many consecutive skipped steps, CheckpointError if a
         checkpoint cannot be written.
@@ -141,7 +136,7 @@ class Trainer:
         """Do what `run` does, without rewinding."""
         self.pace.restart(self.progress.step)
         validation, lifecycle = self.catch_up(), self.lifecycle
-        while self.progress.step < self.last and validation is not None:
+        while self.progress.step < self.config.train.last and validation is not None:
             validation = self.advance()
             if lifecycle is not None and lifecycle.due(self.progress.step):
                 with profiler.record_function("checkpoint"):
@@ -151,7 +146,7 @@ class Trainer:
         if lifecycle is not None:
             with profiler.record_function("checkpoint"):
                 lifecycle.save_last(self.checkpoint())
-        early = self.progress.step < self.last or validation is None
+        early = self.progress.step < self.config.train.last or validation is None
         reason = lifecycle.reason if lifecycle is not None and early else None
         return Outcome(self.progress.step, validation or {}, reason)
 
@@ -180,7 +175,7 @@ class Trainer:
         Notes what the monitors have seen, and checks the run's weights and losses.
         """
         metrics: dict[str, Any] = {}
-        if step % self.config.log.interval == 0 or step == self.last:
+        if step % self.config.log.interval == 0 or step == self.config.train.last:
             self.guard.check()
             metrics |= self.figures(step, result) | self.pace.figures(step)
             for text in self.pace.stragglers:
@@ -233,7 +228,7 @@ class Trainer:
 
     def samples(self, step: int) -> bool:
         """Return whether samples of text follow `step`."""
-        return step == self.last or step % self.config.validation.samples_interval == 0
+        return step == self.config.train.last or step % self.config.validation.samples_interval == 0
 
     def beat(self) -> None:
         """Tell the watchdog, if there is one, that the run is alive."""
@@ -276,7 +271,7 @@ class Trainer:
     def validates(self, step: int) -> bool:
         """Return whether validation follows `step`."""
         interval = self.config.validation.interval
-        return step == self.last or (interval > 0 and step % interval == 0)
+        return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def step(self, index: int) -> StepResult:
         """Take optimizer step `index`, counted from 0, without waiting for the device.

@@ -116,7 +116,7 @@ def train(
         start = chosen.info
         if start is not None and is_finished(config, start):
             first_rank(lambda: chosen.settle(run_dir))
-            return nothing_to_do(config, groups, start)
+            return nothing_to_do(groups, start)
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
         tokenizer = facts["tokenizer"]["sha256"]
         weights = initial_weights(config, tokenizer) if start is None else None
@@ -235,11 +235,10 @@ def naming_absent(groups: Groups) -> Iterator[None]:
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:
     """Return whether the run ends at a checkpoint and has reported everything."""
-    end = config.train.exit_step or config.train.steps
-    return start.step >= end and not start.meta["progress"]["unreported"]
+    return start.step >= config.train.last and not start.meta["progress"]["unreported"]
 
 
-def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
+def nothing_to_do(groups: Groups, start: CheckpointInfo) -> Outcome:
     """Return the outcome of a run that is finished already, and print that it is."""
     if groups.rank == 0:
         print(

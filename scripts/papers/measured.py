@@ -141,7 +141,7 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
     if wanted != found:
         raise InputError(f"{folder} must have the config of its command, remove it, run: {command}")
     checkpoint = read_checkpoint(folder)
-    last = config.train.exit_step or config.train.steps
+    last = config.train.last
     if checkpoint.step != last:
         raise InputError(f"{folder} must have ended at step {last}, got {checkpoint.step}")
     return {

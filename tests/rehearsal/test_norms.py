@@ -50,7 +50,7 @@ def test_a_norm_is_one_launch_each_way(gain, processes):
     assert backward.kernels == {"_fused_rms_norm_backward": 1}
     gains = 0 if gain is None else SIZE * 2
     # Gradient, input and number of every row are read, the input's gradient is written.
-    assert backward.moved_bytes == 3 * X + SCALES + 2 * gains
+    assert backward.elementwise_bytes == 3 * X + SCALES + 2 * gains
 
 
 def test_a_gain_of_another_type_is_several_launches(processes):

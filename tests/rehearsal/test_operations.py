@@ -53,7 +53,7 @@ def test_an_operation_in_place_on_lists_is_counted(processes: Processes) -> None
     counts = report.counts[0, "optimizer"]
     assert counts.kernels == {"_foreach_add_": 1}
     assert counts.launches == 1
-    assert counts.moved_bytes == 3 * 3 * 8 * 4  # both lists read, the first written
+    assert counts.elementwise_bytes == 3 * 3 * 8 * 4  # both lists read, the first written
 
 
 def products_in_place() -> None:

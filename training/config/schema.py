@@ -272,6 +272,11 @@ class TrainConfig(Section):
     max_skipped_steps: Whole = 10
     """Consecutive non-finite steps to skip before the run aborts."""
 
+    @property
+    def last(self) -> int:
+        """Step after which the run ends, `exit_step` or `steps`."""
+        return self.exit_step or self.steps
+
     def checks(self) -> Iterator[Check]:
         """Check the loss, the precision and the length."""
         chunked = self.fused_loss == "liger" and self.loss_chunk is not None

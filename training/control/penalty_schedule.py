@@ -21,7 +21,7 @@ class GramPenalty:
         self.optimizer = optimizer
         self.horizon = section.last_step(config.train.steps)
         self.log_interval = config.log.interval
-        self.last = config.train.exit_step or config.train.steps
+        self.last = config.train.last
         self._figures: PenaltyFigures | None = None
         self._active = False
 

@@ -19,8 +19,8 @@ class Counts:
     sending             modelled seconds of collectives: of activations, gradients and weights, and
                         of the exchange between owners and shards
     peak_memory_bytes   the most memory at one moment of it
-    moved_bytes, flops  of launches
-    elementwise_bytes   of those without FLOPs
+    flops               of launches
+    elementwise_bytes   that launches without FLOPs move
     """
 
     launches: int = 0
@@ -33,7 +33,6 @@ class Counts:
     host_reads: Counter[str] = field(default_factory=Counter)
     synchronizations: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
-    moved_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     flops: float = 0.0
 

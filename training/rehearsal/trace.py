@@ -221,7 +221,6 @@ class Trace:
         now.triton_launches += work.kernels * launch.triton
         now.kernels[launch.name] += work.kernels
         now.kernel_seconds += launch_seconds(self.device, work, in_graph=self.recording is not None)
-        now.moved_bytes += work.size
         now.elementwise_bytes += 0 if work.flops else work.size
         now.flops += work.flops
 
