@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
 
 from scripts.command import command
 from training.errors import fail

@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
 
 from scripts.command import command, require, whole_number
 from training.errors import InputError

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command, require, write_whole
 from training.errors import InputError
