@@ -1,6 +1,7 @@
 """Time of a step of the library's optimizers, beside torch.optim and other libraries.
 
     python scripts/bench/library.py --peers FOLDER --json result.json
+    python scripts/bench/library.py --peers FOLDER --device cuda --sets 24x2048x2048
     torchrun --nproc-per-node 2 scripts/bench/library.py --peers FOLDER --sets 12x256x256
 
 `--peers` names a folder with checkouts of other projects under these names, each of which may be
@@ -9,9 +10,9 @@ left out: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_opt
 over torch's products).
 
 Every optimizer steps the same weights on the same gradients with one thread, for each of `--sets`
-(COUNTxROWSxCOLS, several with commas). All take turns, and a cell is the median of processor time.
-The first column is each library by its defaults; "equal" are five steps of msign in bfloat16 and
-each weight one matrix, as the peers have them.
+(COUNTxROWSxCOLS, several with commas). All take turns, and a cell is the median of processor time,
+on a GPU of the device's. Each library has its defaults, and on a GPU its own kernels; "equal" are
+five steps of msign in bfloat16 and each weight one matrix, as the peers have them.
 
 Under torchrun the weights are sharded over all ranks by rows, as by FSDP2, and ours and dion's step
 them: the mean of the ranks' processor time, and bytes that they send.
@@ -49,18 +50,18 @@ SETS = (
     "32x64x1024", "1x1024x1024", "2x2816x1024", "1x1024x2816", "4x1024x4096",
     "10x1000x1000", "50x256x256", "200x64x64",
 )  # fmt: skip
-PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any]]]] = {
-    "dion Muon": ("dion", "dion", "Muon", {"nesterov": True}),
-    "KellerJordan Muon": ("keller_jordan", "muon", "SingleDeviceMuon", {}),
+PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
+    "dion Muon": ("dion", "dion", "Muon", {"nesterov": True}, "use_triton"),
+    "KellerJordan Muon": ("keller_jordan", "muon", "SingleDeviceMuon", {}, None),
     "Emerging-Optimizers Muon": (
         "emerging_optimizers", "emerging_optimizers.orthogonalized_optimizers", "Muon",
-        {"nesterov": True},
+        {"nesterov": True}, "use_syrk",
     ),
     "gram-newton-schulz Muon": (
-        "gram_newton_schulz", "gram_newton_schulz", "Muon", {"ns_use_kernels": False},
+        "gram_newton_schulz", "gram_newton_schulz", "Muon", {}, "ns_use_kernels",
     ),
 }  # fmt: skip
-"""Name of a checkout, module, class and settings of each library."""
+"""Checkout, module, class, settings of each library, and what turns on its kernels for GPUs."""
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
@@ -81,12 +82,12 @@ def own() -> dict[str, Make]:
     }
 
 
-def peers(folder: Path | None) -> dict[str, Make]:
+def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
     """What makes the Muon of each checkout that `folder` has, by name; others are named."""
     if folder is None:
         return {}
     makers: dict[str, Make] = {}
-    for name, (checkout, module, attribute, settings) in PEERS.items():
+    for name, (checkout, module, attribute, settings, kernels) in PEERS.items():
         if not (folder / checkout).is_dir():
             print(f"{name} left out: no {folder / checkout}")
             continue
@@ -96,7 +97,8 @@ def peers(folder: Path | None) -> dict[str, Make]:
         except (ImportError, SyntaxError) as error:
             print(f"{name} left out: {error}")
             continue
-        makers[name] = partial(kind, **PLAIN, **settings)
+        own_kernels = {kernels: device.type == "cuda"} if kernels else {}
+        makers[name] = partial(kind, **PLAIN, **settings, **own_kernels)
     return makers
 
 
@@ -104,29 +106,30 @@ class Side:
     """An optimizer on weights of its own, equal to those of every other side."""
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], make: Make, mesh: DeviceMesh | None = None
+        self,
+        shapes: Sequence[tuple[int, int]],
+        make: Make,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self.mesh, self.turns = mesh, 0
-        generator = torch.Generator().manual_seed(0)
-        self.weights = [
-            Parameter(self._placed(torch.randn(shape, generator=generator))) for shape in shapes
-        ]
+        self.mesh, self.device = mesh, device
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.weights = [Parameter(self._drawn(shape)) for shape in shapes]
         self.optimizer = make(self.weights)
 
     def turn(self) -> float:
         """Give all weights Gaussian gradients, take a step, and return its milliseconds."""
-        self.turns += 1
-        generator = torch.Generator().manual_seed(self.turns)
         for weight in self.weights:
-            weight.grad = self._placed(torch.randn(weight.shape, generator=generator))
+            weight.grad = self._drawn(weight.shape)
         if self.mesh is None:
-            return timed(self.optimizer.step, CPU)[0]
+            return timed(self.optimizer.step, self.device)[0]
         dist.barrier()
         spent = torch.tensor(timed(self.optimizer.step, CPU)[0])
         dist.all_reduce(spent)
         return float(spent) / dist.get_world_size()
 
-    def _placed(self, whole: Tensor) -> Tensor:
+    def _drawn(self, shape: Sequence[int]) -> Tensor:
+        whole = torch.randn(shape, generator=self.generator, device=self.device)
         return whole if self.mesh is None else distribute_tensor(whole, self.mesh, [Shard(0)])
 
 
@@ -162,12 +165,12 @@ def sharded(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]
     }
     makers |= {
         name: partial(make, distributed_mesh=mesh)  # type: ignore[call-arg]
-        for name, make in peers(options.peers).items()
+        for name, make in peers(options.peers, CPU).items()
         if name == "dion Muon"
     }
     found: dict[str, dict[str, dict[str, float]]] = {}
     for text in options.sets:
-        sides = {name: Side(shapes(text), make, mesh) for name, make in makers.items()}
+        sides = {name: Side(shapes(text), make, CPU, mesh) for name, make in makers.items()}
         times = medians({name: side.turn for name, side in sides.items()}, options.steps)
         found[text] = {}
         for name, side in sides.items():
@@ -195,10 +198,11 @@ def shapes(text: str) -> list[tuple[int, int]]:
 
 def one_process(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Median milliseconds of a step by set and optimizer."""
-    makers = own() | peers(options.peers)
+    device = torch.device(options.device)
+    makers = own() | peers(options.peers, device)
     found = {}
     for text in options.sets:
-        sides = {name: Side(shapes(text), make) for name, make in makers.items()}
+        sides = {name: Side(shapes(text), make, device) for name, make in makers.items()}
         found[text] = medians({name: side.turn for name, side in sides.items()}, options.steps)
         print_table([{text: name, "ms": ms} for name, ms in found[text].items()])
     return found
@@ -209,6 +213,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", type=Path, help="folder of checkouts")
     parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of weights")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=whole_number(), default=10, help="steps timed")
     add_json(parser)
     return parser.parse_args(arguments)
@@ -222,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     content = {"ranks": ranks, "figures": sharded(options) if ranks > 1 else one_process(options)}
     if ranks == 1 or dist.get_rank() == 0:
-        write_json(options.json, record("scripts/bench/library.py", arguments, CPU, content))
+        device = torch.device(options.device)
+        write_json(options.json, record("scripts/bench/library.py", arguments, device, content))
     return 0
 
 
