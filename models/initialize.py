@@ -2,7 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
 """Elements of the matrices whose norms are computed at a time: half a GiB in float64."""
+THREADS = 8
+"""Units that a rank draws at a time, at most."""
 
 Compute = Callable[[Sequence[Unit]], Tensor]
 """Units to a figure of each."""
@@ -58,6 +63,7 @@ def initialize_(
             goals = [radius(u.shape, init.radius, init.radius_scaler) for u in spheres]
             scaled = torch.tensor(goals, dtype=drawn.dtype, device=drawn.device) / drawn
             factors = {u.name: factor for u, factor in zip(spheres, scaled.float(), strict=True)}
+        whole_units = draws([u for u in units if u.is_matrix], init, seed=seed, layers=layers)
         for unit in units:
             target = unit.view(parameters[unit.parameter])
             if given is not None:
@@ -66,7 +72,7 @@ def initialize_(
             if not unit.is_matrix:
                 target.fill_(unit.start)
                 continue
-            whole = draw(unit, init, seed=seed, layers=layers)
+            whole = next(whole_units)
             if unit.name in factors:
                 whole = whole.to(target.device) * factors[unit.name]
             target.copy_(unit.piece(whole, *tensor))
@@ -83,20 +89,31 @@ def spectral_norms(
         count = max(1, STACK // (rows * cols))
         for first in range(0, len(members), count):
             some = members[first : first + count]
-            drawn = [draw(units[i], init, seed=seed, layers=layers) for i in some]
-            whole = torch.stack(drawn).to(device).double()
+            drawn = draws([units[i] for i in some], init, seed=seed, layers=layers)
+            whole = torch.stack(list(drawn)).to(device).double()
             norms[torch.tensor(some, device=device)], _, _ = cold_start(whole)
     return norms
 
 
+def draws(units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int) -> Iterator[Tensor]:
+    """Draw units as `draw` does, one after the other or, where this rank has several processors of
+    its host, in threads: they would otherwise take a minute for 8B parameters."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    count = max(1, min(THREADS, (os.cpu_count() or 1) // ranks))
+    with ThreadPoolExecutor(count) as threads:
+        for first in range(0, len(units), count):
+            some = units[first : first + count]
+            yield from threads.map(partial(draw, init=init, seed=seed, layers=layers), some)
+
+
 def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
     """Draw a whole unit `[rows, cols]` from its normal distribution, float32 on the CPU."""
-    cols = unit.shape[-1]
-    parts = [
-        standard_deviation(unit, name, init, layers) * normal(name, (rows, cols), seed)
-        for name, rows in unit.draws
-    ]
-    return torch.cat(parts)
+    rows, cols = unit.shape
+    whole = torch.empty(rows, cols)
+    parts = whole.split([rows for _, rows in unit.draws])
+    for (name, _), part in zip(unit.draws, parts, strict=True):
+        normal_(part, name, seed, standard_deviation(unit, name, init, layers))
+    return whole
 
 
 def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) -> float:
@@ -116,8 +133,9 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
     return init.std / (math.sqrt(2 * (layer + 1)) if residual and layer is not None else 1.0)
 
 
-def normal(name: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """Draw from N(0, 1) with the key (seed, name): float32 on the CPU, whatever device trains."""
+def normal_(part: Tensor, name: str, seed: int, deviation: float = 1.0) -> Tensor:
+    """Fill `part` from N(0, deviation^2) with the key (seed, name), and return it: float32 on the
+    CPU, whatever device trains."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator)
+    return part.normal_(0.0, deviation, generator=generator)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.initialize import normal
+from models.initialize import normal_
 from models.units import Unit
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
@@ -231,7 +231,9 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
     """Float64 gradient `[*shape]` of a whole unit, drawn like its initial value."""
     cols = unit.shape[-1]
     draws = unit.draws or ((unit.name, 1),)
-    rows = [normal(f"gradient {step} {name}", (count, cols), 0) for name, count in draws]
+    rows = [
+        normal_(torch.empty(count, cols), f"gradient {step} {name}", 0) for name, count in draws
+    ]
     return torch.cat(rows).double().reshape(unit.shape)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from models.config import ModelConfig
 from models.huggingface.config import config_json
 from models.huggingface.tensors import their_tensors
-from models.initialize import normal
+from models.initialize import normal_
 from models.load_balance import routers
 from models.size import all_units
 from models.units import Unit
@@ -24,8 +24,8 @@ LENGTH = 24
 def weight(unit: Unit) -> Tensor:
     """Return a random weight `[*unit.shape]` of a size at which every part of the layer matters."""
     if not unit.is_matrix:
-        return unit.start + 0.3 * normal(unit.name, (1, unit.numel), 0)[0]
-    return normal(unit.name, unit.shape, 0) * 2 / unit.shape[1] ** 0.5
+        return unit.start + 0.3 * normal_(torch.empty(unit.numel), unit.name, 0)
+    return normal_(torch.empty(unit.shape), unit.name, 0) * 2 / unit.shape[1] ** 0.5
 
 
 def compare(model: ModelConfig, folder: Path) -> None:
@@ -65,7 +65,7 @@ def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
     found = {}
     for router in routers([ours]):
         layer = router.layer_number - 1
-        router.expert_bias.copy_(0.2 * normal(f"bias {layer}", (1, model.moe.experts), 0)[0])
+        router.expert_bias.copy_(0.2 * normal_(torch.empty(model.moe.experts), f"bias {layer}", 0))
         found[layer] = router.expert_bias
     assert model.moe is None or len(found) == model.layers - model.moe.dense_layers
     return found

@@ -3,6 +3,7 @@
 import os
 import tempfile
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     liger.install(trace)
     model_parts.install(trace, mode)
     # Whatever is drawn, it comes to the device in the same way.
-    replace(initial_weights.draw, drawn)
+    replace(initial_weights.draws, undrawn)
     return mode
 
 
@@ -126,9 +127,9 @@ def run(rehearsed: Scenario, trace: Trace) -> None:
     train(config, layout, resume="none")
 
 
-def drawn(unit: Unit, *_: Any, **__: Any) -> torch.Tensor:
-    """Weights of the right shape, undrawn."""
-    return torch.empty(unit.shape)
+def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]:
+    """Weights of the right shapes."""
+    return (torch.empty(unit.shape) for unit in units)
 
 
 def described(error: BaseException) -> str:
