@@ -48,6 +48,8 @@ _OLD_NUMBER: Final = re.compile(
     r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
     r"|(?=\.?[0-9].*_)[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)"
 )
+_SCALARS: Final = (":bool", ":int", ":float", ":timestamp")
+"""Ends of the tags that make a value of a text."""
 _NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """What OmegaConf reads as a number although YAML 1.1 may read a text, as 1e5."""
 
@@ -268,23 +270,29 @@ def _checked(text: str) -> yaml.Node | None:
     for node in nodes:  # which grows, without end where an alias has itself inside
         if len(nodes) > MOST_VALUES:
             raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
+        scalar = node.tag.endswith(_SCALARS)
         if isinstance(node, yaml.MappingNode):
+            if scalar:  # yaml would take the value of its key =
+                raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
             raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {node.value}")
-        elif node.tag.endswith((":bool", ":int", ":float", ":timestamp")):
+        elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:
                 continue  # without a tag of its own, such as 2024-31-12, which is a text
             try:
                 loader.construct_object(node)
             except (AttributeError, LookupError) as error:  # as for !!bool foo
-                tag = node.tag.rpartition(":")[2]
-                rule = f"a value must be what its tag says, got !!{tag} {node.value!r:.80}"
+                rule = f"a value must be what its tag says, got !!{_kind(node)} {node.value!r:.80}"
                 raise yaml.YAMLError(rule) from error
     return root
+
+
+def _kind(node: yaml.Node) -> str:
+    return node.tag.rpartition(":")[2]
 
 
 def _shown(path: Path) -> str:
