@@ -104,7 +104,7 @@ study: data/corpus/manifest.json  ## tune and compare the optimizers: about two 
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
 	$(PY) pretrain.py --ranks $(NPROC) --config $(CONFIG) $(ARGS)
 
-test: $(SETUP)  ## run the tests of every change: fourteen minutes of two cores
+test: $(SETUP)  ## run the tests of every change: five to fifteen minutes of two cores
 	$(call timed,$(PYTEST) -m "not slow" $(foreach part,$(PARTS),$(or $($(part)),$(error PARTS has no $(part)))))
 
 test-all: $(if $(PART),$(PART:%=slow-%),test $(SLOW_PARTS) slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them

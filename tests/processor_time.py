@@ -2,22 +2,25 @@
 
 Wall time says how busy a machine is; processor time says what a test costs, twice as much on a busy
 machine. The sum covers the test process and all its descendants: programs that tests start, and
-ranks with the server that forks them.
+ranks with the server that forks them. A file that takes too large a share of the whole fails it.
 """
 
 import os
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
 
 FIRST = (
     "tests/smoke/test_readme.py",
+    "tests/distributed/test_sharded.py",
     "tests/distributed/test_layouts.py",
     "tests/distributed/test_runs.py",
     "tests/distributed/test_state.py",
     "tests/rehearsal/test_programs.py",
     "tests/rehearsal/test_layouts.py",
+    "tests/distributed/test_interrupts.py",
     "tests/smoke/test_restart.py",
     "tests/unit/training/checkpoint/test_checkpoint.py",
     "tests/unit/training/test_survival.py",
@@ -27,6 +30,10 @@ FIRST = (
 """The dearest files. They begin first, so that no worker is left alone with one at the end."""
 
 SHOWN = 10
+WHOLE = 100
+"""Files of which a run is a whole `make test`, or nearly."""
+LARGEST = 0.03
+"""Share of a whole run that a file may take which is not among the dearest."""
 NAME = "processor_seconds"
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -77,6 +84,16 @@ class ProcessorTime:
             file = report.nodeid.partition("::")[0]
             self.files[file] = self.files.get(file, 0.0) + float(seconds)
 
+    def too_dear(self) -> list[str]:
+        """Return the files of a whole run that take more than their share and are not `FIRST`."""
+        most = LARGEST * sum(self.files.values()) if len(self.files) >= WHOLE else inf
+        return [file for file, spent in self.files.items() if spent > most and file not in FIRST]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail a whole run with such a file."""
+        if self.too_dear() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the sum of each part and the dearest files."""
         write = terminalreporter.write_line
@@ -89,6 +106,8 @@ class ProcessorTime:
         write(f"{sum(parts.values()):8.1f} processor seconds in tests, most of them in")
         for file in sorted(self.files, key=self.files.__getitem__, reverse=True)[:SHOWN]:
             write(f"{self.files[file]:8.1f} s  {file}")
+        for file in self.too_dear():
+            write(f"FAILED {file}: more than {LARGEST:.0%} of all; make cases slow, or list it")
 
 
 START = pytest.StashKey[float]()

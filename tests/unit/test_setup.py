@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from tests.commands import output_of
 from tests.paths import ROOT
+from tests.processor_time import FIRST, ProcessorTime
 
 
 def make(folder: Path, *arguments: str) -> str:
@@ -84,3 +85,11 @@ def test_the_helpers_of_tests_are_on_their_page(root: Path) -> None:
     page = (root / "tests" / "README.md").read_text()
     named = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE))
     assert named == {path.name for path in (root / "tests").glob("*.py")} - {"conftest.py"}
+
+
+def test_a_file_that_takes_a_large_share_of_make_test_is_named() -> None:
+    measured = ProcessorTime()
+    measured.files = dict.fromkeys(map(str, range(120)), 1.0) | {FIRST[0]: 50.0, "dear": 20.0}
+    assert measured.too_dear() == ["dear"]
+    measured.files = {"dear": 20.0}  # a run of one file
+    assert measured.too_dear() == []
