@@ -25,9 +25,12 @@ OLDER_ATTENTION: Final = 0.32
 "FlashAttention-3", 2024, figure 5) and its backward passes about 300."""
 EXPLICIT_ATTENTION: Final = 0.1
 """The same where scores are computed block by block."""
-FACTORS: Final = 0.015
-"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach, 1
-TFLOP/s of an H100's float64: an estimate. Columns follow each other, so smaller ones reach less in
+SYMMETRIC: Final = 0.45
+"""The same of the Triton kernels of symmetric products, as measured on an H200 from 4,096 rows or
+32 matrices of 2,048 (spectral/kernels/table.json)."""
+FACTORS: Final = 0.05
+"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach, measured
+in float64 in SSO's step on an H200. Columns follow each other, so smaller ones reach less in
 proportion to their rows."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6

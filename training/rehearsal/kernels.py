@@ -3,7 +3,7 @@ asked."""
 
 import importlib.util
 
-from parallel.plan.roofline import Work
+from parallel.plan.roofline import SYMMETRIC, Work
 from training.rehearsal.operations import OPERANDS
 from training.rehearsal.places import place
 from training.rehearsal.trace import Launch, Trace, size_of
@@ -40,6 +40,7 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
             sum(size_of(x) for x in (*read, *written)),
             launch.flops * (3 if thrice else 1),
             "tf32" if kind == "fp32" and thrice else kind,
+            SYMMETRIC,
         )
         trace.launch(Launch(launch.name, read, written, work, triton=True))
 
