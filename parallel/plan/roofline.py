@@ -29,9 +29,9 @@ SYMMETRIC: Final = 0.45
 """The same of the Triton kernels of symmetric products, as measured on an H200 from 4,096 rows or
 32 matrices of 2,048 (spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
-"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach, measured
-in float64 in SSO's step on an H200. Columns follow each other, so smaller ones reach less in
-proportion to their rows."""
+"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach, as
+measured in float64 in SSO's step on an H200. Columns follow each other, so smaller ones reach less
+in proportion to their rows."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6
 """Seconds for each row of an eigenvalue problem, whose columns take many small kernels one after
