@@ -9,6 +9,7 @@ any host.
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -82,18 +83,25 @@ def widen_linears() -> None:
 
 @functools.cache
 def share_gloo_device() -> None:
-    """Let all gloo groups of this process share one device.
+    """Let all gloo groups of this process share one device, or one for each of the interfaces that
+    GLOO_SOCKET_IFNAME names.
 
     A device has a thread that wakes 100 times a second, and a rank has about 20 groups: asleep, it
     takes 2.7% of a core with a device for each group and 0.3% with one for all.
     """
     plain: Any = distributed_c10d.ProcessGroupGloo
-    device = functools.cache(plain.create_default_device)
+
+    @functools.cache
+    def devices() -> list[Any]:
+        names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        named = [plain.create_device(interface=name) for name in names]
+        return named or [plain.create_default_device()]
 
     class SharedDevice(plain):
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = plain._Options()
-            options._devices, options._timeout = [device()], timeout
+            options._devices, options._timeout = devices(), timeout
+            options._threads = 2 * len(devices())  # as torch has it
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDevice  # type: ignore[misc]
