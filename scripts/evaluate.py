@@ -27,11 +27,7 @@ MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformer
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, print the table and write the results."""
-    options = parse(arguments)
-    from models.engine import import_engine  # here: it takes seconds
-
-    import_engine()
-    _evaluate(options)
+    _evaluate(parse(arguments))
     return 0
 
 
@@ -69,7 +65,10 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     """Write tasks over the validation sets of the run to `folder` and return their names."""
     if options.run is None:
         raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT for its validation sets")
-    from scripts.evaluation.local_text import write_tasks  # takes seconds to import
+    from models.engine import import_engine  # here: it takes seconds
+
+    import_engine()
+    from scripts.evaluation.local_text import write_tasks
     from training.checkpoint.files import read_checkpoint
 
     config = read_checkpoint(options.run).config

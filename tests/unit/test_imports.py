@@ -192,6 +192,7 @@ with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         ("from spectral import Muon, SpectralSphere\n", ["True", "False"]),
         (HELP, ["False", "False"]),
         ("import scripts.prepare_data\n", ["False", "False"]),
+        ("from scripts.evaluate import main; main(['none', '--tasks', 'a'])\n", ["False", "False"]),
         (
             "from models.engine import import_engine; import_engine(); import training.run\n",
             ["True", "False"],
