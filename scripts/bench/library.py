@@ -225,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and options.device != "cpu":
+        raise InputError(f"--device must be cpu under torchrun, got {options.device}")
     content = {"ranks": ranks, "figures": sharded(options) if ranks > 1 else one_process(options)}
     if ranks == 1 or dist.get_rank() == 0:
         device = torch.device(options.device)

@@ -15,11 +15,13 @@ pytestmark = pytest.mark.slow
 SET = "2x16x24,1x32x16"
 
 
-def test_every_library_has_a_time(tmp_path: Path) -> None:
+def test_every_library_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "library.json"
     assert library.main(["--sets", SET, "--steps", "1", "--json", str(file)]) == 0
     times = json.loads(file.read_text())["figures"][SET]
     assert set(times) == set(library.own()) and min(times.values()) >= 0
+    monkeypatch.setenv("WORLD_SIZE", "2")  # ranks exchange over gloo
+    assert library.main(["--device", "cuda"]) == 2
 
 
 def test_steps_of_a_rank_are_compared_with_torchs(tmp_path: Path) -> None:
