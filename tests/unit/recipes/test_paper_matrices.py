@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.groups import Groups
+from tests.matrices import penalty_by_definition
 from tests.small_recipes import every_recipe, small_recipe, write_bytes
 from training.build import build_data, build_trainer
 from training.config import Config
@@ -176,8 +177,7 @@ def test_the_penalty_is_that_of_the_gram_papers_matrices(
     expected = 0.0
     for _, role, weight in matrices(config, trainer):
         if role in ("v", "o", "down"):
-            gram = weight.mT @ weight
-            expected += (gram - gram.diag().diag()).square().sum().item()
+            expected += penalty_by_definition(weight).item()
     figures = trainer.optimizer.add_penalty(acts=True, measured=True)
     assert figures is not None
     # Sums of squares in float32.

@@ -5,23 +5,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from spectral.gram_penalty import gram_penalty, gram_penalty_and_grad
+from tests.matrices import penalty_by_definition
 
 OPTIONS = list(itertools.product([1, 2], ["in", "out"], [None, "frobenius", "size"]))
-
-
-def definition(w: Tensor, power: int, side: str, normalize: str | None) -> Tensor:
-    gram = w.mT @ w if side == "in" else w @ w.mT
-    n = gram.shape[-1]
-    off = gram * (1 - torch.eye(n, dtype=w.dtype))
-    energy = off.square().sum((-2, -1))
-    if normalize == "frobenius":
-        energy = energy / w.square().sum((-2, -1)).square()
-    elif normalize == "size":
-        energy = energy / (n * (n - 1))
-    return energy if power == 2 else energy.sqrt()
 
 
 @pytest.mark.parametrize(("power", "side", "normalize"), OPTIONS)
@@ -30,7 +18,7 @@ def test_value_and_gradient_are_those_of_the_definition(
     shape: tuple[int, ...], power: int, side: str, normalize: str | None
 ) -> None:
     w = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    expected = definition(w, power, side, normalize)
+    expected = penalty_by_definition(w, power, side, normalize)
     weights = torch.rand(expected.shape, dtype=torch.float64)
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), w)
 

@@ -13,6 +13,7 @@ from spectral import msign, solve_multiplier, tangent_model
 from spectral.schedules import coefficients
 from spectral.tangent import Solver, TangentProblem, TangentSolution
 from spectral.tangent_model import SPACES, Space, build, root, value
+from tests.matrices import gaussian, msign_by_svd, spectrum
 
 MOMENTA = Path(__file__).parents[2] / "data" / "momenta.safetensors"
 TOLERANCE = 2e-4
@@ -29,29 +30,22 @@ def unit(x: Tensor) -> Tensor:
     return x / x.norm()
 
 
-def gaussian(rows: int, cols: int, seed: int) -> Tensor:
-    return torch.randn(rows, cols, generator=generator(seed), dtype=torch.float64)
-
-
 def low_rank(rows: int, cols: int, seed: int) -> Tensor:
     """Singular values k^-1.5 up to rank min/8, plus Gaussian noise at 1% Frobenius norm."""
     rank = max(1, min(rows, cols) // 8)
-    left = torch.linalg.qr(gaussian(rows, rank, seed)).Q
-    right = torch.linalg.qr(gaussian(cols, rank, seed + 1)).Q
     decay = torch.arange(1, rank + 1, dtype=torch.float64) ** -1.5
-    return unit(left @ torch.diag(decay) @ right.mT) + 0.01 * unit(gaussian(rows, cols, seed + 2))
+    noise = gaussian(rows, cols, seed=seed + 2)
+    return unit(spectrum(decay, rows, cols, seed)) + 0.01 * unit(noise)
 
 
-def problems(
-    make: Callable[[int, int, int], Tensor], rows: int, cols: int, rhos: tuple[float, ...]
-) -> Problem:
+def problems(make: Callable[..., Tensor], rows: int, cols: int, rhos: tuple[float, ...]) -> Problem:
     """A float32 batch `M = rho Theta + sqrt(1 - rho^2) M0` of Frobenius norm 1."""
     items = []
     for rho in rhos:
         for seed in range(3):
-            u = unit(gaussian(rows, 1, seed + 50))[:, 0]
-            v = unit(gaussian(cols, 1, seed + 70))[:, 0]
-            m = rho * torch.outer(u, v) + math.sqrt(1 - rho**2) * unit(make(rows, cols, seed))
+            u = unit(gaussian(rows, 1, seed=seed + 50))[:, 0]
+            v = unit(gaussian(cols, 1, seed=seed + 70))[:, 0]
+            m = rho * torch.outer(u, v) + math.sqrt(1 - rho**2) * unit(make(rows, cols, seed=seed))
             items.append((unit(m).float(), u.float(), v.float()))
     m, u, v = (torch.stack(x) for x in zip(*items, strict=True))
     return m, u, v
@@ -79,9 +73,7 @@ def check_honest(solution: TangentSolution, m: Tensor, u: Tensor, v: Tensor) -> 
 
 @pytest.mark.parametrize("shape", [(64, 64), (48, 160), (160, 48), (300, 320)])
 @pytest.mark.parametrize("make", [gaussian, low_rank])
-def test_converges_on_every_alignment(
-    make: Callable[[int, int, int], Tensor], shape: tuple[int, int]
-) -> None:
+def test_converges_on_every_alignment(make: Callable[..., Tensor], shape: tuple[int, int]) -> None:
     m, u, v = problems(make, *shape, RHOS if max(shape) < 300 else (0.0, 0.9))
     solution = solve_multiplier(m, u, v, max_evaluations=12, early_exit=True)
     assert solution.converged.all()
@@ -151,7 +143,10 @@ def test_counterexample_beyond_the_usual_bracket() -> None:
 @pytest.mark.parametrize("shape", [(1, 8), (8, 24), (24, 8), (300, 310)])
 def test_momentum_along_theta_has_no_direction(sign: float, shape: tuple[int, int]) -> None:
     """Nothing is left to orthogonalise: the step is zero and reported, never noise."""
-    u, v = unit(gaussian(shape[0], 1, 3)).mT.float(), unit(gaussian(shape[1], 1, 4)).mT.float()
+    u, v = (
+        unit(gaussian(shape[0], 1, seed=3)).mT.float(),
+        unit(gaussian(shape[1], 1, seed=4)).mT.float(),
+    )
     m = sign * u[:, :, None] * v[:, None]
     solution = solve_multiplier(m, u, v)
     assert not solution.converged.any()
@@ -161,7 +156,7 @@ def test_momentum_along_theta_has_no_direction(sign: float, shape: tuple[int, in
 
 def test_zero_momentum_and_zero_weight() -> None:
     u, v = torch.zeros(1, 5), torch.zeros(1, 9)
-    m = gaussian(5, 9, 0).float()[None]
+    m = gaussian(5, 9).float()[None]
     free = solve_multiplier(m, u, v)
     assert free.multiplier.item() == 0 and free.converged.all()
     torch.testing.assert_close(torch.linalg.svdvals(free.direction), torch.ones(1, 5))
@@ -224,11 +219,7 @@ def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows: int) -> None:
 
     def exact(lam: Tensor) -> Tensor:
         z = m + lam[:, None, None] * u[:, :, None] * v[:, None]
-        left, s, right = torch.linalg.svd(z, full_matrices=False)
-        s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
-        for a, b, c in steps:
-            s = a * s + b * s**3 + c * s**5
-        return torch.einsum("bi,bik,bk,bkj,bj->b", u, left, s, right, v)
+        return torch.einsum("bi,bij,bj->b", u, msign_by_svd(z, "polar_express", 8), v)
 
     # What is left is the partial-fraction error, the fixed norm, and with 72 rows the basis.
     torch.testing.assert_close(exact(found), torch.zeros_like(found), rtol=0, atol=5e-4)
@@ -253,11 +244,7 @@ def exact_solution(m: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:
     low, high = -2.0, 2.0
     while True:
         middle = (low + high) / 2
-        z = m + middle * theta
-        left, s, right = torch.linalg.svd(z / z.norm(), full_matrices=False)
-        for a, b, c in coefficients("polar_express", 8):
-            s = a * s + b * s**3 + c * s**5
-        direction = (left * s) @ right
+        direction = msign_by_svd(m + middle * theta, "polar_express", 8)
         f = (theta * direction).sum().item()
         if abs(f) < 1e-7 or high - low < 1e-13:
             return middle, direction

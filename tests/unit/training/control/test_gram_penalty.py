@@ -8,6 +8,7 @@ import torch
 from models.units import Unit
 from parallel.model import ParallelModel
 from parallel.optimizer.routing import Penalty
+from tests.matrices import penalty_by_definition
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.stepped_models import TINY, assign_matrices, stepped_model
@@ -15,13 +16,6 @@ from training.build import build_data, build_trainer
 from training.run import train
 
 ROLES = ("v", "o", "down")
-
-
-def penalty_of(weight: torch.Tensor, power: int, side: str) -> torch.Tensor:
-    """The penalty of one matrix, from its definition."""
-    gram = weight.T @ weight if side == "in" else weight @ weight.T
-    energy = (gram - torch.diag(torch.diag(gram))).square().sum()
-    return energy if power == 2 else energy.sqrt()
 
 
 def local(model: ParallelModel, unit: Unit) -> torch.Tensor:
@@ -48,7 +42,7 @@ def test_its_gradient_is_added_once(world, power, side, name):
             assert not added.any()
             continue
         weight = local(model, unit).clone().requires_grad_()
-        wanted = 0.3 * penalty_of(weight, power, side)
+        wanted = 0.3 * penalty_by_definition(weight, power, side)
         (gradient,) = torch.autograd.grad(wanted, weight)
         # float64; the difference of sums of order 1 leaves 1e-16.
         torch.testing.assert_close(added, gradient, rtol=1e-9, atol=1e-14)
@@ -69,7 +63,7 @@ def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule):
     trainer.optimizer.add_penalty(acts=True, measured=False)
     for unit in (u for u in model.units if u.role in ROLES):
         weight = local(model, unit).clone().double().requires_grad_()
-        (wanted,) = torch.autograd.grad(0.5 * penalty_of(weight, 2, "in"), weight)
+        (wanted,) = torch.autograd.grad(0.5 * penalty_by_definition(weight), weight)
         got = model.gradient(unit).reshape(unit.shape).double()
         # Computed in float32, through the smaller Gram matrix.
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -81,7 +75,7 @@ def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(folder, 
     )
     trainer = build_trainer(config, world, *build_data(config))
     value = sum(
-        1e-3 * penalty_of(local(trainer.model, unit).double(), 2, "in").item()
+        1e-3 * penalty_by_definition(local(trainer.model, unit).double()).item()
         for unit in trainer.model.units
         if unit.role in ROLES
     )

@@ -9,6 +9,7 @@ import torch
 
 from spectral import measures
 from tests.families import overrides, settings
+from tests.matrices import stable_rank
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import json_lines, state_of
 from tests.step_trace import without_eigensolvers
@@ -147,12 +148,6 @@ PLACES = {
     "mlp.experts.local_experts.2.linear_fc2": ("experts.2.down",),
 }
 """Modules of a layer, and units whose weights they have."""
-
-
-def stable_rank(a: torch.Tensor) -> float:
-    """||A||_F^2 / ||A||_2^2 of `[tokens, inputs]`, by NumPy."""
-    s = np.linalg.svd(a.double().numpy(), compute_uv=False)
-    return float(np.sum(s**2) / s[0] ** 2)
 
 
 @pytest.mark.parametrize(

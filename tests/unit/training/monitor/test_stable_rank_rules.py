@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.matrices import stable_rank
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
 
@@ -25,11 +26,6 @@ Kept = dict[str, tuple[Tensor, Tensor]]
 
 def singular_values(matrix: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix.double())
-
-
-def stable_rank(matrix: Tensor) -> float:
-    values = singular_values(matrix)
-    return float(values.square().sum() / values[0].square())
 
 
 def column_norms(matrix: Tensor) -> Tensor:
