@@ -23,6 +23,11 @@ MIXTURE = {
     "model__moe__dense_layers": 1,
 }
 """Overrides that make the tiny model a mixture of experts."""
+ROUTED = MIXTURE | {
+    "optimizer__roles__router__rule": "adamw",
+    "optimizer__roles__router__lr": 3e-3,
+}
+"""The same with a rate of its own for routers."""
 
 
 def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) -> Config:

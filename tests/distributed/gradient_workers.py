@@ -19,10 +19,10 @@ SAMPLES, LENGTH = 4, 16
 
 
 def losses_and_gradients(
-    layout: dict[str, int], models: dict[str, dict[str, Any]], sequence_parallel: bool
+    layout: dict[str, int], models: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Mean loss, float64 gradients and load of experts of one step, for every model."""
-    groups = start({**layout, "sequence": sequence_parallel})
+    groups = start(layout)
     results = {name: one_step(model, groups) for name, model in models.items()}
     process_groups.shutdown()
     return results

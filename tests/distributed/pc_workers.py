@@ -13,12 +13,11 @@ from models.pc_config import PCConfig
 from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.model import ParallelModel
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.state_workers import label, started
-from tests.distributed.workers import Case, built, named_gradient
+from tests.distributed.workers import Case, built, named_gradient, whole_gradients
 from tests.saved_state import save_state
 from tests.stepped_models import TINY, assigned, stepped_model
 from training.config.optimizer import GroupConfig, OptimizerConfig
@@ -81,7 +80,7 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
     """
     model, optimizer = preconditioned(groups, evaluator)
     if evaluator == "in_graph":
-        return dict(in_graph(model, groups))
+        return in_graph(model, groups)
     return dict(materialized(model, optimizer, groups))
 
 
@@ -134,7 +133,7 @@ def materialized(
                     yield f"{transfer.unit.name}.gamma", batch.gamma_gradient[i].clone()
 
 
-def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tuple[str, Tensor]]:
+def in_graph(model: ParallelModel, groups: process_groups.Groups) -> dict[str, Tensor]:
     """The same of the units that this rank holds a piece of, after the reduction."""
     loss = torch.zeros((), dtype=torch.float64)
     for effective in model.in_graph:
@@ -143,18 +142,6 @@ def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tu
         loss = loss + torch.stack(parts).sum()
     loss.backward()
     model.finish_gradients()
-    for flat in (flat for part in model.domains for flat in part.buffers.gradients):
-        replicas = groups.dense.replicas
-        handle = all_gather_(flat, replicas, CommVolume())
-        if handle is not None:
-            handle.wait()
     preconditioned = {unit.name for effective in model.in_graph for unit in effective.units}
-    for unit in model.units:
-        if unit.name.removesuffix(GAMMA) not in preconditioned:
-            continue
-        gradient = model.gradient(unit).contiguous()
-        if unit.shard_axis is not None:
-            pieces = [torch.empty_like(gradient) for _ in range(groups.tensor.size)]
-            dist.all_gather(pieces, gradient, group=groups.tensor.group)
-            gradient = torch.cat(pieces, unit.shard_axis)
-        yield unit.name, gradient.reshape(unit.shape).clone()
+    found = whole_gradients(model)
+    return {name: x for name, x in found.items() if name.removesuffix(GAMMA) in preconditioned}

@@ -19,6 +19,7 @@ from parallel.optimizer.domain_optimizer import DomainOptimizer
 from tests.distributed.workers import joined, start
 from tests.families import mixture
 from tests.models import tokens_of
+from tests.run_results import same_state
 from tests.saved_state import save_state
 from tests.stepped_models import TINY, assign_matrices, stepped_model
 from training.loop import mean_loss
@@ -135,16 +136,6 @@ def gathered(shard: Tensor, axis: Axis) -> Tensor:
     return torch.cat(parts)
 
 
-def same(ours: Tensors, theirs: Tensors) -> list[str]:
-    """Names of tensors that differ in any bit."""
-    names = sorted(ours.keys() | theirs.keys())
-    return [
-        name
-        for name in names
-        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
-    ]
-
-
 def started(layouts: Sequence[Sizes]) -> Iterator[tuple[Sizes, Groups]]:
     """Each layout with its process groups, initialised one after the other."""
     for layout in layouts:
@@ -190,13 +181,13 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     run, other = trained(groups, name), trained(groups, name, seed=4)
     run.steps(2)
     saved = run.state()
-    assert same(saved, other.state())
+    assert same_state(saved, other.state())
     save_state(folder, run.model, run.optimizer, {"step": 2})
     extra = load_state(folder, other.model, other.optimizer)
-    different = same(saved, other.state()) + same(run.parameters(), other.parameters())
+    different = same_state(saved, other.state()) + same_state(run.parameters(), other.parameters())
     losses, again = run.steps(2), other.steps(2)
     after = run.state()
-    different += same(after, other.state()) + same(run.parameters(), other.parameters())
+    different += same_state(after, other.state()) + same_state(run.parameters(), other.parameters())
     return {
         "saved": saved,
         "losses": losses,
@@ -263,5 +254,5 @@ def refusal(call: Callable[..., Any], folder: str, run: Trained) -> str:
     try:
         call(folder, run.model, run.optimizer)
     except StateError as error:
-        return "changed" if same(before, run.state()) else str(error)
+        return "changed" if same_state(before, run.state()) else str(error)
     return "accepted"

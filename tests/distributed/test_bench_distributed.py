@@ -13,22 +13,17 @@ pytestmark = pytest.mark.slow
 RANKS = 2
 
 
-def run_script(script: str, *arguments: str) -> str:
-    """What a benchmark prints on two ranks."""
-    command = [*torchrun(RANKS), f"scripts/bench/{script}.py", *arguments]
-    return output_of(sys.executable, *command, variables=environment())
-
-
 def test_variants_of_the_optimizer_are_measured_in_one_run(tmp_path):
     result = tmp_path / "result.json"
     small = ["layers=1", "hidden=32", "heads=2", "kv_heads=2", "ffn=48", "vocab_size=60"]
     owner, narrow = "optimizer.distributed.storage=owner", "train.precision=bf16"
-    said = run_script(
-        "distributed",
+    said = output_of(
+        *(sys.executable, *torchrun(RANKS), "scripts/bench/distributed.py"),
         *("--config", "configs/tiny_sso.yaml", "--repeats", "2", "--json", str(result)),
         *("--variant", owner, "--variant", narrow),
         *(f"model.{size}" for size in small),
         "train.precision=fp32",
+        variables=environment(),
     )
     content = json.loads(result.read_text())
     figures = content["variants"]

@@ -48,15 +48,13 @@ def test_updates_are_those_of_one_process(name, alone):
     arguments = {"layout": layout, "variants": VARIANTS, "steps": STEPS}
     results = run_on_ranks(ranks, WORKERS, "optimizer_steps", arguments)
     for i, variant in enumerate(VARIANTS):
-        seen = set()
         for rank in results:
-            for unit, whole in rank[i].items():
-                seen.add(unit)
-                # float64: only the order of sums differs. msign amplifies the 1e-16.
-                torch.testing.assert_close(
-                    whole, alone[i][unit], rtol=1e-10, atol=1e-10, msg=f"{variant} {unit}"
-                )
-        assert seen == alone[i].keys()
+            expected = {unit: alone[i][unit] for unit in rank[i]}
+            # float64: only the order of sums differs. msign amplifies the 1e-16.
+            torch.testing.assert_close(
+                rank[i], expected, rtol=1e-10, atol=1e-10, msg=lambda m, v=variant: f"{v}: {m}"
+            )
+        assert set().union(*(rank[i] for rank in results)) == alone[i].keys()
 
 
 def test_each_layer_has_its_own_rate(alone):
@@ -79,11 +77,10 @@ def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
     parameters = {unit.parameter: torch.zeros(2 * 48 * 32, dtype=torch.float64)}
     initialize_(parameters, [unit], TINY.init, seed=3, layers=2)
     whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
-    everything = [u for u in all_units(TINY)]
     pieces = [half.clone()[None] for half in whole.chunk(2)]
     states = [MuonRule().init_state(piece) for piece in pieces]
     for step in range(steps):
-        total = sum(named_gradient(u, step).square().sum() for u in everything).sqrt()
+        total = sum(named_gradient(u, step).square().sum() for u in all_units(TINY)).sqrt()
         gradient = named_gradient(unit, step) * min(1.0, 1.0 / (total.item() + 1e-6))
         for piece, half, state in zip(pieces, gradient.chunk(2), states, strict=True):
             take_step(MuonRule(), piece, half.clone()[None], state, lr=0.02, weight_decay=0.1)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.launch import run_on_ranks
 
 RULES = ["adamw", "muon", "normuon", "adamuon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
 WORKERS = "tests.distributed.sharded_workers"
-TOLERANCE = 1e-10
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
 """Of weights of size 1 in float64 after four steps, whose sums run in another order."""
 
 
@@ -47,12 +46,6 @@ def fast() -> list[tuple[Any, Any]]:
     return [(one, next(shared[case[0]])) for case, (one,) in zip(FAST, alone, strict=True)]
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE, msg=name)
-
-
 @pytest.mark.parametrize("case", range(len(FAST)), ids=lambda i: str(FAST[i]))
 def test_ranks_together_equal_one_process(fast: list[tuple[Any, Any]], case: int) -> None:
     compare(*fast[case], pc=FAST[case][-1])
@@ -69,7 +62,7 @@ def compare(alone: dict[str, Any], results: list[dict[str, Any]], *, pc: bool) -
     """Check what all ranks have of a case."""
     for rule, expected in alone.items():
         for result in results:
-            assert_equal(result[rule]["weights"], expected["weights"])
+            torch.testing.assert_close(result[rule]["weights"], expected["weights"], **CLOSE)
             assert any(name.endswith(".gamma") for name in result[rule]["weights"]) is pc
         stepped = Counter[tuple[int, ...]]()
         for result in results:
@@ -94,7 +87,7 @@ def test_a_checkpoint_continues_on_another_mesh(
     for ranks, how in ((2, "fsdp"), (1, "one")):
         for results in run_on_ranks(ranks, WORKERS, "resume", {"how": how, **shared}):
             for rule, weights in zip(rules, results, strict=True):
-                assert_equal(weights, fast[0][0][rule]["weights"])
+                torch.testing.assert_close(weights, fast[0][0][rule]["weights"], **CLOSE)
 
 
 def test_wrong_use_is_one_clear_error() -> None:

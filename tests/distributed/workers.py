@@ -29,26 +29,18 @@ def start(layout: dict[str, int]) -> process_groups.Groups:
     return process_groups.initialize(ParallelConfig(**layout).layout)
 
 
-def rank_folder(folder: str) -> str:
-    """Folder of this rank with links to the shared token set beside it."""
-    mine = Path(folder) / f"rank{dist.get_rank()}"
-    mine.mkdir(parents=True, exist_ok=True)
-    for suffix in (".bin", ".idx"):
-        link = mine / f"tokens{suffix}"
-        if not link.exists():
-            link.symlink_to(Path(folder) / f"tokens{suffix}")
-    return str(mine)
-
-
 Case = tuple[dict[str, int], str, dict[str, Any]]
 """Layout, rule, and keys of the config."""
 
 
 def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
-    """The trainer of a case."""
+    """The trainer of a case, whose config and run are in a folder of this rank."""
     layout, rule, keys = case
+    own = Path(folder) / f"rank{dist.get_rank()}"
+    own.mkdir(exist_ok=True)
     placed = {f"parallel__{key}": value for key, value in layout.items()}
-    config = tiny_config(rank_folder(folder), rule, **{**placed, **keys})
+    placed |= {f"data__{kind}__walk__path": f"{folder}/tokens" for kind in ("train", "validation")}
+    config = tiny_config(str(own), rule, **{**placed, **keys})
     return build_trainer(config, groups, *build_data(config))
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from models.config import ModelConfig
 from models.size import all_units
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.owned_stacks import owned_stacks
@@ -11,10 +10,8 @@ from parallel.optimizer.routing import route
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs
 from spectral.rules import RULES
-from tests.stepped_models import assign_to
+from tests.stepped_models import TINY, assign_to
 from training.config import group_of
-
-TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -18,7 +18,7 @@ import torch
 from parallel.checkpoint.safe_index import read_index
 from parallel.comm import groups as process_groups
 from tests.fuzzed import FLIP, damage
-from tests.run_configs import MIXTURE, RULES, tiny_config
+from tests.run_configs import ROUTED, RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.slow_cases import slow_but
 from training.checkpoint import files as checkpoint
@@ -69,12 +69,6 @@ def saved(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run")) / "checkpoints"
 
 
-EXPERTS: dict[str, Any] = {
-    **MIXTURE,
-    "model__moe__global_aux_loss": 0.01,
-    "optimizer__roles__router__rule": "adamw",
-    "optimizer__roles__router__lr": 3e-3,
-}
 FAST = [("adamw", "experts"), ("spectral_sphere", "materialized")]
 CASES = {*FAST, ("adamw", "in_graph"), *product(RULES, (None, "materialized"))}
 
@@ -84,7 +78,7 @@ def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
     """With plain layers, experts and their biases, and PC layers of each evaluator."""
     keys: dict[str, Any] = {"validation__interval": 1}
     if layers == "experts":
-        keys |= EXPERTS
+        keys |= ROUTED | {"model__moe__global_aux_loss": 0.01}
     elif layers is not None:
         keys["pc"] = {"evaluator": layers, "level": 4 if rule == "adamw" else 2}
     run(rule, name="whole", **keys)

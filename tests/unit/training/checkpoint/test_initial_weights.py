@@ -10,7 +10,7 @@ import torch
 
 from parallel.checkpoint.safe_index import read_index
 from tests.fuzzed import FLIP, damage
-from tests.run_configs import MIXTURE, tiny_config
+from tests.run_configs import ROUTED, tiny_config
 from tests.unit.training.checkpoint.test_checkpoint import forge
 from training.build import build_data, build_trainer
 from training.checkpoint.files import (
@@ -23,12 +23,6 @@ from training.checkpoint.initial_weights import initial_weights
 from training.config import Config
 from training.errors import InputError
 from training.run import train
-
-ROUTED = {
-    **MIXTURE,
-    "optimizer__roles__router__rule": "adamw",
-    "optimizer__roles__router__lr": 3e-3,
-}
 
 
 @pytest.fixture
