@@ -15,10 +15,11 @@ def output_of(
     variables: Mapping[str, str] = os.environ,
     code: int = 0,
 ) -> str:
-    """Return what a command prints, which must end with `code`; `variables` are its environment."""
+    """Return what a command prints, of one that fails also its errors. It must end with `code`;
+    `variables` are its environment."""
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + (done.stderr if code else "")
 
 
 def interpreted(*files: str) -> None:

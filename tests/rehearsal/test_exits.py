@@ -2,9 +2,8 @@
 
 import io
 import os
-import sys
 import time
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
@@ -20,23 +19,11 @@ from training.rehearsal.processes import RehearsalError
 from training.rehearsal.replacement import put, replace
 
 
-class Buffered(io.StringIO):
-    """A stream that keeps what it is given until it is flushed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = ""
-
-    def flush(self) -> None:
-        """Let others see what was written."""
-        self.seen = self.getvalue()
-
-
 def device_error(config: Config) -> None:
     """Fail unless a rank whose device fails has said so before it leaves its groups, without
     waiting for its peers."""
     happened: list[str] = []
-    out, said = Buffered(), io.StringIO()
+    out, said = io.TextIOWrapper(io.BytesIO()), io.StringIO()
 
     def failing(trainer: Trainer, index: int) -> torch.Tensor:
         print("the last line of the log")
@@ -44,7 +31,7 @@ def device_error(config: Config) -> None:
 
     def abort(group: RehearsedGroup) -> None:
         assert "AcceleratorError: CUDA error: device-side assert" in said.getvalue()
-        assert "the last line of the log" in out.seen
+        assert b"the last line of the log" in out.buffer.getvalue()  # flushed
         happened.append(f"abort {dist.get_backend(group)}")
 
     replace(gpus_here, lambda: Gpus("13.0", ("pretended",), None, usable=1))
@@ -52,12 +39,8 @@ def device_error(config: Config) -> None:
     put(RehearsedGroup, "abort", abort)
     for waits in ("destroy_process_group", "barrier"):
         put(dist, waits, lambda *_, **__: happened.append("wait"))
-    real, sys.stdout = sys.stdout, out
-    try:
-        with redirect_stderr(said):
-            code = pretrain.train(config, "none")
-    finally:
-        sys.stdout = real
+    with redirect_stdout(out), redirect_stderr(said):
+        code = pretrain.train(config, "none")
     assert code == 1, said.getvalue()
     assert "Traceback" in said.getvalue() and "in failing" in said.getvalue()
     assert "abort nccl" in happened and "wait" not in happened, happened

@@ -1,7 +1,6 @@
 """Kernels in Triton's interpreter, compiled for a GPU without one, and chosen by the table."""
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from spectral.kernels import dispatch
-from tests.commands import interpreted
+from tests.commands import interpreted, output_of
 
 
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
@@ -98,15 +97,9 @@ from spectral.kernels import symmetric
 
 def test_on_cpu_nothing_of_triton_is_imported(root: Path) -> None:
     """A step works without triton; only the last line, which calls a kernel, fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "['spectral.kernels.library', 'spectral.kernels.dispatch']\n", done.stderr
-    assert done.returncode == 1 and "import of triton halted" in done.stderr
+    said = output_of(sys.executable, "-c", WITHOUT_TRITON, folder=root, code=1)
+    assert said.startswith("['spectral.kernels.library', 'spectral.kernels.dispatch']\n"), said
+    assert "import of triton halted" in said
 
 
 def test_stacks_of_different_columns_are_looked_up_by_their_mean(

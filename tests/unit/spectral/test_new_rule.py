@@ -1,17 +1,16 @@
 """The rule of CONTRIBUTING in a package of its own, which nothing in the checkout knows."""
 
-import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands import torchrun
+from tests.commands import output_of, torchrun
 from tests.run_configs import tiny_config
+from tests.run_results import metrics_of
 
 pytestmark = pytest.mark.slow
 
@@ -83,16 +82,10 @@ def package(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(root: Path, package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the checkout with the package installed."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{root}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run(root: Path, package: Path, *arguments: str, code: int = 0) -> str:
+    """What Python prints in the checkout with the package installed."""
+    variables = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{root}"}
+    return output_of(sys.executable, *arguments, folder=root, variables=variables, code=code)
 
 
 def test_it_is_small(root: Path) -> None:
@@ -100,26 +93,23 @@ def test_it_is_small(root: Path) -> None:
 
 
 def test_its_first_step_is_that_of_numpy(root: Path, package: Path) -> None:
-    done = run(root, package, "-c", FIRST_STEP)
-    assert done.returncode == 0, done.stderr
+    run(root, package, "-c", FIRST_STEP)
 
 
 def test_it_keeps_the_contract_of_rules(root: Path, package: Path) -> None:
-    done = run(
+    said = run(
         *(root, package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "normalized"),
         "tests/unit/spectral/test_rules_contract.py",
         "tests/unit/parallel/optimizer/test_asked_rules.py",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 10  # the name selects them
+    assert int(re.findall(r"(\d+) passed", said)[0]) > 10  # the name selects them
 
 
 def test_a_config_uses_and_plans_it(root: Path, package: Path) -> None:
     recipe = ("pretrain.py", "--config", "configs/llama1b_muon.yaml", "--dry-run", "--gpus", "8")
-    plan = run(root, package, *recipe, "optimizer.matrix.rule=normalized")
-    assert plan.returncode == 0 and "normalized" in plan.stdout, plan.stderr
-    wrong = run(root, package, *recipe, "optimizer.rules.normalized.momentum=2")
-    assert wrong.returncode == 2 and "momentum must be in [0, 1), got 2" in wrong.stderr
+    assert "normalized" in run(root, package, *recipe, "optimizer.matrix.rule=normalized")
+    wrong = run(root, package, *recipe, "optimizer.rules.normalized.momentum=2", code=2)
+    assert "momentum must be in [0, 1), got 2" in wrong
 
 
 def test_ranks_train_by_it(root: Path, package: Path, folder: str, tmp_path: Path) -> None:
@@ -128,21 +118,17 @@ def test_ranks_train_by_it(root: Path, package: Path, folder: str, tmp_path: Pat
     losses = []
     for ranks, layout in ((1, ()), (4, ("parallel.tensor=2",))):
         keys = ("optimizer.matrix.rule=normalized", "train.exit_step=4", "log.interval=1")
-        done = run(
+        run(
             *(root, package, *torchrun(ranks), "pretrain.py"),
             *("--config", f"{folder}/config.yaml", f"run.dir={folder}/{ranks}"),
             *(*keys, *layout),
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        rows = (tmp_path / str(ranks) / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(row)["train/loss"] for row in rows])
+        losses.append([line["train/loss"] for line in metrics_of(tmp_path / str(ranks))])
     assert len(losses[0]) == 4 and losses[0][3] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # float32, summed in another order
 
     (tmp_path / "steps.py").write_text(THREE_STEPS)
     for start, name in (((), "alone"), (torchrun(2), "sharded")):
-        done = run(root, package, *start, f"{folder}/steps.py", f"{folder}/{name}.pt", name)
-        assert done.returncode == 0, done.stderr
+        run(root, package, *start, f"{folder}/steps.py", f"{folder}/{name}.pt", name)
     alone, sharded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "sharded"))
-    for name, weight in alone.items():
-        torch.testing.assert_close(sharded[name], weight, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sharded, alone, rtol=1e-12, atol=1e-14)

@@ -37,14 +37,17 @@ def errors(w: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> tuple[float, floa
     return float((sigma / values[:, 0] - 1).abs().max()), float(overlap.min())
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (64, 512), (512, 64), (512, 512)])
+@pytest.mark.parametrize(
+    "shape",
+    [(128, 128), (64, 512), (512, 64), (512, 512), (1, 1), (1, 9), (9, 1), (2, 2), (3, 50)],
+)
 def test_cold_start_on_gaussian_weights(shape: tuple[int, int]) -> None:
     """The hardest case: gaps near 1% and less. A hundred cold power iterations leave an error up to
     3e-3 and vectors nearly orthogonal to the truth; the block Krylov start ends at rounding."""
     w = gaussian(3, *shape)
     relative, overlap = errors(w, cold_start(w))
     assert relative < 2e-6  # a few units of float32 rounding
-    assert overlap > 0.999
+    assert overlap > 0.9999
 
 
 @pytest.mark.parametrize(
@@ -141,13 +144,6 @@ def test_finds_a_spike_orthogonal_to_the_remembered_vector() -> None:
     sigma, u, v = top_singular(w, u, v, steps=4)
     assert sigma.item() == pytest.approx(1.5, rel=1e-5)
     assert abs(float(u[0, 1] * v[0, 1])) == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (2, 2), (3, 50)])
-def test_small_shapes(shape: tuple[int, int]) -> None:
-    w = gaussian(4, *shape)
-    relative, overlap = errors(w, cold_start(w))
-    assert relative < 2e-6 and overlap > 0.9999
 
 
 def test_zero_and_equal_singular_values() -> None:
