@@ -12,7 +12,6 @@ from tests.run_configs import tiny_config
 from training.config import Config, check
 from training.rehearsal.processes import Processes
 from training.rehearsal.rank import Job, RankReport, described, install
-from training.rehearsal.report import Report, combined
 from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import Trace
 
@@ -88,18 +87,11 @@ def rehearsed(processes: Processes, config: Config, world: int) -> list[RankRepo
     return processes.perform([Job(config, world, rank, H100) for rank in range(world)])
 
 
-def one_rank(
-    processes: Processes,
-    config: Config,
-    world: int = 1,
-    *,
-    before: Callable[[], None] | None = None,
-    rank: int = 0,
-) -> Report:
-    """The report of one rank. Says where it broke."""
-    return combined(
-        processes.perform([BrokenJob(config, world, rank, H100, before=before)]), world, H100
-    )
+def called(processes: Processes, function: Callable[..., Any], *arguments: Any) -> RankReport:
+    """The report of a call, which must come to its end."""
+    (report,) = processes.perform([TracedCall(function, arguments)])
+    assert report.error is None, report.error
+    return report
 
 
 def plain_waits(report: RankReport) -> Counter[str]:

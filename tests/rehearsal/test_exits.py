@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain
-from tests.rehearsal.programs import TracedCall, program
+from tests.rehearsal.programs import TracedCall, called, program
 from training.config import Config
 from training.loop import Trainer
 from training.machine.device import Gpus, gpus_here
@@ -48,13 +48,11 @@ def device_error(config: Config) -> None:
 
 def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(processes, tmp_path):
     config = program(tmp_path, 1, data__mock=True, run__device="cuda")
-    (report,) = processes.perform([TracedCall(device_error, (config,))])
-    assert report.error is None, report.error
+    called(processes, device_error, config)
 
 
 def test_answers_of_an_interrupted_call_are_not_those_of_the_next(processes, monkeypatch):
     monkeypatch.setattr(processes, "side_by_side", 2)
     with pytest.raises(RehearsalError, match="ended with 3"):
         processes.perform([TracedCall(os._exit, (3,)), TracedCall(time.sleep, (1,))])
-    (report,) = processes.perform([TracedCall(time.sleep, (2,))])
-    assert report.error is None
+    called(processes, time.sleep, 2)

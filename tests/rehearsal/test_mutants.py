@@ -5,14 +5,16 @@ from functools import partial
 import pytest
 
 from tests.rehearsal import mutants
-from tests.rehearsal.programs import H100, BrokenJob, one_rank, plain_waits, program
+from tests.rehearsal.programs import H100, BrokenJob, plain_waits, program
+from training.rehearsal.report import combined
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def broken(processes, config, world, mutant):
-    """The report of rank 0 of the program that `mutant` breaks."""
-    return one_rank(processes, config, world, before=getattr(mutants, mutant))
+def broken(processes, config, mutant):
+    """The report of rank 0 of two, whose program `mutant` breaks."""
+    (report,) = processes.perform([BrokenJob(config, 2, 0, H100, before=getattr(mutants, mutant))])
+    return report
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,9 @@ def broken(processes, config, world, mutant):
     ],
 )
 def test_accesses_in_no_order_are_found(mutant, words, processes, tmp_path):
-    report = broken(processes, program(tmp_path, 2), 2, mutant)
+    report = broken(processes, program(tmp_path, 2), mutant)
     assert report.findings and any(words in finding for finding in report.findings)
-    assert not report.ok
+    assert not combined([report], 2, H100).ok
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_accesses_in_no_order_are_found(mutant, words, processes, tmp_path):
 )
 def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, processes, tmp_path):
     config = program(tmp_path, 2, **changes)
-    report = broken(processes, config, 2, mutant)
+    report = broken(processes, config, mutant)
     assert report.error is not None and words in report.error and "(at " in report.error
 
 
@@ -66,7 +68,7 @@ def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, p
 )
 def test_waits_of_the_host_are_found(mutant, place, changes, processes, tmp_path):
     config = program(tmp_path, 2, **changes)
-    (report,) = processes.perform([BrokenJob(config, 2, 0, H100, before=getattr(mutants, mutant))])
+    report = broken(processes, config, mutant)
     assert any(each.startswith(place) for each in plain_waits(report)), report.error
 
 
@@ -77,6 +79,6 @@ def test_products_of_the_optimizer_are_ieee_whatever_the_forward_pass_has(
     mutant, found, processes, tmp_path
 ):
     config = program(tmp_path, 2, rule="spectral_sphere", pc__level=2, train__precision="fp32")
-    report = broken(processes, config, 2, mutant)
+    report = broken(processes, config, mutant)
     said = [finding for finding in report.findings if "multiplies float32 in TF32" in finding]
     assert bool(said) is bool(found) and len(said) == len(report.findings), report.findings

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.rehearsal.programs import TracedCall
+from tests.rehearsal.programs import called
 
 ROWS, SIZE = 6, 16
 X = ROWS * SIZE * 2  # bytes of the input in 16 bits
@@ -37,8 +37,7 @@ def on_both(gain: torch.dtype | None) -> None:
 
 def counted(processes, gain):
     """Counts forward and backward."""
-    (report,) = processes.perform([TracedCall(on_both, (gain,))])
-    assert report.error is None, report.error
+    report = called(processes, on_both, gain)
     # The first was that of the processor.
     return report.counts[2, "forward_backward"], report.counts[2, "optimizer"]
 

@@ -4,7 +4,7 @@ them, and the FLOPs of products in place and of factorisations."""
 import pytest
 import torch
 
-from tests.rehearsal.programs import TracedCall
+from tests.rehearsal.programs import called
 from training.rehearsal.operations import kernels_of, kind_of
 from training.rehearsal.processes import Processes
 
@@ -47,10 +47,7 @@ def add_in_place() -> None:
 
 
 def test_an_operation_in_place_on_lists_is_counted(processes: Processes) -> None:
-    call = TracedCall(add_in_place)
-    (report,) = processes.perform([call])
-    assert report.error is None
-    counts = report.counts[0, "optimizer"]
+    counts = called(processes, add_in_place).counts[0, "optimizer"]
     assert counts.kernels == {"_foreach_add_": 1}
     assert counts.launches == 1
     assert counts.elementwise_bytes == 3 * 3 * 8 * 4  # both lists read, the first written
@@ -67,8 +64,7 @@ def products_in_place() -> None:
 
 
 def test_products_in_place_and_factorisations_have_flops(processes: Processes) -> None:
-    (report,) = processes.perform([TracedCall(products_in_place)])
-    assert report.error is None
+    report = called(processes, products_in_place)
     products, factors, solutions = 4 * (2 * 8 * 4 * 6), 3 * 6**3 / 3, 3 * 6**2 * 4
     assert report.counts[0, "optimizer"].flops == products + factors + solutions
 
@@ -84,8 +80,7 @@ def factorisations() -> None:
 
 
 def test_factorisations_are_far_slower_than_products(processes: Processes) -> None:
-    (report,) = processes.perform([TracedCall(factorisations)])
-    assert report.error is None
+    report = called(processes, factorisations)
     # At 5% of 67 TFLOP/s, and half of it in halves of the size.
     seconds = 90 * 512**3 / 3 / 3.35e12 + 90 * 256**3 / 3 / 1.675e12
     assert report.counts[0, "optimizer"].kernel_seconds == pytest.approx(seconds, rel=0.01)

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from parallel.comm import groups
-from tests.rehearsal.programs import TracedCall
+from tests.rehearsal.programs import called
 
 
 def one_group_of_the_hosts() -> None:
@@ -18,5 +18,4 @@ def one_group_of_the_hosts() -> None:
 def test_hosts_have_one_group_of_their_own(processes):
     """Megatron makes a twin over gloo of most of its groups unless it is told not to: each is a
     mesh of sockets of its own."""
-    (report,) = processes.perform([TracedCall(one_group_of_the_hosts)])
-    assert report.error is None, report.error
+    called(processes, one_group_of_the_hosts)

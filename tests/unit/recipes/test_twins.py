@@ -1,7 +1,6 @@
 """The tiny twins learn: each falls below the unigram entropy of the embedded corpus, and the 200
 layers of the DeepNet learn."""
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +10,7 @@ import pytest
 
 from tests.commands import output_of
 from tests.launch import environment
+from training.report.metrics import read_metrics
 
 # Every recipe is trained, which make test does not: make test-all does.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -40,8 +40,7 @@ def trained(name: str, folder: Path) -> tuple[list[str], list[dict[str, Any]]]:
     changes += ["validation.samples=64", "log.interval=1", "monitors.interval=0"]
     printed = output_of(*command, *changes, variables=environment())
     said = [line for line in printed.splitlines() if "its unigram entropy" in line]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    metrics = [line for line in map(json.loads, lines) if "train/loss" in line]
+    metrics = [line for line in read_metrics(folder) if "train/loss" in line]
     assert len(metrics) == STEPS
     return said, metrics
 

@@ -1,6 +1,5 @@
 """Evaluation of exported models: windows of the local task, the table, wrong input."""
 
-import json
 import math
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from scripts.evaluation.harness import Run, evaluate, rows, table
 from scripts.evaluation.local_text import DOCUMENTS, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
+from tests.run_results import json_lines
 from tests.token_files import prepare_text
 from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
@@ -39,8 +39,7 @@ def config_of(folder: Path, prepared: Path):
 def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> None:
     config = config_of(tmp_path, prepared)
     assert write_tasks(tmp_path, config, prepared / "tokenizer.json") == ["local_walk"]
-    lines = (tmp_path / "local_walk.jsonl").read_text().splitlines()
-    documents = [json.loads(line) for line in lines]
+    documents = json_lines(tmp_path / "local_walk.jsonl")
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     data = ValidationData(
         "walk",

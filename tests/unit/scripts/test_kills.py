@@ -22,7 +22,7 @@ from scripts import convert_hf, prepare_data
 from scripts.data.verification import problems as data_problems
 from tests.launch import FORKS, start_forks
 from tests.run_configs import tiny_config
-from tests.run_results import same_state
+from tests.run_results import hashes, same_state
 from tests.token_files import write_token_set
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, problems, read_checkpoint
 
@@ -64,9 +64,7 @@ def whole(command: Command, folder: Path) -> int | None:
 
 def same_files(one: Path, other: Path) -> bool:
     """Whether two folders have the same files."""
-    names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
-    same = [(one / name).read_bytes() == (other / name).read_bytes() for name in names[0]]
-    return names[0] == names[1] and all(same)
+    return hashes(one) == hashes(other)
 
 
 def is_checkpoint(folder: Path) -> bool:

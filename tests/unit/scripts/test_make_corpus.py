@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from scripts.make_corpus import main
+from tests.run_results import json_lines
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +73,6 @@ def test_a_corpus_is_made_of_what_was_recorded(description, tmp_path, capsys) ->
     assert main([str(output), "--corpus", str(description)]) == 0
     printed = capsys.readouterr().out
     assert "  thing-doc 1:2.0-3: 1 documents, 11 bytes, GPL-2.0\n" in printed
-    lines = (output / "texts.jsonl").read_text().splitlines()
-    assert [json.loads(line)["text"] for line in lines] == ["the second\n", "A\n  a\n", "B\n  b\n"]
+    found = [line["text"] for line in json_lines(output / "texts.jsonl")]
+    assert found == ["the second\n", "A\n  a\n", "B\n  b\n"]
     assert hashlib.sha256((output / "texts.jsonl").read_bytes()).hexdigest() in printed

@@ -16,6 +16,7 @@ from scripts.studies.search import run_of
 from scripts.studies.transfer import begin
 from scripts.study import main
 from tests.paths import ROOT
+from tests.run_results import json_lines
 from tests.token_files import write_manifest
 from training.config import load_config
 
@@ -57,8 +58,8 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     plain, other = result["rows"]
     assert result["complete"] and result["budget"] == {"plain": 0.0, "lr": 0.0}
     assert len(plain["losses"]) == 2 and len(set(plain["losses"] + other["losses"])) == 4
-    lines = (output / "lr-2" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["val/walk/loss"] == other["losses"][1]
+    last = json_lines(output / "lr-2" / "metrics.jsonl")[-1]
+    assert last["val/walk/loss"] == other["losses"][1]
     # Records outlive the runs' folders, and a line that was not finished counts as not written.
     rmtree(output / "plain-1")
     records = output / "runs.jsonl"

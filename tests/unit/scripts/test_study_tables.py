@@ -9,6 +9,7 @@ import pytest
 
 from scripts.studies.tables import comparison, grid_ends, loss_by, markdown, tables, tokens_to_loss
 from tests.paths import ROOT
+from tests.run_results import json_lines
 
 STAGE = {"grid": {"lr": [1, 2, 4], "beta": [0.5, 0.9]}, "factors": {}, "choices": []}
 RESULTS = sorted(ROOT.glob("studies/**/results.json"))
@@ -114,8 +115,8 @@ def test_committed_tables_are_those_of_the_committed_results(path):
     """No seed is left out, and every loss is that of a recorded run."""
     results = json.loads(path.read_text())
     assert path.with_name("table.md").read_text() == markdown(results)
-    lines = path.with_name("runs.jsonl").read_text().splitlines()
-    runs = {line["key"]: line for line in map(json.loads, lines)}
+    lines = json_lines(path.with_name("runs.jsonl"))
+    runs = {line["key"]: line for line in lines}
     assert len(runs) == len(lines)
     for row in results.get("rows", ()):
         found = [runs[key] for key in row["runs"]]
