@@ -138,10 +138,7 @@ def test_every_kind_of_state_is_compared(saved):
 def test_any_layout_loads_what_any_other_saved_bit_for_bit(saved, loaded):
     for name, source in sources(loaded):
         ours, theirs = loaded[name]["loaded"], saved[source]["saved"]
-        assert ours.keys() == theirs.keys(), name
-        for key, value in ours.items():
-            assert value.dtype == theirs[key].dtype, (name, key)
-            assert torch.equal(value, theirs[key]), (name, key)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_training_goes_on_from_another_layout(saved, loaded):

@@ -18,10 +18,8 @@ def test_a_replayed_update_is_the_launched_one(world, rule, pc):
             fill(model, turn)
             norm, active = update(1 / (1 + turn), taken)
             figures.append((norm.total, norm.coefficient, active))
-        for one, other in zip(*figures, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+        torch.testing.assert_close(*figures, rtol=1e-5, atol=0)
     (plain, _), (recorded, update) = cases
-    for name, weight in plain.parameters.items():
-        # bfloat16: a rounding apart where libraries choose other products under capture.
-        torch.testing.assert_close(weight, recorded.parameters[name], rtol=2**-7, atol=1e-4)
+    # bfloat16: a rounding apart where libraries choose other products under capture.
+    torch.testing.assert_close(recorded.parameters, plain.parameters, rtol=2**-7, atol=1e-4)
     update.release()

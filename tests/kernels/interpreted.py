@@ -244,8 +244,7 @@ def test_optimizer_joins_shapes_by_the_kernels(
         assert not dtype or set(joined_products) == {3}
         monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
         dispatch.forget()
-        for ours, expected in zip(joined, stepped(), strict=True):
-            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(joined, stepped(), rtol=0, atol=1e-5)
         assert passes.call_count == 2
 
 

@@ -5,7 +5,7 @@ itself and decomposes them in float64, so that it shares nothing with the units 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil, exp, log, sqrt
 from pathlib import Path
@@ -40,12 +40,16 @@ MAPS = {
 """Levels 4 and 2 of the PC paper, which it uses with each optimizer."""
 
 
+def single(config: Config) -> Config:
+    """The config in float32."""
+    return replace(config, train=replace(config.train, precision="fp32"))
+
+
 def still(config: Config) -> Config:
     """The config in float32, with all rates at zero, so that a step leaves the initial weights."""
     optimizer = config.optimizer
     return replace(
-        config,
-        train=replace(config.train, precision="fp32"),
+        single(config),
         optimizer=replace(
             optimizer,
             matrix=replace(optimizer.matrix, lr=0.0),
@@ -56,10 +60,12 @@ def still(config: Config) -> Config:
     )
 
 
-def built(name: str, folder: Path, world: Groups) -> tuple[Config, Trainer]:
-    """A recipe at width 64, with all rates at zero."""
+def built(
+    name: str, folder: Path, world: Groups, change: Callable[[Config], Config] = still
+) -> tuple[Config, Trainer]:
+    """A changed recipe at width 64."""
     write_bytes(folder, 20_000)
-    config = still(small_recipe(name, str(folder)))
+    config = change(small_recipe(name, str(folder)))
     return config, build_trainer(config, world, *build_data(config))
 
 
@@ -112,10 +118,7 @@ def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(
     name: str, tmp_path: Path, world: Groups
 ) -> None:
     """||W||_2 = S = sqrt(rows / cols), of whole q, k and v, and after steps of algorithm 2."""
-    write_bytes(tmp_path, 20_000)
-    config = small_recipe(name, str(tmp_path))
-    config = replace(config, train=replace(config.train, precision="fp32"))
-    trainer = build_trainer(config, world, *build_data(config))
+    config, trainer = built(name, tmp_path, world, single)
     # Draw and factor are float32; a tracked norm is good to half a percent.
     for slack in (1e-5, 1e-2):
         for _, role, weight in matrices(config, trainer):
@@ -167,13 +170,14 @@ def test_the_penalty_is_that_of_the_gram_papers_matrices(
     name: str, tmp_path: Path, world: Groups
 ) -> None:
     """The sum of ||OffDiag(W^T W)||_F^2 over whole v, o and down."""
-    write_bytes(tmp_path, 20_000)
-    config = still(small_recipe(name, str(tmp_path)))
-    section = config.gram_penalty or GramPenaltyConfig()
-    config = with_paper_choices(replace(config, gram_penalty=section))
+
+    def penalised(config: Config) -> Config:
+        section = config.gram_penalty or GramPenaltyConfig()
+        return with_paper_choices(replace(still(config), gram_penalty=section))
+
+    config, trainer = built(name, tmp_path, world, penalised)
     penalty = config.gram_penalty
     assert penalty is not None
-    trainer = build_trainer(config, world, *build_data(config))
     expected = 0.0
     for _, role, weight in matrices(config, trainer):
         if role in ("v", "o", "down"):
