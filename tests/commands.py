@@ -1,6 +1,7 @@
 """Commands that tests run in processes of their own."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,3 +33,11 @@ def interpreted(*files: str) -> None:
 def torchrun(ranks: int) -> tuple[str, ...]:
     """Arguments of Python that start a program on ranks of one node."""
     return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+
+
+def copy_repository(target: Path, *options: str) -> None:
+    """Copy the files that `git ls-files` with options names to a folder."""
+    for name in filter(None, output_of("git", "ls-files", "-z", *options).split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)

@@ -1,14 +1,12 @@
 """The cluster of all tests of this folder, and the clone that they run in."""
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.cluster import Cluster, missing
-from tests.paths import ROOT
+from tests.commands import copy_repository
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +22,5 @@ def cluster() -> Iterator[Cluster]:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that git would clone, in a folder of their own."""
     folder = tmp_path_factory.mktemp("clone")
-    names = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for name in filter(None, names.split("\0")):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).exists():
-            shutil.copy2(ROOT / name, folder / name)
+    copy_repository(folder)
     return folder

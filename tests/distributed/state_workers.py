@@ -34,24 +34,12 @@ class Trained:
     """A tiny model with its optimizer, stepped on a global batch of its own."""
 
     def __init__(
-        self,
-        groups: Groups,
-        rule: str,
-        *,
-        seed: int = 3,
-        dtype: torch.dtype = torch.float32,
-        model: ModelConfig = TINY,
-        storage: str = "even",
+        self, groups: Groups, rule: str, model: ModelConfig = TINY, **options: Any
     ) -> None:
+        own = {"sequence_length": LENGTH, "dtype": torch.float32, "storage": "even"}
         self.groups = groups
         self.model, self.optimizer = stepped_model(
-            model,
-            groups,
-            assign_matrices(rule),
-            seed=seed,
-            sequence_length=LENGTH,
-            dtype=dtype,
-            storage=storage,
+            model, groups, assign_matrices(rule), **(own | options)
         )
 
     def steps(self, count: int) -> list[float]:
@@ -72,9 +60,7 @@ class Trained:
             micro_batch=BATCH // data.size,
             train=True,
         )
-        loss = torch.zeros(())
-        for figure in figures:
-            loss += figure["loss"]
+        loss = sum((figure["loss"] for figure in figures), torch.zeros(()))
         dist.all_reduce(loss, group=self.groups.pipeline.group)
         dist.all_reduce(loss, group=data.group)
         self.optimizer.step(1.0, torch.tensor(True))
@@ -155,7 +141,7 @@ def checkpoints(
     """Go through layouts, each with runs to save on it and (layout, run) to load on it.
 
     A run is "rule dtype", with " moe" for a mixture of experts. The results are by "layout run" and
-    by "saving layout -> layout run". With `refuse` there is also what `refusals` returns.
+    by "saving layout run -> layout". With `refuse` there is also what `refusals` returns.
     """
     found: dict[str, dict[str, Any]] = {"saved": {}, "loaded": {}}
     for (layout, groups), (_, saves, loads) in zip(
@@ -165,7 +151,7 @@ def checkpoints(
             place = f"{label(layout)} {name}"
             found["saved"][place] = save_and_continue(f"{folder}/{place}", groups, name)
         for source, name in loads:
-            place = f"{source} -> {label(layout)} {name}"
+            place = f"{source} {name} -> {label(layout)}"
             found["loaded"][place] = load_and_continue(f"{folder}/{source} {name}", groups, name)
     if refuse:
         found["refused"] = refusals(folder)

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,16 @@ def folder(shared_folder) -> Path:
     return shared_folder
 
 
+def on_two_ranks(function: str, place: Path, **arguments: Any) -> list[Any]:
+    """What a function of the workers returns that is given the config of a folder."""
+    given = {"config": f"{place}/config.yaml", **arguments}
+    return run_on_ranks(2, WORKERS, function, given, timeout=TIMEOUT)
+
+
 @pytest.mark.parametrize("key", CASES)
 def test_settings_that_differ_are_named(key, folder):
     arguments, value = CASES[key]
-    said = run_on_ranks(
-        2, WORKERS, "started", {"config": f"{folder}/config.yaml", "overrides": [[], arguments]}
-    )
+    said = on_two_ranks("started", folder, overrides=[[], arguments])
     assert [code for code, _ in said] == [2, 2]
     lines = said[0][1].splitlines()
     assert len(lines) == 1
@@ -49,12 +54,7 @@ def test_data_that_differ_are_named(folder):
     write_token_set(other / "tokens", tokens=8_000, vocab=120, seed=1)
     (folder / "0").symlink_to(folder)
     (folder / "1").symlink_to(other)
-    said = run_on_ranks(
-        2,
-        WORKERS,
-        "on_own_data",
-        {"config": f"{folder}/config.yaml", "folder": str(folder)},
-    )
+    said = on_two_ranks("on_own_data", folder, folder=str(folder))
     assert [code for code, _ in said] == [2, 2]
     assert "walk.content differs between ranks: " in said[0][1] and "rank 1" in said[0][1]
     assert not (folder / "run").exists()
@@ -64,12 +64,7 @@ def test_data_that_differ_are_named(folder):
 def test_a_rank_with_an_error_of_its_own_names_itself(folder):
     """The others still wait for it; torchrun ends them."""
     with pytest.raises(AssertionError) as failed:
-        run_on_ranks(
-            2,
-            WORKERS,
-            "ended",
-            {"config": f"{folder}/config.yaml", "overrides": [[], ["train.stepz=3"]]},
-        )
+        on_two_ranks("ended", folder, overrides=[[], ["train.stepz=3"]])
     assert "rank 1 ended with 2" in str(failed.value)
     assert "error: rank 1 (host " in str(failed.value)
     assert "unknown key train.stepz" in str(failed.value)
@@ -90,8 +85,7 @@ def test_the_rank_that_hangs_is_named(folder):
 
 def test_a_rank_that_fails_says_why_and_nobody_waits_for_it(folder):
     """Over gloo the others see at once that it is gone; over NCCL the watchdog ends them."""
-    config = {"config": f"{folder}/config.yaml"}
-    others, failed = run_on_ranks(2, WORKERS, "with_a_failing_rank", config, timeout=TIMEOUT)
+    others, failed = on_two_ranks("with_a_failing_rank", folder)
     assert [failed[0], others[0]] == [1, 1]
     assert failed[1] == "error: out of memory: as on a GPU that is full\n"
     assert others[1].startswith("error: ") and "Traceback" not in others[1]

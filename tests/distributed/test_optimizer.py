@@ -13,16 +13,18 @@ from tests.stepped_models import TINY
 
 WORKERS = "tests.distributed.workers"
 STEPS = 3
+EVEN, COMPONENT = {"storage": "even"}, {"qkv_units": "component"}
+AT_ONCE = {"overlap_gather": False, "step_groups": 100}
 VARIANTS = [
-    {"rule": "adamw", "pc_level": 4, "storage": "even"},
+    {"rule": "adamw", "pc_level": 4, "model": EVEN},
     {"rule": "muon"},
-    {"rule": "muon", "qkv_units": "group", "placement": "ping_pong", "storage": "even"},
-    {"rule": "muon", "penalised": ["v", "o", "gate"], "qkv_units": "component"},
+    {"rule": "muon", "model": {"qkv_units": "group"} | EVEN, "stepped": {"placement": "ping_pong"}},
+    {"rule": "muon", "penalised": ["v", "o", "gate"], "model": COMPONENT},
     {"rule": "adamuon"},
-    {"rule": "muon_sphere", "overlap": False, "step_groups": 100},
-    {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component", "step_groups": 1},
-    {"rule": "spectral_sphere", "storage": "owner"},
-    {"rule": "spectral_sphere", "storage": "even", "layer_factors": [0.37, 2.1]},
+    {"rule": "muon_sphere", "model": {"overlap_reduce": False}, "stepped": AT_ONCE},
+    {"rule": "muon_plus_plus", "pc_level": 3, "model": COMPONENT, "stepped": {"step_groups": 1}},
+    {"rule": "spectral_sphere", "model": {"storage": "owner"}},
+    {"rule": "spectral_sphere", "model": EVEN, "layer_factors": [0.37, 2.1]},
     {"rule": "spectral_sphere", "pc_level": 2, "penalised": ["q", "o", "down"]},
     {"rule": "adamw", "layer_factors": [0.4, 1.7], "penalised": ["v", "o", "down"]},
 ]
@@ -89,7 +91,7 @@ def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
 
 def test_shardwise_steps_each_piece_as_a_matrix_by_itself():
     steps = 2
-    variants = [{"rule": "muon", "tensor_mode": "shardwise"}]
+    variants = [{"rule": "muon", "stepped": {"tensor_mode": "shardwise"}}]
     arguments = {"layout": {"tensor": 2}, "variants": variants, "steps": steps}
     ranks = [rank[0] for rank in run_on_ranks(2, WORKERS, "optimizer_steps", arguments)]
     pieces = slow_shards("layers.0.gate", steps)

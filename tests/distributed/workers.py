@@ -1,6 +1,5 @@
 """What the ranks of the distributed tests run."""
 
-from collections.abc import Collection
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -167,56 +166,37 @@ def units_after(
     layout_groups: process_groups.Groups,
     steps: int,
     *,
-    rule: str,
-    storage: str = "auto",
-    placement: str = "auto",
-    step_groups: int = 2,
-    overlap: bool = True,
-    tensor_mode: str = "owner",
-    pc_level: int | None = None,
-    penalised: Collection[str] = (),
-    layer_factors: list[float] | None = None,
-    **unit_options: Any,
+    stepped: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **assigned: Any,
 ) -> dict[str, torch.Tensor]:
     """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
 
     The gradients are averaged over ranks like those of a backward pass, each rank's share of the
     mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
     step are returned as if they were one more unit.
+
+    stepped, model, assigned   options of `build_optimizer`, `parallel_model`, `assign_matrices`
     """
-    assign = assign_matrices(rule, pc_level, penalised, layer_factors)
-    model = parallel_model(
-        TINY,
-        layout_groups,
-        assign,
-        storage=storage,
-        overlap_reduce=overlap,
-        **unit_options,
-    )
-    declared = model.units  # of which the optimizer may make pieces
-    optimizer = build_optimizer(
-        model,
-        assign,
-        placement=placement,
-        step_groups=step_groups,
-        overlap_gather=overlap,
-        tensor_mode=tensor_mode,
-    )
+    assign = assign_matrices(**assigned)
+    parallel = parallel_model(TINY, layout_groups, assign, **(model or {}))
+    declared = parallel.units  # of which the optimizer may make pieces
+    optimizer = build_optimizer(parallel, assign, **{"step_groups": 2, **(stepped or {})})
     tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
     share = 2.0 * (replicas.rank + 1) / (replicas.size + 1)  # 1 on average
     extra = {}
     for step in range(steps):
         for unit in declared:
             whole = named_gradient(unit, step) * share
-            model.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
-        model.finish_gradients()
-        if penalised:
+            parallel.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
+        parallel.finish_gradients()
+        if "penalised" in assigned:
             figures = optimizer.add_penalty(acts=True, measured=step == steps - 1)
             if figures is not None:
                 extra["penalty"] = torch.tensor(astuple(figures), dtype=torch.float64)
         optimizer.clip(1.0)
         optimizer.step(1.0, torch.tensor(True))
-    return extra | {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
+    return extra | {unit.name: whole_unit(parallel, layout_groups, unit) for unit in parallel.units}
 
 
 def named_gradient(unit: Unit, step: int) -> torch.Tensor:

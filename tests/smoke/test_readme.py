@@ -1,13 +1,13 @@
 """The commands of pages, in their order, in a fresh copy of the repository."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import copy_repository
 from tests.launch import ROOT, environment
 
 SHORT = "train.exit_step=2 log.interval=1 validation.samples=2 validation.samples_tokens=2"
@@ -20,14 +20,8 @@ OTHER = ("--dry-run", "--fit", "--rehearse")
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The files of the repository and an environment, as `make setup` leaves them."""
-    named = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True
-    )
     target = tmp_path / "spectrain"
-    for name in filter(None, named.stdout.decode().split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+    copy_repository(target, "-co", "--exclude-standard")
     venv = target / ".venv"
     venv.mkdir()
     for entry in ("bin", "lib", "pyvenv.cfg"):

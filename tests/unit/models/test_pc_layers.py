@@ -1,5 +1,7 @@
 """PC layers in a model of one process: against singular value decompositions."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,15 +26,10 @@ OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=SCALAR, head=SCALAR, scalar=
 
 
 def built(
-    world: process_groups.Groups,
-    pc: PCConfig | None,
-    dtype: torch.dtype = torch.float64,
-    *,
-    apart: bool = False,
+    world: process_groups.Groups, pc: PCConfig | None, **options: Any
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """A tiny model and its optimizer."""
-    assign = assigned(OPTIMIZER, TINY, pc)
-    return stepped_model(TINY, world, assign, apart=apart, dtype=dtype, pc=pc)
+    return stepped_model(TINY, world, assigned(OPTIMIZER, TINY, pc), pc=pc, **options)
 
 
 def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
@@ -81,13 +78,13 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
     """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
     runs = {}
     for apart in (False, True):
-        model, optimizer = built(world, PCConfig(level=4), torch.bfloat16, apart=apart)
+        model, optimizer = built(world, PCConfig(level=4), dtype=torch.bfloat16, apart=apart)
         for _ in range(3):
             loss_of(model, train=True)  # not clipped: the norm adds buckets, which are others
             optimizer.step(1.0, torch.tensor(True))
         runs[apart] = memory(model, optimizer), optimizer.memory_bytes()
     torch.testing.assert_close(runs[True][0], runs[False][0], rtol=0, atol=0)
-    plain, without = built(world, None, torch.bfloat16)
+    plain, without = built(world, None, dtype=torch.bfloat16)
     spare = sum(d.buffers.bucket_layout.padding for m in (model, plain) for d in m.domains) * 12
     kept = sum(t.nbytes for b in batches(optimizer) for t in (b.u, b.v, b.gamma))
     kept += sum(b.gamma.nbytes for b in batches(optimizer))  # its gradient

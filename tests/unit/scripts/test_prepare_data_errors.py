@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -19,6 +17,7 @@ from tokenizers import Tokenizer
 
 from scripts.data import preparation
 from scripts.prepare_data import main
+from tests.cluster.network import until
 from tests.run_results import hashes
 from tests.text_files import (
     TEXTS,
@@ -100,7 +99,7 @@ def test_ended_run_leaves_no_output_and_no_process(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     written = tmp_path / "out.preparing/set.train.bin"
-    wait_for(lambda: written.exists() and written.stat().st_size > 0)
+    until(lambda: written.exists() and written.stat().st_size > 0, "written tokens")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     workers = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
@@ -108,7 +107,7 @@ def test_ended_run_leaves_no_output_and_no_process(
     os.kill(int(workers[0]) if end == "worker killed" else process.pid, number)
     said = process.communicate()[1]
     assert not out.exists()
-    wait_for(lambda: not any(alive(pid) for pid in children))
+    until(lambda: not any(map(alive, children)), "the end of all workers")
     code, message = ENDINGS[end]
     assert process.returncode == code
     assert message in said and "Traceback" not in said
@@ -124,13 +123,6 @@ ENDINGS = {  # exit code and what is said
     "worker killed": (1, "error: a worker process was killed"),
     "interrupted": (130, "interrupted: nothing was written"),
 }
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 300  # machines may be busy
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def alive(pid: str) -> bool:
