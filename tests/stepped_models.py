@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
@@ -21,6 +22,7 @@ from spectral.rules import RULES, Rule
 from training.assignments import assignments
 from training.config import group_of
 from training.config.optimizer import OptimizerConfig
+from training.loop import mean_loss
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 PENALTY = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
@@ -53,6 +55,16 @@ def stepped_model(
     """Build a model of `options` and its optimizer, of options of `build_optimizer`."""
     built = parallel_model(model, groups, assign, **options)
     return built, build_optimizer(built, assign, **(optimizer or {}))
+
+
+def figures_of(
+    model: ParallelModel, batch: Mapping[str, Tensor], *, train: bool = True
+) -> list[dict[str, Tensor]]:
+    """Figures of a forward and, if it trains, backward pass of one micro-batch on this rank."""
+    size = len(batch["tokens"])
+    return model.forward_backward(
+        lambda: iter([batch]), mean_loss, microbatches=1, micro_batch=size, train=train
+    )
 
 
 def assigned(optimizer: OptimizerConfig, model: ModelConfig, pc: PCConfig | None) -> Assign:

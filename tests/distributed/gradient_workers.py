@@ -9,11 +9,10 @@ from models.context import context_part
 from models.load_balance import balance_, layer_numbers, routers, token_counts
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
-from parallel.model import ModelOptions, build_model
 from tests.distributed.workers import start, whole_gradients
 from tests.families import SHAPE, model_of
 from tests.models import tokens_of
-from training.loop import mean_loss
+from tests.stepped_models import assign_matrices, figures_of, parallel_model
 
 SAMPLES, LENGTH = 4, 16
 
@@ -31,16 +30,8 @@ def losses_and_gradients(
 def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
     """Mean loss over the batch, gradients of the whole units of this rank, and by layer the tokens
     of each expert and the bias that they give it."""
-    model = build_model(
-        model_of({**SHAPE, **settings}),
-        groups,
-        ModelOptions(
-            seed=7,
-            sequence_length=LENGTH,
-            dtype=torch.float64,
-            elementwise=lambda unit: True,
-        ),
-    )
+    config, assign = model_of({**SHAPE, **settings}), assign_matrices("adamw")
+    model = parallel_model(config, groups, assign, sequence_length=LENGTH)
     batch = {
         name: context_part(
             whole.chunk(groups.data.size)[groups.data.rank],
@@ -51,13 +42,7 @@ def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
         for name, whole in zip(("tokens", "labels"), tokens_of(SAMPLES, LENGTH, 60), strict=True)
     }
     model.zero_gradients()
-    figures = model.forward_backward(
-        lambda: iter([batch]),
-        mean_loss,
-        microbatches=1,
-        micro_batch=SAMPLES // groups.data.size,
-        train=True,
-    )
+    figures = figures_of(model, batch)
     loss = sum((figure["loss"].double() for figure in figures), torch.zeros(()).double())
     for axis in (groups.pipeline, groups.context, groups.data):
         dist.all_reduce(loss, group=axis.group)

@@ -21,8 +21,7 @@ from tests.families import mixture
 from tests.models import tokens_of
 from tests.run_results import same_state
 from tests.saved_state import save_state
-from tests.stepped_models import TINY, assign_matrices, stepped_model
-from training.loop import mean_loss
+from tests.stepped_models import TINY, assign_matrices, figures_of, stepped_model
 
 BATCH, LENGTH = 4, 16
 
@@ -53,13 +52,7 @@ class Trained:
         mine = slice(data.rank * BATCH // data.size, (data.rank + 1) * BATCH // data.size)
         batch = {"tokens": tokens[mine], "labels": labels[mine]}
         self.model.zero_gradients()
-        figures = self.model.forward_backward(
-            lambda: iter([batch]),
-            mean_loss,
-            microbatches=1,
-            micro_batch=BATCH // data.size,
-            train=True,
-        )
+        figures = figures_of(self.model, batch)
         loss = sum((figure["loss"] for figure in figures), torch.zeros(()))
         dist.all_reduce(loss, group=self.groups.pipeline.group)
         dist.all_reduce(loss, group=data.group)

@@ -16,9 +16,8 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.odd_polynomial import evaluate
 from tests.families import tiny_model
 from tests.models import tokens_of
-from tests.stepped_models import TINY, assigned, stepped_model
+from tests.stepped_models import TINY, assigned, figures_of, stepped_model
 from training.config.optimizer import GroupConfig, OptimizerConfig
-from training.loop import mean_loss
 
 GROUP = GroupConfig(rule="muon", lr=0.02, weight_decay=0.1)
 SCALAR = GroupConfig(rule="adamw", lr=0.02)
@@ -37,13 +36,7 @@ def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
     model.zero_gradients()
     model.wait_for_weights()
     tokens, labels = tokens_of(4, 8, 60)
-    (figures,) = model.forward_backward(
-        lambda: iter([{"tokens": tokens, "labels": labels}]),
-        mean_loss,
-        microbatches=1,
-        micro_batch=4,
-        train=train,
-    )
+    (figures,) = figures_of(model, {"tokens": tokens, "labels": labels}, train=train)
     return figures["loss"]
 
 
