@@ -82,11 +82,6 @@ def program(
     return config
 
 
-def rehearsed(processes: Processes, config: Config, world: int) -> list[RankReport]:
-    """The reports of all ranks."""
-    return processes.perform([Job(config, world, rank, H100) for rank in range(world)])
-
-
 def called(processes: Processes, function: Callable[..., Any], *arguments: Any) -> RankReport:
     """The report of a call, which must come to its end."""
     (report,) = processes.perform([TracedCall(function, arguments)])
@@ -111,3 +106,10 @@ def check_rank(report: RankReport) -> None:
     assert not plain_waits(report), plain_waits(report)
     names = {name for _, name in report.counts}
     assert {"forward_backward", "optimizer", "monitors", "validation", "checkpoint"} <= names
+
+
+def sound(processes: Processes, config: Config, world: int, rank: int = 0) -> RankReport:
+    """The report of one rank, which must come to the end."""
+    (report,) = processes.perform([Job(config, world, rank, H100)])
+    check_rank(report)
+    return report

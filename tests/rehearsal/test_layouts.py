@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rehearsal import mutants
-from tests.rehearsal.programs import H100, BrokenJob, check_rank, program, rehearsed
+from tests.rehearsal.programs import H100, BrokenJob, check_rank, program, sound
 from tests.slow_cases import slow_but
 from training.rehearsal.matching import mismatches
 from training.rehearsal.rank import Job
@@ -59,7 +59,7 @@ def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
     """What one rank of a group calls and another does not is a hang on a cluster."""
     world, family, changes = (LAYOUTS | LARGER)[layout]
     config = program(tmp_path, world, family, **changes)
-    reports = rehearsed(processes, config, world)
+    reports = processes.perform([Job(config, world, rank, H100) for rank in range(world)])
     for report in reports:
         check_rank(report)
     assert mismatches({report.rank: report.calls for report in reports}) == []
@@ -81,6 +81,5 @@ def test_a_rank_that_leaves_a_collective_out_is_found(processes, tmp_path):
 @pytest.mark.parametrize("world", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_large_worlds_are_rehearsed_by_one_rank(world, processes, tmp_path):
     config = program(tmp_path, world, parallel__tensor=2, train__global_batch=world)
-    (report,) = processes.perform([Job(config, world, world - 1, H100)])
-    check_rank(report)
+    report = sound(processes, config, world, world - 1)
     assert max(len(call.group) for call in report.calls) == world

@@ -3,20 +3,12 @@
 import pytest
 
 from tests.families import SETTINGS
-from tests.rehearsal.programs import ALLOWED_READS, H100, check_rank, program
+from tests.rehearsal.programs import ALLOWED_READS, program, sound
 from tests.slow_cases import slow_but
-from training.rehearsal.rank import Job
 from training.rehearsal.scenario import PLAIN_STEP
 
 # Each with two ranks that share the optimizer's work.
 WORLD = 2
-
-
-def rehearse(processes, config, world=WORLD):
-    """The report of rank 0, which must come to the end."""
-    (report,) = processes.perform([Job(config, world, 0, H100)])
-    check_rank(report)
-    return report
 
 
 def plain(report, name):
@@ -30,7 +22,7 @@ QUICK = {"gemma2", "adamw", "spectral_sphere", "PC layers"}
 
 @pytest.mark.parametrize("family", slow_but(QUICK, SETTINGS))
 def test_every_family_is_rehearsed(family, processes, tmp_path):
-    rehearse(processes, program(tmp_path, WORLD, family))
+    sound(processes, program(tmp_path, WORLD, family), WORLD)
 
 
 LAUNCHES = {
@@ -48,7 +40,7 @@ PASSES = 410
 
 @pytest.mark.parametrize("rule", slow_but(QUICK, LAUNCHES))
 def test_every_rule_is_rehearsed_within_its_launches(rule, processes, tmp_path):
-    report = rehearse(processes, program(tmp_path, WORLD, rule=rule))
+    report = sound(processes, program(tmp_path, WORLD, rule=rule), WORLD)
     assert plain(report, "optimizer").launches <= LAUNCHES[rule]
     assert plain(report, "forward_backward").launches <= PASSES
 
@@ -60,7 +52,7 @@ WIDE = {
 
 
 def test_side_streams_keep_no_pool_for_stacks_that_fill_the_device(processes, tmp_path):
-    report = rehearse(processes, program(tmp_path, 1, **WIDE), 1)
+    report = sound(processes, program(tmp_path, 1, **WIDE), 1)
     heads = 4 * 12 * 64 * 1024  # bytes of q, k and v, in float32
     assert heads < report.side_pools < 10 * heads
     # The step takes more than that for the three matrices of the feed-forward block.
@@ -83,12 +75,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", slow_but(QUICK, OPTIONS))
 def test_every_option_is_rehearsed(option, processes, tmp_path):
-    rehearse(processes, program(tmp_path, WORLD, **OPTIONS[option]))
+    sound(processes, program(tmp_path, WORLD, **OPTIONS[option]), WORLD)
 
 
 def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_path):
     reports = [
-        rehearse(processes, program(tmp_path, WORLD, train__compile=how))
+        sound(processes, program(tmp_path, WORLD, train__compile=how), WORLD)
         for how in ("null", "auto")
     ]
     single, compiled = (plain(report, "forward_backward") for report in reports)
@@ -110,7 +102,7 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_p
 @pytest.mark.slow
 def test_ligers_loss_is_a_kernel_forward_and_one_backward(processes, tmp_path):
     reports = [
-        rehearse(processes, program(tmp_path, WORLD, train__fused_loss=how))
+        sound(processes, program(tmp_path, WORLD, train__fused_loss=how), WORLD)
         for how in ("null", "auto")
     ]
     engine, liger = (plain(report, "forward_backward") for report in reports)
@@ -127,7 +119,7 @@ def test_ligers_loss_is_a_kernel_forward_and_one_backward(processes, tmp_path):
 def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_path):
     """Megatron's own dispatcher waits three times per layer and pass."""
     config = program(tmp_path, 1, "moe", model__moe__backend=backend)
-    report = rehearse(processes, config, 1)
+    report = sound(processes, config, 1)
     found = plain(report, "forward_backward").host_reads
     passes = config.train.global_batch // config.train.micro_batch
     mixed = config.model.layers - config.model.moe.dense_layers
@@ -138,6 +130,6 @@ def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_pat
 def test_a_graph_launches_the_step_once(processes, tmp_path):
     graph = {"cuda_graph": True, "overlap_gather": False}
     keys = {f"optimizer__distributed__{key}": value for key, value in graph.items()}
-    report = rehearse(processes, program(tmp_path, WORLD, **keys))
+    report = sound(processes, program(tmp_path, WORLD, **keys), WORLD)
     last = max(step for step, name in report.counts if name == "optimizer")
     assert report.counts[last, "optimizer"].kernels["graph"] >= 1

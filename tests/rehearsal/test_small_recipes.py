@@ -9,11 +9,10 @@ import pytest
 
 from scripts.papers.catalogue import read_catalogue
 from scripts.papers.gpu_hours import key_of
-from tests.rehearsal.programs import H100, check_rank
+from tests.rehearsal.programs import sound
 from tests.small_recipes import recipes, small_recipe
 from training.config import InvalidConfigError, check
 from training.rehearsal.processes import Processes
-from training.rehearsal.rank import Job
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +48,4 @@ def test_a_small_run_would_not_break(
             continue
     else:
         pytest.fail("no axis of this run can be cut")
-    rank = PEERS - 1  # also the last stage of a pipeline
-    (report,) = processes.perform([Job(config, PEERS, rank, H100)])
-    check_rank(report)
+    sound(processes, config, PEERS, PEERS - 1)  # also the last stage of a pipeline

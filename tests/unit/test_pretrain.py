@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pretrain
+from tests.paths import ROOT
 from tests.run_configs import tiny_config
 
 
@@ -64,7 +65,9 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
     # Without a vocabulary the manifest beside the first set is asked for before the set itself.
     keys = ["data.train.walk=null", "model.vocab_size=null"]
     assert run(folder, "--config", str(overlay), *keys) == 2
-    assert f"data.train.mine comes from {overlay}, line 4;" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "set mine: no file nowhere/mine.idx" in said
+    assert f"data.train.mine comes from {overlay}, line 4;" in said
 
 
 def test_a_diverged_run_exits_with_code_1(folder, capsys):
@@ -87,9 +90,8 @@ def test_print_config_is_a_config(folder, capsys):
 
 def test_script_trains_without_torchrun(folder):
     command = [sys.executable, "pretrain.py", "--config", str(folder / "config.yaml")]
-    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [*command, "train.exit_step=3"], cwd=root, capture_output=True, text=True, timeout=300
+        [*command, "train.exit_step=3"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "done: step 3 of 20" in done.stdout and done.stderr == ""

@@ -9,7 +9,7 @@ from scripts.data.catalogue import read_corpora
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import parse
 from tests.paths import ROOT
-from training.config import Config, load_config
+from training.config import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -22,13 +22,9 @@ TOKENS_PER_CORE_SECOND = 0.78e6
 """Measured with the embedded corpus and its tokenizer."""
 
 
-def recipe(path: Path) -> Config:
-    return load_config(path, [])
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_command_of_a_recipe_makes_its_sets(path: Path) -> None:
-    config = recipe(path)
+    config = load_config(path, [])
     assert config.data.made_by is not None
     said = MADE_BY.fullmatch(config.data.made_by)
     assert said is not None

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from models.size import model_size
 from scripts import plot, reproduce, study
 from scripts.paper import main, plotting
-from scripts.papers.catalogue import Item, full_command, read_catalogue
+from scripts.papers.catalogue import full_command, read_catalogue
 from scripts.papers.gpu_hours import key_of, read_hours
 from scripts.studies.schema import read_study
 from tests.paths import ROOT
@@ -25,16 +24,7 @@ NUMBERED = {
     "gram_penalty": (7, 0),
     "spectral_updates": (28, 5),
 }
-ITEMS = [(name, key) for name, paper in PAPERS.items() for key in paper.items]
-
-
-def item(paper: str, key: str) -> Item:
-    return PAPERS[paper].items[key]
-
-
-def full_runs() -> Iterator[str]:
-    for paper, key in ITEMS:
-        yield from item(paper, key).full
+ITEMS = [item for paper in PAPERS.values() for item in paper.items.values()]
 
 
 def test_every_numbered_table_and_figure_has_a_row() -> None:
@@ -47,11 +37,7 @@ def test_every_numbered_table_and_figure_has_a_row() -> None:
     assert len(PAPERS["muon_plus_plus"].items) >= 5
 
 
-def tiny_commands() -> set[str]:
-    return {text for paper, key in ITEMS for text in item(paper, key).tiny}
-
-
-@pytest.mark.parametrize("text", sorted(tiny_commands()))
+@pytest.mark.parametrize("text", sorted({text for item in ITEMS for text in item.tiny}))
 def test_each_tiny_command_parses_and_its_files_exist(text: str) -> None:
     program, *words = shlex.split(text)
     if program == "make":
@@ -71,12 +57,12 @@ def test_each_tiny_command_parses_and_its_files_exist(text: str) -> None:
 
 
 def test_figures_are_drawn_by_commands_that_parse() -> None:
-    for paper, key in ITEMS:
-        for arguments in plotting(item(paper, key), Path("figure.svg"), full=False):
+    for item in ITEMS:
+        for arguments in plotting(item, Path("figure.svg"), full=False):
             assert plot.parse(arguments[2:])
 
 
-@pytest.mark.parametrize("run", sorted(set(full_runs())))
+@pytest.mark.parametrize("run", sorted({run for item in ITEMS for run in item.full}))
 def test_each_full_run_fits_its_gpus_and_has_its_hours(run: str) -> None:
     stored = read_hours()[key_of(run)]
     recipe, *overrides = shlex.split(run)

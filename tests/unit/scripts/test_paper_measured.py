@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts import reproduce
-from scripts.papers.catalogue import Item, read_catalogue
+from scripts.papers.catalogue import read_catalogue
 from scripts.papers.measured import (
     Measure,
     measure,
@@ -116,16 +116,11 @@ class Figures:
             self.difference = SimpleNamespace(mean=run["difference"], **ends)
 
 
-def content_of(item: Item) -> dict[str, Any]:
-    """The committed results of a measured row."""
-    content: dict[str, Any] = json.loads((ROOT / str(item.file)).read_text())
-    return content
-
-
 @pytest.mark.parametrize(("paper", "key"), STATEMENTS)
 def test_a_verdict_rests_on_what_the_paper_states(paper: str, key: str) -> None:
     item = ITEMS[paper, key]
-    runs = [Figures(run) for run in content_of(item).values()]
+    content = json.loads((ROOT / str(item.file)).read_text())
+    runs = [Figures(run) for run in content.values()]
     assert all(STATEMENTS[paper, key](*runs)) is (item.status == "reproduced")
 
 

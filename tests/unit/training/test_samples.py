@@ -10,7 +10,6 @@ from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.token_files import prepare_text
 from training.build import build_sampler
-from training.config import Config
 from training.errors import ConfigError
 from training.run import train
 
@@ -23,9 +22,9 @@ def tokens(tmp_path_factory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
 
 
-def config_with(tokens: Path, folder: Path, **keys: object) -> Config:
-    return tiny_config(
-        str(folder),
+def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -> None:
+    config = tiny_config(
+        str(tmp_path),
         "adamw",
         model__vocab_size=300,
         data__train__walk__path=f"{tokens}/tokens.train",
@@ -33,12 +32,10 @@ def config_with(tokens: Path, folder: Path, **keys: object) -> Config:
         train__steps=6,
         log__interval=2,
         checkpoint__interval=6,
-        **({"validation__samples_interval": 3, "validation__samples_tokens": 9} | keys),
+        validation__samples_interval=3,
+        validation__samples_tokens=9,
     )
-
-
-def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -> None:
-    train(config_with(tokens, tmp_path), world)
+    train(config, world)
     found = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in found if "sample/walk/text" in line] == [3, 6]
     assert "train/loss" not in found[1]  # step 3 is not logged otherwise

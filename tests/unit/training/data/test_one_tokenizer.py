@@ -62,12 +62,6 @@ def test_the_local_task_refuses_sets_of_two_tokenizers(folder):
         write_tasks(folder, mixed, own / "tokenizer.json")
 
 
-def test_a_missing_set_that_would_say_the_vocabulary_is_named(folder, capsys):
-    assert train(folder, "data.train.walk.path=nowhere") == 2
-    said = capsys.readouterr().err
-    assert "set walk: no file nowhere.idx" in said and "data.train.walk=null" in said
-
-
 def test_replace_leaves_out_the_sets_of_the_base(folder):
     mine = folder / "mine.yaml"
     text = "base: config.yaml\ndata:\n  replace: true\n  train:\n    mine: {path: mine/tokens}\n"
