@@ -20,6 +20,13 @@ def tokens_of(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
+def losses_of(chunk: torch.nn.Module, batch: int = 4) -> Tensor:
+    """Losses of the tokens of a chunk that is a whole model."""
+    tokens, labels = tokens_of(batch, 16, 60)
+    losses: Tensor = chunk(tokens, torch.zeros_like(tokens), None, labels=labels)
+    return losses
+
+
 def built(
     model: ModelConfig,
     dtype: torch.dtype = torch.float64,

@@ -13,7 +13,7 @@ from models.blocks.activation import ACTIVATIONS
 from models.blocks.compiled import Fused, compile_blocks_, some_tokens
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
-from tests.models import drawn, tokens_of
+from tests.models import drawn, losses_of, tokens_of
 from tests.slow_cases import slow_but
 from training.build import check_backend
 from training.config import InvalidConfigError, load_config
@@ -37,11 +37,10 @@ def _no_graphs_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def losses_and_gradients(chunk: torch.nn.Module, batch: int = 4) -> list[Tensor]:
+def losses_and_gradients(chunk: torch.nn.Module) -> list[Tensor]:
     """Token losses and the gradient of every parameter."""
     chunk.zero_grad()
-    tokens, labels = tokens_of(batch, 16, 60)
-    losses = chunk(tokens, torch.zeros_like(tokens), None, labels=labels)
+    losses = losses_of(chunk)
     losses.mean().backward()
     return [losses.detach(), *(p.grad.clone() for p in chunk.parameters())]
 

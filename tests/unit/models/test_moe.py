@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from models.blocks.grouped_experts import grouped_linear
 from models.routed_scale import routed_scale
 from tests.families import mixture
-from tests.models import drawn, tokens_of
+from tests.models import drawn, losses_of
 from tests.step_trace import Operations
 
 SETTINGS = {
@@ -135,12 +135,10 @@ def test_scores_are_float32_in_a_bfloat16_model(world):
     "loss", [{"sequence_aux_loss": 1e-1}, {"global_aux_loss": 1e-1}, {"z_loss": 1e-1}]
 )
 def test_auxiliary_losses_move_the_router_alone(world, loss):
-    tokens, labels = tokens_of(4, 16, 60)
-    positions = torch.arange(16).expand_as(tokens)
     gradients = []
     for setting in ({}, loss):
         chunk, parameters = drawn(mixture(**setting))
-        chunk(tokens, positions, None, labels=labels).mean().backward()
+        losses_of(chunk).mean().backward()
         gradients.append({name: parameter.grad for name, parameter in parameters.items()})
     plain, changed = gradients
     assert not torch.allclose(plain["layers.2.router"], changed["layers.2.router"])
@@ -149,13 +147,11 @@ def test_auxiliary_losses_move_the_router_alone(world, loss):
 
 @pytest.mark.parametrize("loss", [{"global_aux_loss": 1e-1}, {"z_loss": 1e-1}])
 def test_a_deeper_model_trains_in_a_schedule_after_a_shallower_one_without(world, loss):
-    tokens, labels = tokens_of(4, 16, 60)
-    positions = torch.arange(16).expand_as(tokens)
     for layers in (3, 4):
         chunk, _ = drawn(replace(mixture(**loss), layers=layers))
         if layers == 4:
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))  # as Megatron's schedules do
-        chunk(tokens, positions, None, labels=labels).mean().backward()
+        losses_of(chunk).mean().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in chunk.parameters())
 
 

@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from models.load_balance import token_counts
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, tiny_model
-from tests.models import drawn, tokens_of
+from tests.models import drawn, losses_of
 
 SHAPE: dict[str, Any] = {"ffn": 64, "head_dim": None}
 MODELS = {
@@ -31,9 +31,8 @@ def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
             kept[storage.data_ptr()] = tensor
         return tensor
 
-    tokens, labels = tokens_of(4, 16, 60)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = chunk(tokens, torch.zeros_like(tokens), None, labels=labels).mean()
+        loss = losses_of(chunk).mean()
     size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     loss.backward()
     return {

@@ -6,7 +6,7 @@ import torch
 from parallel.comm.groups import Groups
 from spectral.kernels import library
 from tests.families import tiny_model
-from tests.models import drawn, tokens_of
+from tests.models import drawn, losses_of
 from tests.step_trace import Operations
 
 PRODUCTS = {f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm")}
@@ -20,9 +20,8 @@ def chunk(monkeypatch: pytest.MonkeyPatch, world: Groups) -> torch.nn.Module:
 
 
 def test_no_product_of_a_step_is_bfloat16(chunk: torch.nn.Module) -> None:
-    tokens, labels = tokens_of(2, 16, 60)
     with Operations() as operations:
-        chunk(tokens, torch.zeros_like(tokens), None, labels=labels).float().mean().backward()
+        losses_of(chunk).float().mean().backward()
     products = [kinds for name, kinds in operations.seen if name in PRODUCTS]
     dtypes = {dtype for kinds in products for _, dtype, _ in kinds}
     assert torch.float32 in dtypes and torch.bfloat16 not in dtypes
