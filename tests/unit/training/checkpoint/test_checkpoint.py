@@ -358,3 +358,24 @@ def test_every_generator_continues_where_it_was():
     set_rng_state(state)
     assert random.random() == drawn[0] and np.random.random() == drawn[1]
     assert torch.equal(torch.rand(3), drawn[2])
+
+
+def test_a_checkpoint_that_is_a_link_is_retired_like_any_other(run, tmp_path):
+    keys = {"checkpoint__interval": 1, "checkpoint__keep_last": 2}
+    run(**keys, train__exit_step=2)
+    second, elsewhere = checkpoint.step_folder(tmp_path / "run", 2), tmp_path / "elsewhere"
+    second.rename(elsewhere)
+    second.symlink_to(elsewhere)
+    run(**keys)
+    assert checkpoint.steps(tmp_path / "run") == [3, 4]
+    assert read_checkpoint(elsewhere).step == 2
+
+
+def test_a_link_that_was_being_removed_is_swept(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    folder = tmp_path / "run" / checkpoint.FOLDER
+    folder.mkdir(parents=True)
+    (folder / ".removing-step_00000002-ab").symlink_to(kept)
+    assert checkpoint.sweep(tmp_path / "run") == [".removing-step_00000002-ab"]
+    assert kept.is_dir() and not list(folder.iterdir())

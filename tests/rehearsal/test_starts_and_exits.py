@@ -1,4 +1,5 @@
-"""How a rank ends whose run breaks under NCCL, which would wait for peers."""
+"""What a rank over NCCL does before its first step, and how it ends when its run breaks, where it
+would wait for peers."""
 
 import io
 import os
@@ -8,8 +9,10 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import pretrain
+from parallel.comm import groups
 from tests.rehearsal.programs import TracedCall, called, program
 from training.config import Config
 from training.loop import Trainer
@@ -56,3 +59,17 @@ def test_answers_of_an_interrupted_call_are_not_those_of_the_next(processes, mon
     with pytest.raises(RehearsalError, match="ended with 3"):
         processes.perform([TracedCall(os._exit, (3,)), TracedCall(time.sleep, (1,))])
     called(processes, time.sleep, 2)
+
+
+def one_group_of_the_hosts() -> None:
+    """Fail unless one group is over gloo, and all of the layout's are over NCCL."""
+    layout = groups.initialize(device_type="cuda")
+    backends = [dist.get_backend(group) for group in c10d._world.pg_map]
+    assert backends.count("gloo") == 1 < backends.count("nccl"), backends
+    assert dist.get_backend(layout.host) == "gloo"
+
+
+def test_hosts_have_one_group_of_their_own(processes):
+    """Megatron makes a twin over gloo of most of its groups unless it is told not to: each is a
+    mesh of sockets of its own."""
+    called(processes, one_group_of_the_hosts)

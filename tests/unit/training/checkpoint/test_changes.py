@@ -1,0 +1,109 @@
+"""What may change when a run continues is said, and what changes numbers is refused, tokens without
+hashes included."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.export_cases import MOE
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.checkpoint.files import ResumeError
+from training.data import token_set
+from training.loop import StepResult
+from training.run import train
+
+
+@pytest.fixture
+def run(folder: str, tmp_path: Path, world):
+    """Trains in tmp_path/run to a step; keywords are config keys with __ for the dot."""
+    write_token_set(tmp_path / "more", tokens=4_000, vocab=120, seed=1)
+
+    def start(step: int, on_step: Any = None, **keys: Any) -> None:
+        common = {"train__steps": 8, "train__exit_step": step, "checkpoint__interval": 100}
+        train(tiny_config(folder, "muon", **common, **keys), world, on_step=on_step)
+
+    return start
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, run) -> Path:
+    """The file of the run's tokens, which are 2 MB without a manifest."""
+    write_token_set(tmp_path / "tokens", tokens=1_000_000, vocab=120, seed=0)
+    return tmp_path / "tokens.bin"
+
+
+def test_a_dtype_that_changes_numbers_is_refused(run) -> None:
+    run(2)
+    for key in ("gradient_dtype", "exchange_dtype", "momentum_dtype"):
+        with pytest.raises(ResumeError, match=rf"its optimizer: {key} was \w+, is bf16"):
+            run(4, **{f"optimizer__distributed__{key}": "bf16"})
+
+
+def test_other_changes_are_said(run, tmp_path, capsys) -> None:
+    run(2)
+    keys = {
+        "spikes__deviations": 4,
+        "validation__samples": 3,
+        "data__validation__more__path": tmp_path / "more",
+        "train__global_batch": 4,
+        "checkpoint__allow_change": "[train]",
+    }
+    run(4, **keys)
+    printed, events = capsys.readouterr().out, (tmp_path / "run" / "events.jsonl").read_text()
+    for text in (
+        "spikes.deviations was None, is 4.0",
+        "validation.samples was 5, is 3",
+        "validation.more was absent, is there",
+        "global_batch was 8, is 4",
+    ):
+        assert f"changed since step 2: {text}" in printed and text in events
+    run(6, **keys)
+    assert "changed since" not in capsys.readouterr().out
+
+
+def test_a_loss_over_micro_batches_makes_their_size_a_change(run, capsys) -> None:
+    keys = {**MOE, "model__moe__global_aux_loss": 0.01}
+    run(2, **keys)
+    run(3, **keys, train__micro_batch=4)
+    assert "changed since step 2: train.micro_batch was 2, is 4" in capsys.readouterr().out
+
+
+def overwrite_between_samples(path: Path) -> None:
+    """Overwrite what lies between 64 evenly spaced blocks of 4 KiB."""
+    tokens = np.memmap(path, np.uint16, "r+")
+    starts = [(2 * len(tokens) - 4096) * block // 63 // 2 for block in range(64)]
+    for first, second in zip(starts, starts[1:], strict=False):
+        tokens[first + 2050 : second] = 7
+    tokens.flush()
+
+
+def test_a_set_that_was_overwritten_between_samples_is_refused(run, tokens) -> None:
+    run(2)
+    overwrite_between_samples(tokens)
+    with pytest.raises(ResumeError, match=r"its data: (.|\n)*walk.content was"):
+        run(4)
+
+
+def test_a_large_set_that_was_written_to_is_refused(run, tokens, monkeypatch) -> None:
+    monkeypatch.setattr(token_set, "WHOLE", 1 << 20)
+    run(2)
+    run(3)
+    overwrite_between_samples(tokens)
+    os.utime(tokens, (1e9, 1e9))
+    with pytest.raises(ResumeError, match=r"walk.modified was \S+, is 2001-09-09T01:46:40"):
+        run(4)
+    run(4, checkpoint__allow_change="[data]")
+    run(5)
+
+
+def test_a_set_that_is_written_to_while_it_is_read_is_named_once(run, tokens, capsys) -> None:
+    def write(step: int, result: StepResult) -> None:
+        overwrite_between_samples(tokens)
+
+    run(4, on_step=write, log__interval=1)
+    said = capsys.readouterr().out
+    assert said.count(f"warning: {tokens} was written to after the run had") == 1
