@@ -30,9 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
 def test_planned_bytes_are_sent(name, folder):
     ranks, layout, runs = LAYOUTS[name]
     arguments = {"folder": folder, "layout": layout, "runs": runs}
-    results = run_on_ranks(
-        ranks, "tests.distributed.comm_volume_workers", "sent_in_one_step", arguments
-    )
+    results = run_on_ranks(ranks, "tests.distributed.workers", "sent_in_one_step", arguments)
     for i, overrides in enumerate(runs):
         config = tiny_config(
             folder,

@@ -7,7 +7,7 @@ from tests.run_configs import tiny_config
 from tests.slow_cases import slow_but
 from tests.token_files import write_token_set
 
-WORKERS = "tests.distributed.watch_workers"
+WORKERS = "tests.distributed.run_workers"
 WATCHED = {"watchdog__replica_interval": 4, "train__steps": 5, "log__interval": 100}
 BF16 = WATCHED | {"train__precision": "bf16"}
 CASES = {

@@ -152,6 +152,27 @@ def joined(unit: Unit, local: torch.Tensor, tensor: Axis) -> torch.Tensor:
     return torch.cat(pieces, unit.shard_axis).reshape(unit.shape)
 
 
+def sent_in_one_step(
+    folder: str, layout: dict[str, int], runs: list[dict[str, Any]]
+) -> list[dict[str, int]]:
+    """Bytes that this rank sends in one training step, by kind, for the overrides of every run.
+
+    `stage` is its pipeline rank.
+    """
+    layout_groups = start(layout)
+    found = []
+    for overrides in runs:
+        trainer = built(folder, layout_groups, (layout, "spectral_sphere", overrides))
+        comm_volume = trainer.model.comm_volume
+        comm_volume.clear()
+        trainer.step(0)
+        trainer.model.wait_for_weights()
+        found.append({"stage": layout_groups.pipeline.rank, **comm_volume})
+        torch.distributed.barrier()
+    process_groups.shutdown()
+    return found
+
+
 def optimizer_steps(
     layout: dict[str, int], variants: list[dict[str, Any]], steps: int
 ) -> list[dict[str, torch.Tensor]]:
