@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,15 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     checkpoint.complete(aside, run_dir, meta, state)
 
 
+def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change meta.json so that its hash is right."""
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    text = json.dumps(meta)
+    (folder / "meta.json").write_text(text)
+    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+
+
 def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, tmp_path):
     """Not passed over for the one before it, as a broken one is."""
     folder = saved / "step_00000004"
@@ -310,9 +320,7 @@ def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, t
     forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())
     with pytest.raises(ResumeError, match="config.yaml is of another version: unknown key tomorr"):
         run()
-    text = (folder / "meta.json").read_text().replace('"format": 2', '"format": 3')
-    (folder / "meta.json").write_text(text)
-    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    reseal(folder, lambda meta: meta.update(format=3))
     with pytest.raises(ResumeError, match="step_00000004: format must be 2, got 3"):
         run()
     assert folder.is_dir()

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import io
-import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
 from scripts.plots.spectrum import plot_spectrum
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
-from tests.unit.training.checkpoint.test_checkpoint import forge
+from tests.unit.training.checkpoint.test_checkpoint import forge, reseal
 from training.checkpoint.files import (
     BrokenCheckpointError,
     problems,
@@ -41,15 +40,6 @@ def saved(shared_folder: Path) -> Path:
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint, in a run folder."""
     return step_folder(shutil.copytree(saved / "run", tmp_path / "run"), 1)
-
-
-def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change meta.json so that its hash is right."""
-    meta = json.loads((folder / "meta.json").read_text())
-    change(meta)
-    text = json.dumps(meta)
-    (folder / "meta.json").write_text(text)
-    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
 
 
 SECRET_FACTS = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}

@@ -1,18 +1,37 @@
-"""Token sets and manifests: what they read, and that corrupt files are refused."""
+"""Token sets and manifests: what they read, and that corrupt files are refused and damaged tokens
+noticed, at the start or when they are first read."""
 
 import math
+import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
+from os import truncate
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from scripts import prepare_data
+from scripts.verify import main as verified
 from tests.token_files import write_manifest, write_stream
+from training.build import without_worker_traces
+from training.data import hashes
+from training.data.hashes import BLOCK
 from training.data.manifest import read_manifest
+from training.data.order import GlobalBatchSampler, TrainingData, training_loader
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import DataError, InputError
+
+SEQUENCE = 32
+
+
+def patch(path: Path, offset: int, content: bytes) -> None:
+    """Replace bytes of a file and nothing else."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -34,28 +53,21 @@ def test_too_few_tokens_for_a_window_says_how_many_are_needed(tmp_path: Path) ->
         TokenSet("set", prefix, 8)
 
 
-def cut(path: Path, size: int) -> None:
-    path.write_bytes(path.read_bytes()[:size])
-
-
-def patch(path: Path, offset: int, content: bytes) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset : offset + len(content)] = content
-    path.write_bytes(data)
-
-
 CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "no idx": (lambda idx, bin_: idx.unlink(), r"no file .*set\.idx"),
     "no bin": (lambda idx, bin_: bin_.unlink(), r"no file .*set\.bin"),
-    "empty idx": (lambda idx, bin_: cut(idx, 0), "does not begin with the header"),
+    "empty idx": (lambda idx, bin_: truncate(idx, 0), "does not begin with the header"),
     "other file": (lambda idx, bin_: patch(idx, 0, b"{"), "does not begin with the header"),
     "version": (lambda idx, bin_: patch(idx, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
     "dtype": (lambda idx, bin_: patch(idx, 17, b"\x06"), "dtype code 6 is not an integer type"),
-    "cut idx": (lambda idx, bin_: cut(idx, 60), "need 102 bytes, the file has 60"),
+    "cut idx": (lambda idx, bin_: truncate(idx, 60), "need 102 bytes, the file has 60"),
     "long count": (lambda idx, bin_: patch(idx, 18, b"\xff" * 8), "the file has 102"),
-    "empty bin": (lambda idx, bin_: cut(bin_, 0), "is empty"),
-    "cut bin": (lambda idx, bin_: cut(bin_, 100), "has 100 bytes, but its index describes 200"),
-    "odd bin": (lambda idx, bin_: cut(bin_, 199), "has 199 bytes"),
+    "empty bin": (lambda idx, bin_: truncate(bin_, 0), "is empty"),
+    "cut bin": (
+        lambda idx, bin_: truncate(bin_, 100),
+        "has 100 bytes, but its index describes 200",
+    ),
+    "odd bin": (lambda idx, bin_: truncate(bin_, 199), "has 199 bytes"),
     "long bin": (lambda idx, bin_: bin_.write_bytes(b"\x00" * 202), "has 202 bytes"),
     "length": (lambda idx, bin_: patch(idx, 34, struct.pack("<i", 5)), "do not follow each other"),
     "negative": (lambda idx, bin_: patch(idx, 42, struct.pack("<i", -1)), "do not follow"),
@@ -133,3 +145,152 @@ def test_unusable_manifest_is_one_clear_error(
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(DataError, match=message):
         read_manifest(tmp_path)
+
+
+# --- damaged tokens -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def preparation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of several blocks, under PREPARATION/tokens.train."""
+    place = tmp_path_factory.mktemp("preparation")
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, 5)) for _ in range(500)]
+    text = "\n\n".join(" ".join(rng.choice(words, 400)) for _ in range(100))
+    (place / "words.txt").write_text(text)
+    command = [f"tokens={place / 'words.txt'}", "--train-tokenizer", "300", "--output"]
+    assert prepare_data.main([*command, str(place / "prepared"), "--workers", "1"]) == 0
+    assert (place / "prepared" / "tokens.train.bin").stat().st_size > 4 * BLOCK
+    return place / "prepared"
+
+
+@pytest.fixture
+def prepared(preparation: Path, tmp_path: Path) -> Path:
+    """A copy of the preparation."""
+    return Path(shutil.copytree(preparation, tmp_path / "prepared"))
+
+
+def opened(folder: Path, verify: str = "sample") -> TokenSet:
+    """The prepared set."""
+    return TokenSet("tokens", folder / "tokens.train", SEQUENCE, verify=verify)  # type: ignore[arg-type]
+
+
+def test_zeros_of_the_right_size_are_refused(prepared: Path) -> None:
+    path = prepared / "tokens.train.bin"
+    path.write_bytes(bytes(path.stat().st_size))
+    for verify in ("sample", "full"):
+        with pytest.raises(DataError, match="tokens.train.bin is damaged: bytes 0 to 65536"):
+            opened(prepared, verify)
+    assert opened(prepared, "none").window(0).sum() == 0
+
+
+def test_a_flipped_bit_is_noticed_when_it_is_first_read(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.data.token_set.SPREAD", 2)  # first and last block
+    path = prepared / "tokens.train.bin"
+    place = BLOCK  # of the last token of the window before as well
+    patch(path, place, bytes([path.read_bytes()[place] ^ 1]))
+    tokens = opened(prepared)
+    tokens.window(0)
+    bad = place // 2 // SEQUENCE - 1
+    with pytest.raises(DataError, match="bytes 65536 to 131072 are not those that were prepared"):
+        tokens.window(bad)
+    with pytest.raises(DataError, match="damaged"):
+        opened(prepared, "full")
+    assert len(opened(prepared, "none").window(bad)) == SEQUENCE + 1
+
+
+def test_each_block_is_hashed_once(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = opened(prepared)
+    calls = []
+    monkeypatch.setattr(hashes, "block_hash", lambda content: calls.append(content))
+    for index in range(len(tokens)):
+        tokens.window(index)
+    assert calls == []  # there are fewer blocks than are compared at the start
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(prepared: Path) -> None:
+    tokens = opened(prepared, "none")
+    last = tokens.window(len(tokens) - 1)
+    assert len(last) == SEQUENCE + 1
+    truncate(prepared / "tokens.train.bin", 1000)
+    with pytest.raises(DataError, match="tokens.train.bin was cut to 1000 bytes"):
+        tokens.window(len(tokens) - 1)
+
+
+@pytest.mark.parametrize("suffix", ["idx", "blocks"])
+def test_index_and_hashes_are_compared_themselves(prepared: Path, suffix: str) -> None:
+    path = prepared / f"tokens.train.{suffix}"
+    content = path.read_bytes()
+    patch(path, len(content) - 3, bytes([content[-3] ^ 1]))
+    with pytest.raises(DataError, match=rf"tokens.train.{suffix} is (damaged|corrupt)"):
+        opened(prepared)
+
+
+def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sets are that an earlier version prepared."""
+    manifest = prepared / "manifest.json"
+    blocks = read_manifest(prepared).sets["tokens.train"].sha256["blocks"]
+    text = manifest.read_text()
+    before = text.replace(f',\n        "blocks": "{blocks}"', "")
+    assert before != text
+    manifest.write_text(before)
+    opened(prepared)
+    patch(prepared / "tokens.train.bin", 70_000, b"\0\0\1\0")
+    with pytest.raises(DataError, match="its sha256 is not that of the manifest.json"):
+        opened(prepared)
+    monkeypatch.setattr("training.data.token_set.WHOLE", 100)
+    opened(prepared)
+    with pytest.raises(DataError, match="its sha256 is not that of the manifest.json"):
+        opened(prepared, "full")
+
+
+def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
+    prefix = write_stream(tmp_path / "set", np.arange(100, dtype=np.uint16))
+    with pytest.raises(DataError, match="which data.verify full compares with"):
+        TokenSet("set", prefix, 8, verify="full")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(
+    tmp_path: Path, workers: int
+) -> None:
+    """Also where the manifest does not know of it, and in a process that reads ahead."""
+    tokens = np.arange(100, dtype=np.uint16) % 50
+    tokens[40] = 77
+    prefix = write_stream(tmp_path / "set", tokens)
+    data = TrainingData(
+        [("set", prefix, 1.0)],
+        sequence_length=8,
+        seed=0,
+        open_set=lambda name, path, length: TokenSet(name, path, length, vocab_size=50),
+    )
+    sampler = GlobalBatchSampler(
+        consumed=0, global_batch=1, micro_batch=1, data_rank=0, data_size=1
+    )
+    loader = training_loader(data, sampler, workers=workers)
+    with pytest.raises(DataError) as caught:
+        list(islice(without_worker_traces(loader), 12))
+    assert str(caught.value).startswith(f"set set ({prefix}): token ids must be in [0, vocab_size")
+    assert "= 50), got 77 among 1 in tokens " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: patch(folder / "tokens.train.bin", 9, b"\7"), "bytes 0 to 65536"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json must have"),
+        (lambda folder: (folder / "tokens.train.idx").unlink(), "no file"),
+        (lambda folder: patch(folder / "tokens.train.blocks", 0, b"7"), "blocks is damaged"),
+    ],
+)
+def test_verify_names_what_is_damaged(prepared, damage, said, capsys):
+    assert verified([str(prepared)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("good")
+    damage(prepared)
+    assert verified([str(prepared)]) == 1
+    assert said in capsys.readouterr().out
