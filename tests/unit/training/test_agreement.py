@@ -1,9 +1,6 @@
 """How it is said that ranks differ."""
 
-import pytest
-
 from parallel.comm.agreement import differing
-from training.agreement import require_agreement
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
@@ -19,8 +16,3 @@ def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
     (line,) = differing(many, ["a"] * 50)
     assert line.startswith("seed differs between ranks: absent on rank 30 (host a)")
     assert line.endswith("rank 37 (host a) and 12 more, 7 on the other 30")
-
-
-@pytest.mark.usefixtures("world")
-def test_one_rank_agrees_with_itself() -> None:
-    require_agreement({"seed": 1, "pc": None})
