@@ -17,9 +17,10 @@ RECIPES = [
     ("moe_8b_a1b_sso", 64, ["model.layers=3"]),
 ]
 """Name, GPUs, and overrides: fewer layers of the same sizes."""
+WHOLE = ("llama1b_sso", 8, list[str]())
 
 
-@pytest.mark.parametrize(("name", "gpus", "changes"), slow_but(RECIPES[:1], RECIPES))
+@pytest.mark.parametrize(("name", "gpus", "changes"), slow_but(RECIPES[:1], [*RECIPES, WHOLE]))
 def test_a_step_takes_as_long_in_a_plan_as_in_a_rehearsal(
     name: str, gpus: int, changes: list[str], processes: Processes
 ) -> None:
