@@ -140,6 +140,5 @@ def overlay(
         f"# Rates and batch are those of the base: {config.optimizer.matrix.rule} at "
         f"{config.optimizer.matrix.lr:g}, {config.train.global_batch:,} sequences a step. For\n"
         "# another width, batch or number of tokens see docs/planning.md, Rates and batch.\n"
-        f"base: {base}\n\n"
     )
-    return head + as_yaml(content)
+    return f"{head}{as_yaml({'base': base})}\n{as_yaml(content)}"

@@ -42,7 +42,8 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
 
 def test_a_fitted_layout_is_a_config(tmp_path, capsys):
     written = str(tmp_path / "1e5.yaml")
-    recipe = str(ROOT / "configs" / "tiny_moe_muon.yaml")
+    (tmp_path / "a: b").symlink_to(ROOT / "configs")
+    recipe = str(tmp_path / "a: b" / "tiny_moe_muon.yaml")
     keys = ["model.vocab_size=512", "train.precision=bf16", "train.global_batch=8"]
     keys += ["train.micro_batch=4"]
     fit = ["--config", recipe, *keys, "--fit", "--gpus", "4", "--device", "a100"]
