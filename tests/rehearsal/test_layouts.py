@@ -18,11 +18,11 @@ LAYOUTS = {
         "llama",
         {**DEEP, "parallel__pipeline": 2, "parallel__virtual_pipeline": 2},
     ),
+    # The flash kernel does not take latent attention, whose heads have two sizes.
+    "context 2": (2, "deepseek", {"parallel__context": 2, **ONE_BATCH}),
 }
 LARGER = {
     "expert 2": (2, "moe", {"parallel__expert": 2, "train__global_batch": 2}),
-    # The flash kernel does not take latent attention, whose heads have two sizes.
-    "context 2": (2, "deepseek", {"parallel__context": 2, **ONE_BATCH}),
     "context 2, float32": (
         2,
         "qwen3",

@@ -17,6 +17,7 @@ from tests.rehearsal.programs import TracedCall, called, program
 from training.config import Config
 from training.loop import Trainer
 from training.machine.device import Gpus, gpus_here
+from training.rehearsal.places import place
 from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.processes import RehearsalError
 from training.rehearsal.replacement import put, replace
@@ -73,3 +74,8 @@ def test_hosts_have_one_group_of_their_own(processes):
     """Megatron makes a twin over gloo of most of its groups unless it is told not to: each is a
     mesh of sockets of its own."""
     called(processes, one_group_of_the_hosts)
+
+
+def test_what_only_the_rehearsal_imports_is_not_replaced_in_silence():
+    with pytest.raises(LookupError, match="no module of the project has <function place"):
+        replace(place, None)

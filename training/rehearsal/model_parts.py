@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import SDPBackend, bias
 
 from models.blocks.dispatcher import Counts, SortedDispatcher
 from training.rehearsal.device_tensors import DeviceTensors
-from training.rehearsal.replacement import put, replace
+from training.rehearsal.replacement import put
 from training.rehearsal.trace import Launch, Trace
 
 LARGEST_FLASH_HEAD = 256
@@ -40,7 +39,7 @@ def install(trace: Trace, mode: DeviceTensors) -> None:
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
-    replace(causal_lower_right, LowerRight)
+    put(bias, "causal_lower_right", LowerRight)
     install_norms(trace)
     install_compiled(trace, mode)
     install_experts(trace)
