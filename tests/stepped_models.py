@@ -58,7 +58,7 @@ def stepped_model(
 
 
 def figures_of(
-    model: ParallelModel, batch: Mapping[str, Tensor], *, train: bool = True
+    model: ParallelModel, batch: dict[str, Tensor], *, train: bool = True
 ) -> list[dict[str, Tensor]]:
     """Figures of a forward and, if it trains, backward pass of one micro-batch on this rank."""
     size = len(batch["tokens"])

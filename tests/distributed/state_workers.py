@@ -35,7 +35,7 @@ class Trained:
     def __init__(
         self, groups: Groups, rule: str, model: ModelConfig = TINY, **options: Any
     ) -> None:
-        own = {"sequence_length": LENGTH, "dtype": torch.float32, "storage": "even"}
+        own: dict[str, Any] = {"sequence_length": LENGTH, "dtype": torch.float32, "storage": "even"}
         self.groups = groups
         self.model, self.optimizer = stepped_model(
             model, groups, assign_matrices(rule), **(own | options)

@@ -127,7 +127,7 @@ def test_every_kind_of_state_is_compared(saved):
 def test_any_layout_loads_what_any_other_saved_bit_for_bit(saved, loaded):
     for name, run in loaded.items():
         ours, theirs = run["loaded"], saved[name.split(" -> ")[0]]["saved"]
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 def test_training_goes_on_from_another_layout(saved, loaded):

@@ -37,7 +37,7 @@ def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
     layout, rule, keys = case
     own = Path(folder) / f"rank{dist.get_rank()}"
     own.mkdir(exist_ok=True)
-    placed = {f"parallel__{key}": value for key, value in layout.items()}
+    placed: dict[str, Any] = {f"parallel__{key}": value for key, value in layout.items()}
     placed |= {f"data__{kind}__walk__path": f"{folder}/tokens" for kind in ("train", "validation")}
     config = tiny_config(str(own), rule, **{**placed, **keys})
     return build_trainer(config, groups, *build_data(config))

@@ -84,7 +84,7 @@ def program(
 
 def called(processes: Processes, function: Callable[..., Any], *arguments: Any) -> RankReport:
     """The report of a call, which must come to its end."""
-    (report,) = processes.perform([TracedCall(function, arguments)])
+    (report,) = processes.perform([TracedCall(function, arguments)])  # type: ignore[list-item]
     assert report.error is None, report.error
     return report
 
