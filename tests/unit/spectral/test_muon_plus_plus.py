@@ -186,6 +186,8 @@ def test_correlation_rescale_acts_once_and_only_when_asked(
     for rho in (0.5, 0.9) if acts else (0.5,):
         w.copy_(correlated(rho))
         before = w.clone()
+        take_step(rule, w, torch.zeros_like(w), state, lr=0.1, active=torch.tensor(False))
+        assert torch.equal(w, before)
         report = take_step(rule, w, torch.zeros_like(w), state, lr=0.1)
         assert report["correlation"].item() == pytest.approx(rho)
         factor = math.sqrt(first / rho) if acts and rho == 0.5 else 1.0

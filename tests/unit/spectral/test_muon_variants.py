@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spectral.rules import AdaMuonRule, MuonRule, NorMuonRule, Report, Rule, take_step
+from spectral.rules.base import decay_
 
 # Chongjie-Si/AdaMuon at 369f0b3, and of microsoft/dion at 0a059a4 `muon_update_post_orthogonalize`
 # with cautious_wd and `_normuon_normalization_core`, in float64 with the polar factors of msign.
@@ -86,6 +87,9 @@ def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
     grows = start * (none - start) > 0
     torch.testing.assert_close(some, torch.where(grows, none, every), rtol=0, atol=1e-6)
     assert 100 < grows.sum() < 620
+    weight = torch.ones(3)
+    decay_(weight, lr, 0.5, None, torch.tensor([1.0, 0.0, -1.0]))
+    assert weight.tolist() == pytest.approx([0.95, 0.95, 1])
 
 
 def test_rows_of_different_gradients_move_alike() -> None:

@@ -288,8 +288,10 @@ def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
         torch.testing.assert_close(optimizer.state[parameter]["master"], reference.detach())
         assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
     again, resumed, _ = run(torch.bfloat16, 2, halfway, master_weights=True)
-    for parameter, other in zip(again, ours, strict=True):
-        assert torch.equal(resumed.state[parameter]["master"], optimizer.state[other]["master"])
+    for i, (parameter, other) in enumerate(zip(again, ours, strict=True)):
+        master = resumed.state[parameter]["master"]
+        assert torch.equal(master, optimizer.state[other]["master"])
+        assert not torch.equal(master, halfway[1]["state"][i]["master"])  # that stays as it was
         assert torch.equal(parameter, other)
 
 
