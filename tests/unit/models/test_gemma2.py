@@ -22,6 +22,7 @@ def test_gains_around_one_keep_their_digits(dtype: torch.dtype) -> None:
     # The same float32 operations in another order, then one rounding to `dtype`.
     rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours, theirs(x), rtol=rounding, atol=0)
+    assert dtype == torch.float32 or (ours != theirs(x)).sum() < 4  # of 192, at a rounding's edge
 
 
 def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
