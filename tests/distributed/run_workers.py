@@ -197,8 +197,9 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
 
 def flips(
     folder: str, layout: dict[str, int], cases: dict[str, tuple[str, dict[str, Any]]]
-) -> dict[str, tuple[int, int, str]]:
-    """Return by case the rank whose memory was changed, the step at which it ended, and its words.
+) -> dict[str, tuple[int, int, str, str | None]]:
+    """Return by case the rank whose memory was changed, the step at which it ended, its words, and
+    the weight that was changed.
 
     cases   what is flipped, keys of the config
     """
@@ -209,42 +210,46 @@ def flips(
     return found
 
 
-def flipped(folder: str, groups: Groups, what: str, keys: dict[str, Any]) -> tuple[int, int, str]:
+def flipped(
+    folder: str, groups: Groups, what: str, keys: dict[str, Any]
+) -> tuple[int, int, str, str | None]:
     """Flip one bit after step 3, on the last rank that has such a weight, and train on."""
     trainers: list[Trainer] = []
 
     def flip(step: int, result: object) -> None:
         if step == 3 and dist.get_rank() == chosen:
-            flat = memory(trainers[0], what)
+            _, flat = memory(trainers[0], what)
             assert flat is not None
             flat.view(INTEGERS[flat.element_size()])[flat.numel() - 1] ^= 1
 
     config = read_config(folder, **keys)
     trainers.append(build_trainer(config, groups, *build_data(config), on_step=flip))
-    has = from_all(memory(trainers[0], what) is not None)
-    chosen = max((rank for rank, there in enumerate(has) if there), default=-1)
+    names = from_all(memory(trainers[0], what)[0])
+    chosen = max((rank for rank, name in enumerate(names) if name), default=-1)
     try:
         outcome = trainers[0].run()
     except DisagreementError as error:
-        return chosen, trainers[0].progress.step, str(error)
-    return chosen, outcome.step, ""
+        return chosen, trainers[0].progress.step, str(error), names[chosen]
+    return chosen, outcome.step, "", names[chosen]
 
 
-def memory(trainer: Trainer, what: str) -> Tensor | None:
-    """Return the flat memory of the last weight of a kind, None if this rank has none."""
+def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
+    """Return name and flat memory of the last weight of a kind, None if this rank has none."""
     part, domain = trainer.model.domains[0], trainer.optimizer.domains[0]
     buffers = part.buffers
     bucket = buffers.bucket_layout.buckets[-1]
     slot = bucket.slots[-1]
     if what == "parameter":
-        return buffers.parameters[-1].narrow(0, slot.offset, slot.numel)
+        return slot.parameter, buffers.parameters[-1].narrow(0, slot.offset, slot.numel)
     if what == "master":
         size = buffers.masters[-1].numel()
         end = min(slot.offset + slot.numel - buffers.replicas.rank * size, size)
-        return buffers.masters[-1][:end]
+        return slot.parameter, buffers.masters[-1][:end]
     for group in domain.step_groups:
         if what == "kept" and group.kept:
-            return list(group.kept.values())[-1].view(-1)
+            name, weight = list(group.kept.items())[-1]
+            return name, weight.view(-1)
         if what == "PC layer" and group.materialized.stacks:
-            return group.materialized.stacks[-1].weight.view(-1)
-    return None
+            stack = group.materialized.stacks[-1]
+            return stack.units[-1].name, stack.weight.view(-1)
+    return None, None

@@ -36,6 +36,7 @@ class Trained:
         self, groups: Groups, rule: str, model: ModelConfig = TINY, **options: Any
     ) -> None:
         own: dict[str, Any] = {"sequence_length": LENGTH, "dtype": torch.float32, "storage": "even"}
+        own["optimizer"] = {"exchange_dtype": options.get("dtype", torch.float32)}
         self.groups = groups
         self.model, self.optimizer = stepped_model(
             model, groups, assign_matrices(rule), **(own | options)

@@ -36,10 +36,10 @@ def found(request, tmp_path_factory):
 def test_a_flipped_bit_ends_the_run_and_is_named(found, case):
     what, _ = CASES[case]
     for each in found:
-        rank, step, said = each[case]
+        rank, step, said, name = each[case]
         if case == "nothing":
-            assert (rank, step, said) == (-1, 5, "")
+            assert (rank, step, said, name) == (-1, 5, "", None)
         else:
             assert rank >= 0 and step == 4
             assert said.startswith(f"weights have changed between steps: rank {rank} (")
-            assert f"{KINDS[what]} " in said.split(";")[0]
+            assert f"{KINDS[what]} {name}" in said.split(";")[0]

@@ -152,12 +152,17 @@ def test_every_format_gives_the_same_tokens(demo: Path, tmp_path: Path, name: st
 
 
 def test_several_sources_of_one_name_follow_each_other(demo: Path, tmp_path: Path) -> None:
+    """Whole, even if the tokenizer's file says that it cuts and pads texts."""
+    cutting = Tokenizer.from_file(str(demo / "tokenizer.json"))
+    cutting.enable_truncation(3)
+    cutting.enable_padding()
+    cutting.save(str(tmp_path / "tokenizer.json"))
     write_jsonl(tmp_path / "b.jsonl", TEXTS[:9])
     write_jsonl(tmp_path / "a.jsonl", TEXTS[9:20])
     write_jsonl(tmp_path / "c.jsonl", TEXTS[30:])
     prepare(f"set={tmp_path}/b.jsonl", f"set={tmp_path}/[ac].jsonl",
             f"--validation=set={tmp_path}/c.jsonl",
-            "--tokenizer", demo / "tokenizer.json", "--output", tmp_path / "out")  # fmt: skip
+            "--tokenizer", tmp_path / "tokenizer.json", "--output", tmp_path / "out")  # fmt: skip
     assert texts(tmp_path / "out", "set.train") == TEXTS[:20] + TEXTS[30:]
     assert texts(tmp_path / "out", "set.validation") == TEXTS[30:]
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from parallel.optimizer.clip_and_step import CapturedUpdate
+from parallel.optimizer.domain_optimizer import accumulate_
+from spectral.rules import MuonRule
 from tests.slow_cases import slow_but
 from tests.step_trace import on_meta, traced
 from tests.update_cases import KINDS, built, fill
@@ -51,6 +53,14 @@ def test_every_gradient_is_scaled_to_the_norm(world):
     torch.testing.assert_close(norm.coefficient, 0.25 / (expected + 1e-6), rtol=1e-5, atol=0)
     for old, (_, new) in zip(before, optimizer._gradients(), strict=True):
         assert torch.equal(new, old * norm.coefficient)
+
+
+def test_gradients_of_16_bits_become_momentum_in_float32() -> None:
+    gradient, momentum = torch.randn(1, 64).bfloat16(), torch.randn(1, 64)
+    wanted = momentum.clone()
+    MuonRule().accumulate([gradient.float()], [{"momentum": wanted}], None)
+    accumulate_(MuonRule(), [gradient], [{"momentum": momentum}], torch.tensor(True))
+    assert torch.equal(momentum, wanted)
 
 
 def test_what_cannot_be_recorded_is_refused(world):

@@ -132,6 +132,14 @@ def test_activations_by_hand():
     assert again[1] == 10 * (2 * 16 + (saved - 16) + once) * 2
 
 
+def test_micro_batches_in_flight_by_hand():
+    """Interleaved, a rank has those of its warm-up, and one more before the first goes backward."""
+    for virtual, wanted in ((1, [2, 1]), (2, [5 / 2, 3 / 2])):
+        inputs = PlanInputs(data=1, pipeline=2, virtual_pipeline=virtual)
+        shape = replace(ten_tokens(TINY), inputs=inputs, microbatches=8)
+        assert [shape.in_flight(stage) for stage in range(2)] == wanted
+
+
 @pytest.mark.parametrize("data", [64, 256])
 @pytest.mark.parametrize("rule", ["adamw", "sso"])
 def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):

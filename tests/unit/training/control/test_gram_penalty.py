@@ -54,9 +54,10 @@ def test_its_gradient_is_added_once(world, power, side, name):
     assert figures.loss_gradient_norm == pytest.approx(loss_squares**0.5, rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule):
-    config = tiny_config(folder, rule, pc__level=4, gram_penalty__coefficient=0.5)
+@pytest.mark.parametrize(("rule", "precision"), [("adamw", "fp32"), ("muon", "bf16")])
+def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule, precision):
+    keys = {"pc__level": 4, "gram_penalty__coefficient": 0.5, "train__precision": precision}
+    config = tiny_config(folder, rule, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     model = trainer.model
     model.zero_gradients()

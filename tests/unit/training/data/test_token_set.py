@@ -104,6 +104,8 @@ def test_negative_token_is_an_error(tmp_path: Path) -> None:
     prefix = write_stream(tmp_path / "set", np.array([1, 2, -3] * 9, dtype=np.int32))
     with pytest.raises(DataError, match="holds token id -3"):
         TokenSet("set", prefix, 8).unigram_entropy()
+    with pytest.raises(DataError, match="got -3 among"):
+        TokenSet("set", prefix, 8, vocab_size=9).window(0)
 
 
 def test_vocabulary_check_names_set_id_and_vocabulary(prefixes: dict[str, Path]) -> None:
@@ -208,6 +210,13 @@ def test_each_block_is_hashed_once(prepared: Path, monkeypatch: pytest.MonkeyPat
     for index in range(len(tokens)):
         tokens.window(index)
     assert calls == []  # there are fewer blocks than are compared at the start
+
+
+def test_no_block_is_read_beyond_the_bytes_that_are_asked_for(tmp_path: Path) -> None:
+    prefix = write_stream(tmp_path / "set", np.zeros(BLOCK // 2, np.uint16))
+    hashes.write_block_hashes(prefix)
+    zeros = hashes.BlockHashes(str(prefix), BLOCK, lambda _, count: np.zeros(count, np.uint8))
+    zeros.check_bytes(0, BLOCK)
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(prepared: Path) -> None:
