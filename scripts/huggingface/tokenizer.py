@@ -43,7 +43,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
         )
     files = dict(found.files)
     length = config.train.sequence_length
-    files[SETTINGS_FILE] = _settings(files.get(SETTINGS_FILE), found.eod_token, length)
+    files[SETTINGS_FILE] = settings_of(files.get(SETTINGS_FILE), found.eod_token, length)
     return replace(found, files=files)
 
 
@@ -75,7 +75,7 @@ def _source(
     )
 
 
-def _settings(existing: bytes | None, end_token: str, length: int) -> bytes:
+def settings_of(existing: bytes | None, end_token: str, length: int) -> bytes:
     """Return a tokenizer_config.json that transformers 4 and 5 both read."""
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts.convert_hf import main
 from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
+from scripts.huggingface.safetensors_file import shards
+from scripts.huggingface.tokenizer import settings_of
 from scripts.huggingface.verify import DifferentError, verify
 from tests.export_cases import MOE, SOFTMAX_MOE
 from tests.run_configs import tiny_config
@@ -85,6 +87,15 @@ def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
     card = (out / "README.md").read_text()
     assert "| tokens | 256 |" in card and "adamw, lr 0.003" in card and "| walk | " in card
     assert not list(tmp_path.glob("out.*"))
+
+
+def test_a_file_may_have_as_many_bytes_as_its_limit() -> None:
+    entries = [(name, torch.empty(4)) for name in "abc"]
+    assert [len(run) for run in shards(entries, 32)] == [2, 1]
+
+
+def test_a_token_for_padding_is_kept() -> None:
+    assert json.loads(settings_of(b'{"pad_token": "P"}', "E", 8))["pad_token"] == "P"
 
 
 def test_the_tokenizer_goes_along(run, tmp_path, tokens) -> None:

@@ -86,13 +86,14 @@ def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world,
         assert torch.equal(ours[key].view(kind), value.view(kind)), key
 
 
-def test_weights_that_are_not_finite_are_refused(tokens, tmp_path, world, capsys) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(value, tokens, tmp_path, world, capsys) -> None:
     path = config_in(tmp_path, tokens, model__vocab_multiple=8)
     source = tmp_path / "theirs"
     their_model(source, path)
     weights = load_file(source / "model.safetensors")
     name = next(name for name in weights if "q_proj" in name)
-    weights[name][0, 3] = torch.nan
+    weights[name][0, 3] = value
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     assert main(["import", str(source), str(tmp_path / "run"), "--config", str(path)]) == 2
     assert f"{name} must be finite, got NaN or infinity" in capsys.readouterr().err

@@ -107,7 +107,14 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     assert checkpoint.steps(folder / "run") == [2, 4, 6, 8, 10]
     assert "step 6 is not saved: " in printed and " is not finite" in printed
     # It is in the checkpoints: the next start leaves them out as well.
-    assert read_checkpoint(folder / "run").meta["progress"]["left_out"] == [[40, 56]]
+    progress = read_checkpoint(folder / "run").meta["progress"]
+    assert progress["left_out"] == [[40, 56]] and progress["sample"] == 8 * 12
+
+
+def test_saves_that_are_refused_end_a_run_only_in_a_row(folder, world, poisoned, monkeypatch):
+    monkeypatch.setattr("training.checkpoint.saving.REFUSALS", 2)
+    poisoned(3, 7)
+    assert train(config_of(folder, spikes__rewinds=2), world).step == 10
 
 
 def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, poisoned):

@@ -46,6 +46,13 @@ def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
     assert list(found) == ["model"] and "pc.level was absent, is 2" in found["model"]
 
 
+def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
+    """A dtype by its name or by default, and a set that is dated or has hashes by now."""
+    keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
+    before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
+    assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
+
+
 @pytest.mark.parametrize(
     ("key", "fits"),
     [("model.heads=2", False), ("model.ffn=64", False), ("model.rope_base=1", True)],
