@@ -27,7 +27,8 @@ FIRST = (
     "tests/unit/scripts/test_prepare_data.py",
     "tests/unit/spectral/test_kernels.py",
 )
-"""The dearest files. They begin first, so that no worker is left alone with one at the end."""
+"""The dearest files, which may take more than `LARGEST`. They begin first, so that no worker is
+left alone with one at the end."""
 
 SHOWN = 10
 WHOLE = 100

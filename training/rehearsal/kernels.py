@@ -40,7 +40,7 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
             sum(size_of(x) for x in (*read, *written)),
             launch.flops * (3 if thrice else 1),
             "tf32" if kind == "fp32" and thrice else kind,
-            SYMMETRIC,
+            share=SYMMETRIC,
         )
         trace.launch(Launch(launch.name, read, written, work, triton=True))
 
