@@ -50,13 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from scripts.data.folder import check_replaceable, holds_preparation  # here: it imports torch
+    from scripts.data.folder import (  # here: it imports torch
+        check_replaceable,
+        clean_up,
+        holds_preparation,
+    )
 
     output = Path(options.output).expanduser().resolve()
     preparation = chosen(options)
     preparation.check()  # before anything that takes long
     fingerprint = preparation.fingerprint()
     if holds_preparation(output, fingerprint, overwrite=options.overwrite):
+        clean_up(output)
         print(f"{options.output} already holds this preparation")
         return
     check_replaceable(output, options.overwrite)

@@ -3,11 +3,15 @@
 import fcntl
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from parallel.disk import delete, sync
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
+
+LOCK = ".preparing.lock"
+"""End of the name of the file by which a run tells others that it is at work."""
 
 
 class AtomicFolder:
@@ -33,7 +37,7 @@ class AtomicFolder:
         self._check = check
         self.path = output.with_name(output.name + ".preparing")
         self._replaced = output.with_name(output.name + ".replaced")
-        self._lock = output.with_name(output.name + ".preparing.lock")
+        self._lock = output.with_name(output.name + LOCK)
 
     def __enter__(self) -> "AtomicFolder":
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -84,6 +88,13 @@ class AtomicFolder:
         if self.path.exists():
             delete(self.path)
         self._release()
+
+
+def clean_up(output: Path) -> None:
+    """Remove what a run left that was killed once `output` was complete, unless one is at work."""
+    if output.with_name(output.name + LOCK).exists():
+        with suppress(InputError), AtomicFolder(output, lambda: None):
+            pass
 
 
 def _lock(path: Path) -> int | None:

@@ -146,8 +146,7 @@ def test_a_killed_command_works_when_given_again(name, kills, commands, tmp_path
         expected = 2 if there and command.main is convert_hf.main else 0
         assert whole(command, place) == expected, f"kill {number}"
         assert command.equal(out, tmp_path / "whole" / "out"), f"kill {number}"
-        # What is complete is left alone, as is the empty lock of a command that died between its
-        # last two calls.
-        locks = {"out.preparing.lock"} if there else set()
+        # Nor does it remove the empty lock of a command that died between its last two calls.
+        locks = {"out.preparing.lock"} if expected else set()
         assert {path.name for path in place.iterdir()} - locks == {"out"}, f"kill {number}"
         shutil.rmtree(place)

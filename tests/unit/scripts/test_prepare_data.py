@@ -107,6 +107,17 @@ def test_demo_again_says_so_and_changes_nothing(
     assert {each: each.stat().st_mtime_ns for each in demo.iterdir()} == before
 
 
+def test_what_a_killed_run_left_beside_a_complete_folder_goes(demo: Path) -> None:
+    lock, *folders = (
+        demo.with_name(f"{demo.name}.{end}") for end in ("preparing.lock", "preparing", "replaced")
+    )
+    lock.touch()
+    for folder in folders:
+        folder.mkdir()
+    assert main(["--demo", "--output", str(demo)]) == 0
+    assert not any(path.exists() for path in (lock, *folders))
+
+
 # --- one result from every format and number of workers -------------------------------------------
 
 
