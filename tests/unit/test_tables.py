@@ -52,6 +52,7 @@ LIBRARIES = {
     "torch Muon": "torch.optim.Muon",
     "dion Muon": "dion's Muon",
     "KellerJordan Muon": "KellerJordan/Muon",
+    "gram-newton-schulz Muon": "gram-newton-schulz's Muon, in float16",
 }
 
 
