@@ -13,9 +13,9 @@ from torch import Tensor
 from .constant_result import constant
 
 
-def together(parts: Sequence[Tensor]) -> Tensor:
+def together(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate what stacks have each, `[batch, ...]`, to `[sum of batches, ...]`."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def apart(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:

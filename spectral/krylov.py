@@ -43,7 +43,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
             if scale is None or square is None:
                 # About 1 / ||W||, which keeps the powers of a cycle representable. That of a zero
                 # matrix makes NaN here, and `extended` zeros of it again.
-                scale = together([_size(image) for image in found]).reciprocal_()
+                scale = together([length(image, (-2, -1)) for image in found]).reciprocal_()
                 square = scale.square()
                 for image, each in zip(found, apart(scale, stacks), strict=True):
                     image.mul_(each)
@@ -58,16 +58,9 @@ def cycle(count: int) -> int:
     return max(1, min(CYCLE, VECTORS // count))
 
 
-def _size(image: Tensor) -> Tensor:
-    """Frobenius norms `[batch, 1, 1]`, float64."""
-    size: Tensor = torch.linalg.vector_norm(image, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    return size
-
-
 def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
     """Append what is new in `vectors` `[batch, count, rows]` to `basis`."""
-    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float64)
-    new = vectors.div_(length).nan_to_num_(0, 0, 0)
+    new = vectors.div_(length(vectors)).nan_to_num_(0, 0, 0)
     if basis is not None:
         for _ in range(2):
             new = torch.baddbmm(new, torch.bmm(new, basis.mT), basis, alpha=-1)
@@ -91,13 +84,17 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
     gram.diagonal(dim1=-2, dim2=-1).add_(dependent)
     factor = torch.linalg.cholesky_ex(gram).L
     found: Tensor = torch.linalg.solve_triangular(factor, wide, upper=False)
-    length: Tensor = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
-    found.masked_fill_(length < 0.5, 0)
+    found.masked_fill_(length(found) < 0.5, 0)
     return found.to(x.dtype)
 
 
 def unit(x: Tensor) -> Tensor:
     """Normalise `x` `[..., n]` to unit length; zero stays zero."""
+    return x / length(x).clamp_(min=torch.finfo(x.dtype).tiny).to(x.dtype)
+
+
+def length(x: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
+    """Compute norms along axes that remain, `[..., 1]` or `[..., 1, 1]`, float64."""
     # Summed in float64: squares of float32 overflow from 1.8e19 on and vanish below 1e-23.
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-    return x / norm.clamp_(min=torch.finfo(x.dtype).tiny).to(x.dtype)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float64)
+    return norm

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import kernels
 from .host_values import is_known
-from .joined_stacks import apart
+from .joined_stacks import apart, together
 from .kernels.library import product
 from .schedules import (
     GRAM_GAIN,
@@ -107,7 +107,7 @@ def msign(
         polars_of([normalized(part)], steps_coefficients, work)[0].direction.to(x.dtype)
         for part in torch.split(flat, workspace_units(rows * cols, x.device))
     ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
+    return together(parts).reshape(x.shape)
 
 
 class Polar(NamedTuple):

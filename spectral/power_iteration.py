@@ -22,7 +22,7 @@ from .constant_result import constant_result
 from .host_values import is_known
 from .joined_stacks import apart, images, together
 from .kernels.dispatch import device_name, small_problem
-from .krylov import DEPENDENT, krylov_basis, orthonormal, unit
+from .krylov import DEPENDENT, krylov_basis, length, orthonormal, unit
 from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
@@ -112,11 +112,11 @@ def top_pairs(
     else:
         vectors, long = _iterated(work, cached, steps, nearby)
     short = vectors[:, 0]
-    length, image = _length(short), together([_length(x) for x in long])
+    size, image = length(short), together([length(x) for x in long])
     # Both vectors of a zero matrix are zero already.
-    sigma = image / length.clamp_(min=TINY)
-    short.div_(length[:, None])
-    for x, each in zip(long, apart(image.clamp_(min=TINY)[:, None], work), strict=True):
+    sigma = (image / size.clamp_(min=TINY))[:, 0]
+    short.div_(size)
+    for x, each in zip(long, apart(image.clamp_(min=TINY), work), strict=True):
         x.div_(each)
     return TopPairs(sigma.to(dtype), short, long, None if nearby is None else vectors[:, 1:])
 
@@ -146,7 +146,7 @@ def _iterated(
     block = start.shape[1]
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     found = images(basis, work)  # [batch, k, cols] each
-    square = together([_gram_of_image(image) for image in found])
+    square = together([_gram(x.double()) for image in found for (x,) in cache_slices(image)])
     # Fixed ones beside those of the last call, which may be of another space, or zero.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
@@ -155,17 +155,6 @@ def _iterated(
 
 def _gram(x: Tensor) -> Tensor:
     return torch.bmm(x, x.mT)
-
-
-def _gram_of_image(x: Tensor) -> Tensor:
-    """Gram matrices `[batch, k, k]` of `x` `[batch, k, n]` in float64, slice by slice."""
-    return together([_gram(part.double()) for (part,) in cache_slices(x)])
-
-
-def _length(x: Tensor) -> Tensor:
-    """Norms `[batch]` of `x` `[batch, n]` in float64, in which no square of float32 overflows."""
-    length: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    return length
 
 
 def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
@@ -269,5 +258,4 @@ def _top_eigenvector(t: Tensor) -> Tensor:
     largest, column = t.diagonal(dim1=-2, dim2=-1).max(-1)
     best = t.gather(2, column[:, None, None].expand(-1, t.shape[1], 1))[:, :, 0]
     best = best / largest[:, None].clamp_(min=TINY)
-    norm: Tensor = torch.linalg.vector_norm(best, dim=-1, keepdim=True)
-    return best / norm.clamp_(min=TINY)
+    return unit(best)

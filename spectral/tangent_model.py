@@ -242,9 +242,9 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
             found.append(powers.reshape(len(part), -1, rows))
             del factor  # before the next system
     split = -(-len(shifts) // each)
-    solved = together([_along(found[i : i + split]) for i in range(0, len(found), split)])
+    parts = [together(found[i : i + split], 1) for i in range(0, len(found), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
-    vectors = torch.cat((pair, solved, products.to(pair.dtype)), dim=1)
+    vectors = torch.cat((pair, together(parts), products.to(pair.dtype)), dim=1)
     # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
@@ -264,10 +264,6 @@ def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> 
         found = extended(found, operator(last).double())
         last = found[:, -2:].to(start.dtype)
     return start.new_empty(len(start), 0, start.shape[2]) if found is None else found
-
-
-def _along(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:

@@ -59,20 +59,16 @@ class Tile:
         size = f"{self.block}x{self.block}x{self.depth}"
         return size if self.precision == "ieee" else f"{size} {self.precision}"
 
-    def constants(self, *, widen: bool) -> dict[str, object]:
-        """Return the constants that kernels of products are compiled for.
+    def options(self, *, widen: bool) -> dict[str, object]:
+        """Return a launch's options, and the constants that kernels of products are compiled for.
 
         With `widen`, operands are converted to float32 before they are multiplied, as Triton's
         interpreter needs.
         """
         return {
             "BLOCK": self.block, "DEPTH": self.depth, "PRECISION": self.precision, "WIDEN": widen,
+            "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Options of a launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 QUACK = Tile(0, 0, 0, 0)

@@ -108,6 +108,5 @@ def _launch(stacks: Sequence[Tensor], out: Tensor, tile: Tile) -> None:
     strides = [stride for x in each for stride in x.stride()]
     grouped_kernel[(count * tiles,)](
         *each, out, n, tiles, *ends, *(x.shape[2] for x in each), *strides,
-        **tile.constants(widen=INTERPRETED),
-        **tile.options,
+        **tile.options(widen=INTERPRETED),
     )  # fmt: skip

@@ -139,8 +139,7 @@ def product(
         n * n,
         alpha, beta, gamma,
         ADD=s is not None,
-        **tile.constants(widen=INTERPRETED),
-        **tile.options,
+        **tile.options(widen=INTERPRETED),
     )  # fmt: skip
     return out
 
