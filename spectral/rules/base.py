@@ -211,14 +211,6 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
     require(value in choices, f"{name} must be one of {choices}, got {value!r}")
 
 
-def require_matrices(weight: Tensor, rule: str) -> None:
-    """Raise ValueError unless `weight` is a stack of matrices."""
-    require(
-        weight.ndim == 3,
-        f"{rule} needs whole matrices [batch, rows, cols], got shape {tuple(weight.shape)}",
-    )
-
-
 def rate_key(rate: Rate) -> object:
     """Return what equal rates have in common: the number, or the identity of the tensor."""
     return id(rate) if isinstance(rate, Tensor) else rate

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..host_values import unless_all
 from ..polar import CACHE_ELEMENTS, cache_slices
-from .base import Rule, State, require_fraction, require_matrices
+from .base import Rule, State, require, require_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,10 @@ class MomentumRule(Rule):
 
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum, of the shape of `weight` `[batch, rows, cols]`."""
-        require_matrices(weight, type(self).__name__)
+        rule, shape = type(self).__name__, tuple(weight.shape)
+        require(
+            weight.ndim == 3, f"{rule} needs whole matrices [batch, rows, cols], got shape {shape}"
+        )
         return {"momentum": torch.zeros_like(weight)}
 
     def accumulate(

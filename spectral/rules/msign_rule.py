@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..cost import msign_cost
-from ..polar import normalized_, working_dtype
-from ..schedules import SCHEDULES, Coefficients, coefficients
+from ..polar import Polar, normalized_, polars_of
+from ..schedules import SCHEDULES, coefficients
 from .base import Rule, require, require_choice
 
 DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
@@ -56,10 +56,8 @@ class MsignRule(Rule):
         dtype = torch.float32 if self.dtype is None else self.dtype
         return msign_cost(short, long, steps=self.steps, dtype=dtype, schedule=self.schedule)
 
-    def problem(
-        self, matrices: Sequence[Tensor]
-    ) -> tuple[list[Tensor], tuple[Coefficients, ...], torch.dtype]:
-        """Return the arguments of `polars_of` for stacks `[batch, rows, cols]`, used up by it."""
-        dtype = working_dtype(matrices[0], self.dtype)
+    def polars(self, matrices: Sequence[Tensor]) -> list[Polar]:
+        """Return the polar factors of stacks `[batch, rows, cols]`, which are used up."""
+        dtype = self.dtype or matrices[0].dtype
         polynomials = coefficients(self.schedule, self.steps, dtype)
-        return [normalized_(x, dtype) for x in matrices], polynomials, dtype
+        return polars_of([normalized_(x, dtype) for x in matrices], polynomials, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import kernels
 from ..host_values import unless_all
 from ..joined_stacks import apart, numbers, together
-from ..polar import Polar, cache_slices, polars_of
+from ..polar import Polar, cache_slices
 from ..sphere import SCALES
 from .base import (
     Report,
@@ -145,8 +145,7 @@ class MuonRule(PolarRule):
 
         Reports `update_rms` and `refused`.
         """
-        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
-        return self.apply(stacks, polars, decays=True)
+        return self.apply(stacks, self.polars([stack.grad for stack in stacks]), decays=True)
 
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:

@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..cost import tangent_cost, triplet_cost
+from ..cost import triplet_cost
 from ..measures import correlation
-from ..polar import Polar, normalized_, polars_of
+from ..polar import Polar, normalized_
 from ..power_iteration import cold_start, top_singular
 from ..sphere import hard_factor
-from ..tangent import EVALUATIONS, TangentProblem
+from ..tangent import EVALUATIONS, Solver, TangentProblem
 from .base import Rate, Report, Stack, State, decay_, require, require_choice, store_
 from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
@@ -56,11 +56,9 @@ class MuonPlusPlusRule(RadiusRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
-        if self.algorithm == "dual" or self.tolerance is not None:
-            self.accepted(self.tolerance)
-        threshold, most = self.correlation_threshold, self.max_evaluations
+        self.dual_solver()  # which refuses what makes no sense
+        threshold = self.correlation_threshold
         require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")
-        require(most >= 1, f"max_evaluations must be at least 1, got {most}")
         require(
             not (self.correlation_rescale and self.algorithm == "project_rescale"),
             "correlation_rescale must be off with project_rescale, which undoes it, got True",
@@ -100,7 +98,7 @@ class MuonPlusPlusRule(RadiusRule):
         else:
             # The projected matrix always has null directions, whose rounding msign would amplify.
             project_(momentum, state["u"], state["v"])
-            (polar,) = polars_of(*self.problem([momentum]))
+            (polar,) = self.polars([momentum])
             polar = polar._replace(direction=polar.direction.to(weight.dtype))
             project_(polar.direction, state["u"], state["v"])
         (applied,) = self.apply([stack], [polar], sound=sound)
@@ -115,17 +113,10 @@ class MuonPlusPlusRule(RadiusRule):
         There are two singular triplets, and a third for the rescaling.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
-        msign = self.msign_cost(short, long)
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)
         if self.algorithm == "dual":
-            return track + tangent_cost(
-                short,
-                long,
-                evaluations=self.max_evaluations,
-                msign=msign,
-                dtype=self.dtype or torch.float32,
-            )
-        return track + msign + 8.0 * 2 * short * long
+            return track + self.solver_cost(short, long, self.max_evaluations)
+        return track + self.msign_cost(short, long) + 8.0 * 2 * short * long
 
     def track(
         self, weight: Tensor, state: State, lr: Rate, active: Tensor | None
@@ -160,16 +151,17 @@ class MuonPlusPlusRule(RadiusRule):
             steps=self.krylov_steps,
         )
 
+    def dual_solver(self) -> Solver:
+        """Return the solver of the algorithm dual."""
+        return self.solver(self.tolerance, max_evaluations=self.max_evaluations)
+
     def solve(self, momentum: Tensor, state: State) -> tuple[Polar, Report]:
         """Find D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and figures of the solve.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
         momentum = normalized_(momentum, torch.promote_types(momentum.dtype, torch.float32))
-        solver = self.solver(
-            tolerance=self.accepted(self.tolerance), max_evaluations=self.max_evaluations
-        )
-        (solution,) = solver.solve([TangentProblem(momentum, state["u"], state["v"])])
+        (solution,) = self.dual_solver().solve([TangentProblem(momentum, state["u"], state["v"])])
         return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..cost import triplet_cost
+from ..cost import tangent_cost, triplet_cost
 from ..joined_stacks import apart, numbers, together
-from ..polar import is_tall, polars_of
+from ..polar import is_tall
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from ..sphere import SCALES, dynamic_factor, hard_factor, radius
 from ..tangent import Solver, tolerance_for
@@ -52,10 +52,16 @@ class RadiusRule(PolarRule):
         """Return the tolerance of a solve for tangent directions, the default filled in."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
-    def solver(self, **options: Any) -> Solver:
+    def solver(self, tolerance: float | None, **options: Any) -> Solver:
         """Return the solver for tangent directions; `options` are those that do not say how msign
         is computed."""
-        return Solver(schedule=self.schedule, steps=self.steps, dtype=self.dtype, **options)
+        options |= {"schedule": self.schedule, "steps": self.steps, "dtype": self.dtype}
+        return Solver(tolerance=self.accepted(tolerance), **options)
+
+    def solver_cost(self, short: int, long: int, evaluations: float) -> float:
+        """Count the FLOPs of a solve with so many `evaluations` of msign."""
+        msign, dtype = self.msign_cost(short, long), self.dtype or torch.float32
+        return tangent_cost(short, long, evaluations=evaluations, msign=msign, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,7 @@ class MuonSphereRule(RadiusRule):
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
         reports, sound, factor = self.track(stacks)
-        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
+        polars = self.polars([stack.grad for stack in stacks])
         others = self.apply(stacks, polars, sound=sound, scale=factor)
         return [report | other for report, other in zip(reports, others, strict=True)]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polar import Polar, polars_of
+from ..polar import Polar
 from .base import Report, Stack, State, require_fraction, store_, taken
 from .muon import MuonRule
 
@@ -35,7 +35,7 @@ class NorMuonRule(MuonRule):
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, then step along the rows of msign(momentum), evened out; see `Rule.update`."""
-        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
+        polars = self.polars([stack.grad for stack in stacks])
         even = [self._even(stack, polar) for stack, polar in zip(stacks, polars, strict=True)]
         return self.apply(stacks, even, decays=True)
 

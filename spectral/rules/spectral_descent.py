@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polar import Polar, polars_of
+from ..polar import Polar
 from .base import Report, Stack, State, decay_, refused, require, subtract_, taken
 from .msign_rule import MsignRule
 
@@ -67,5 +67,5 @@ class SpectralDescentRule(MsignRule):
         """Compute the unit step of each matrix (polar factor) or vector (signs), a new tensor."""
         if grad.ndim == 2:
             return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
-        (polar,) = polars_of(*self.problem([grad.clone()]))
+        (polar,) = self.polars([grad.clone()])
         return polar._replace(direction=polar.direction.to(grad.dtype))

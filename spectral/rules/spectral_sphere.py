@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cost import tangent_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalized_
 from ..tangent import EVALUATIONS, Solver, TangentProblem, TangentSolution
-from .base import Report, Stack, State, require, store_, taken
+from .base import Report, Stack, State, store_, taken
 from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -41,11 +40,7 @@ class SpectralSphereRule(MuonSphereRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.accepted(self.tolerance)
-        require(
-            self.max_evaluations is None or self.max_evaluations >= 1,
-            f"max_evaluations must be at least 1, got {self.max_evaluations}",
-        )
+        self.solver_on(torch.device("cpu"))  # which refuses what makes no sense
 
     def init_state(self, weight: Tensor) -> State:
         """Create momentum, u, v, nearby, and the last multiplier and slope `[batch]`."""
@@ -92,17 +87,14 @@ class SpectralSphereRule(MuonSphereRule):
         evaluations = float(self.max_evaluations or EVALUATIONS)
         if self.early_exit:
             evaluations = MEAN_EARLY_EXIT_EVALUATIONS
-        msign = self.msign_cost(short, long)
-        return self.track_cost(short, long) + tangent_cost(
-            short, long, evaluations=evaluations, msign=msign, dtype=self.dtype or torch.float32
-        )
+        return self.track_cost(short, long) + self.solver_cost(short, long, evaluations)
 
     def solver_on(self, device: torch.device) -> Solver:
         """Return the solver for a device, with what acts in place of each null."""
         early = device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else EVALUATIONS
         return self.solver(
-            tolerance=self.accepted(self.tolerance),
+            self.tolerance,
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,
         )
