@@ -1,4 +1,4 @@
-"""Closed-form gradients that raise an error when they are differentiated again."""
+"""What functions with closed-form gradients share: their input, and an error at second order."""
 
 from typing import Any
 
@@ -15,6 +15,18 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise RuntimeError(f"{ctx.name} can be differentiated only once")
+
+
+def wide_matrices(w: Tensor) -> Tensor:
+    """Return matrices `[..., rows, cols]` in at least float32; raises ValueError for what is none.
+
+    Level 4 of a PC layer in bfloat16, for one, has an error of 3 to 4% in the spectral norm.
+    """
+    if w.ndim < 2 or not w.is_floating_point():
+        raise ValueError(
+            f"w must be floating point [..., rows, cols], got {w.dtype} {list(w.shape)}"
+        )
+    return w.to(torch.promote_types(w.dtype, torch.float32))
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .cost import product_flops, triplet_cost
-from .differentiation import differentiable_once
+from .differentiation import differentiable_once, wide_matrices
 from .odd_polynomial import Level, apply_stage, inner, stage_vjp, stages
 from .power_iteration import cold_start, top_singular
 
@@ -83,8 +83,7 @@ class Preconditioner:
         Raises ValueError for shapes that do not fit, and RuntimeError where the result is
         differentiated twice.
         """
-        _check(w, u, v)
-        wide = _working(w)
+        wide = _checked(w, u, v)
         out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
             wide, u.detach(), v.detach(), _per_matrix(gamma, wide), self
         )
@@ -99,13 +98,12 @@ class Preconditioner:
         as PC(W) does not depend on the data. In "stream" mode <dL/dW, W> = 0 up to epsilon. Raises
         ValueError as `effective` does.
         """
-        _check(w, u, v)
+        wide = _checked(w, u, v)
         if grad.shape != w.shape:
             raise ValueError(
                 f"grad must have the shape of w, {list(w.shape)}, got {list(grad.shape)}"
             )
         with torch.no_grad():
-            wide = _working(w)
             dw, dgamma = self._backward(
                 grad.to(wide.dtype), self._normalize(wide, u, v), _per_matrix(gamma, wide)
             )
@@ -236,15 +234,14 @@ class _EffectiveWeight(torch.autograd.Function):
         return dw, None, None, dgamma, None
 
 
-def _check(w: Tensor, u: Tensor, v: Tensor) -> None:
-    if w.ndim < 2 or not w.is_floating_point():
-        raise ValueError(
-            f"w must be floating point [..., rows, cols], got {w.dtype} {list(w.shape)}"
-        )
+def _checked(w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Return `w` in at least float32; raises ValueError for shapes that do not fit."""
+    wide = wide_matrices(w)
     if u.shape != w.shape[:-1]:
         raise ValueError(f"u must have shape {list(w.shape[:-1])}, got {list(u.shape)}")
     if v.shape != w.shape[:-2] + w.shape[-1:]:
         raise ValueError(f"v must have shape {[*w.shape[:-2], w.shape[-1]]}, got {list(v.shape)}")
+    return wide
 
 
 def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
@@ -253,8 +250,3 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
     if gamma.ndim and gamma.shape != w.shape[:-2]:
         raise ValueError(f"gamma must be a scalar or {list(w.shape[:-2])}, got {list(gamma.shape)}")
     return gamma[..., None, None]
-
-
-def _working(w: Tensor) -> Tensor:
-    # Level 4 in bfloat16 has an error of 3 to 4% in the spectral norm: half precision is widened.
-    return w.float() if w.dtype in (torch.bfloat16, torch.float16) else w

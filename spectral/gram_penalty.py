@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .differentiation import differentiable_once
+from .differentiation import differentiable_once, wide_matrices
 
 Side = Literal["in", "out"]
 Normalize = Literal["frobenius", "size"]
@@ -37,9 +37,9 @@ def gram_penalty_and_grad(
     Raises:
         ValueError: shape, dtype or an option that does not fit.
     """
-    _check(w, power, side, normalize)
     with torch.no_grad():
-        wide = w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
+        wide = wide_matrices(w)
+        _check(power, side, normalize)
         oriented = wide if side == "in" else wide.mT
         value, grad = _squared(oriented, normalize)
         if power == 1:
@@ -111,11 +111,7 @@ def gram_penalty(
     return out
 
 
-def _check(w: Tensor, power: int, side: str, normalize: str | None) -> None:
-    if w.ndim < 2 or not w.is_floating_point():
-        raise ValueError(
-            f"w must be floating point [..., rows, cols], got {w.dtype} {list(w.shape)}"
-        )
+def _check(power: int, side: str, normalize: str | None) -> None:
     if power not in (1, 2):
         raise ValueError(f"power must be 1 or 2, got {power}")
     if side not in ("in", "out"):
