@@ -50,18 +50,13 @@ class Division:
         """Return what `of` reads, as plain values."""
         return asdict(self) | {"rows": list(self.rows)}
 
-    @property
-    def whole(self) -> bool:
-        """Whether a parameter is one matrix, stored as it is."""
-        return self == Division()
-
     def boxes(self, shape: Iterable[int]) -> list[Box]:
         """Return the part of a parameter of `shape` that each matrix occupies.
 
         Raises ValueError for a shape that cannot be divided like this.
         """
         shape = tuple(shape)
-        if self.whole:
+        if self == Division():
             return [tuple((0, n) for n in shape)]
         first = int(self.stacked)
         if len(shape) != first + 2:

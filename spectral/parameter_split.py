@@ -222,9 +222,8 @@ def split_parameters(
     found += [{"params": vectors, **others, "weight_decay": 0.0}] if vectors else []
     from torch.nn.parallel import DistributedDataParallel
 
-    if not isinstance(module, DistributedDataParallel):
-        return ParameterSplit(found, rows)
-    return ParameterSplit(found, rows, module.process_group)
+    replicas = module.process_group if isinstance(module, DistributedDataParallel) else None
+    return ParameterSplit(found, rows, replicas)
 
 
 def check_name(name: str) -> None:

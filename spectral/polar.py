@@ -60,18 +60,6 @@ def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
-def working_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the matrix products: `dtype`, or that of `x` when None.
-
-    Raises:
-        ValueError: `dtype` is not a floating point dtype.
-    """
-    chosen = x.dtype if dtype is None else dtype
-    if not chosen.is_floating_point:
-        raise ValueError(f"dtype must be a floating point dtype, got {chosen}")
-    return chosen
-
-
 def msign(
     x: Tensor,
     *,
@@ -93,9 +81,12 @@ def msign(
             least float32.
 
     Raises:
-        ValueError: unknown schedule, steps < 1, or fewer than two dimensions.
+        ValueError: unknown schedule, steps < 1, a dtype that is not a floating point, or fewer than
+            two dimensions.
     """
-    work = working_dtype(x, dtype)
+    work = x.dtype if dtype is None else dtype
+    if not work.is_floating_point:
+        raise ValueError(f"dtype must be a floating point dtype, got {work}")
     steps_coefficients = coefficients(schedule, steps, work)
     if x.ndim < 2:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")

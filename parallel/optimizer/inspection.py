@@ -20,7 +20,7 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
             short, long = sorted(unit.shape)
             costs[unit.parameter] = costs.get(unit.parameter, 0) + short * short * (long + short)
     names = sorted(costs)
-    owners = longest_processing_time([costs[name] for name in names], ranks)
+    owners = longest_processing_time([costs[name] for name in names], [0.0] * ranks)
     return dict(zip(names, owners, strict=True))
 
 

@@ -77,7 +77,7 @@ def place(
     tried = []
     if strategy == "auto":
         costs, holders = [work.cost for work in works], [work.holders for work in works]
-        owners = longest_processing_time(costs, ranks, holders=holders, base=base)
+        owners = longest_processing_time(costs, base, holders)
         tried.append(_placement("longest_processing_time", works, owners, base))
     owners = ping_pong([work.numel for work in works], ranks)
     tried.append(_placement("ping_pong", works, owners, base))
@@ -111,22 +111,19 @@ def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
 
 def longest_processing_time(
     costs: Sequence[float],
-    ranks: int,
-    *,
+    base: Sequence[float],
     holders: Sequence[Mapping[int, int]] | None = None,
-    base: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Deal items by descending cost, each to the rank with the smallest load.
 
-    Ties go to the lower rank and keep the order given. If no rank has a load `base` to begin with,
-    the largest load is at most 4/3 of the optimum (Graham, 1969).
+    Ties go to the lower rank and keep the order given. If no rank has a load in `base` to begin
+    with, the largest load is at most 4/3 of the optimum (Graham, 1969).
 
     With `holders`, the elements of each item that ranks hold, two ways to send fewer elements are
     tried, and the better is taken: items of equal cost change places; or each item goes to the rank
     that holds most of it, as long as no load exceeds `1 + SLACK` times the largest one without
     `holders`.
     """
-    base = [0.0] * ranks if base is None else base
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:
         return plain
