@@ -1,11 +1,12 @@
 """This rank's part of tensors that may be sharded, without importing what knows of ranks."""
 
 import sys
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
     """Whether a tensor is a DTensor. None exists before somebody has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -14,7 +15,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, the memory itself; all of a plain tensor."""
     # In this order: detaching a DTensor takes ten times as long.
-    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
@@ -31,12 +32,21 @@ def whole_of(tensor: Tensor) -> Tensor:
 
     Every rank goes on with the whole tensor, so the gradients that come back are equal on all.
     """
-    if not is_dtensor(tensor):
-        return tensor
-    replicate = sys.modules["torch.distributed.tensor"].Replicate()
-    everywhere = tensor.redistribute(placements=[replicate] * tensor.device_mesh.ndim)  # type: ignore[attr-defined]
-    whole: Tensor = everywhere.to_local()
-    return whole
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return `local`, this rank's part, as a tensor of the shape and placements of `parameter`."""
+    if not is_dtensor(parameter):
+        return local
+    return type(parameter).from_local(  # type: ignore[no-any-return]
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def placed_as(whole: Tensor, like: Tensor) -> Tensor:
@@ -44,10 +54,5 @@ def placed_as(whole: Tensor, like: Tensor) -> Tensor:
     flow back."""
     if not is_dtensor(like):
         return whole
-    module = sys.modules["torch.distributed.tensor"]
-    mesh = like.device_mesh  # type: ignore[attr-defined]
-    everywhere = module.DTensor.from_local(
-        whole, mesh, [module.Replicate()] * mesh.ndim, run_check=False
-    )
-    cut: Tensor = everywhere.redistribute(placements=like.placements)  # type: ignore[attr-defined]
-    return cut
+    replicated = type(like).from_local(whole, like.device_mesh, run_check=False)
+    return replicated.redistribute(placements=like.placements)  # type: ignore[no-any-return]

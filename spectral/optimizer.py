@@ -26,7 +26,7 @@ from .division import Division
 from .grouped import grouped
 from .host_values import surely_finite
 from .ieee_products import ieee_products
-from .local_part import is_dtensor, local_gradient, local_of
+from .local_part import is_dtensor, local_gradient, local_of, placed_like
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
@@ -212,7 +212,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         alone = [p for p in parameters if not self._is_shared(p, rule)]
         found = {p: _initial_state(rule, division, p, self._weight) for p in alone}
         if shared:
-            from .sharded.dtensors import placed_like
             from .sharded.matrices import SharedMatrices
 
             weights = [self._weight(p) for p in shared]
@@ -251,19 +250,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _matrix_ranks(self, parameters: Sequence[Tensor]) -> "RankGroup":
         """Return the ranks that share matrices; raises ValueError if they are not one mesh."""
-        from .sharded.dtensors import mesh_of
-        from .sharded.ranks import RankGroup, group_of
-
-        meshes = {mesh_of(p) for p in parameters}
+        meshes = {p.device_mesh if is_dtensor(p) else None for p in parameters}
         if len(meshes) > 1:
             raise ValueError(
                 "matrices of one optimizer must lie on one device mesh, got "
                 f"{' and '.join(sorted(map(str, meshes)))}; make an optimizer for each"
             )
-        (mesh,) = meshes
-        group = self._replicas if mesh is None else group_of(mesh)
-        assert group is not None  # plain parameters are shared by replicas alone
-        return RankGroup(group)
+        ranks = self._all_ranks(parameters)
+        assert ranks is not None  # plain parameters are shared by replicas alone
+        return ranks
 
     def _share(self) -> None:
         """Bring state and owners up to date with the parameters, which may have been replaced."""
@@ -297,16 +292,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
         """Return all ranks that share any parameter, None if there are none."""
-        shared = [p for p in parameters if is_dtensor(p)]
-        if not shared and self._replicas is None:
+        meshes = [p.device_mesh for p in parameters if is_dtensor(p)]
+        if not meshes and self._replicas is None:
             return None
-        from .sharded.dtensors import mesh_of
         from .sharded.ranks import RankGroup, group_of
 
-        if not shared:
+        if not meshes:
             assert self._replicas is not None
             return RankGroup(self._replicas)
-        meshes = [mesh for p in shared if (mesh := mesh_of(p)) is not None]
         largest = max(meshes, key=lambda mesh: mesh.size())
         ranks = set(largest.mesh.flatten().tolist())
         for mesh in meshes:
@@ -465,17 +458,19 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Step the parameters of a rule whose matrices several ranks step together."""
         for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
             assert self._matrices is not None  # `_share` made it
-            weights = {p: self._weight(p) for p in members}
-            states = {
-                p: {k: local_of(v) for k, v in self.state[p].items() if k != MASTER}
+            parts = {
+                p: Stack(
+                    self._weight(p),
+                    local_gradient(p).to(dtype, copy=True),  # for rules may overwrite gradients
+                    {k: local_of(v) for k, v in self.state[p].items() if k != MASTER},
+                    steps[p],
+                )
                 for p in members
             }
-            # Copies, for rules may overwrite gradients.
-            gradients = {p: local_gradient(p).to(dtype, copy=True) for p in members}
-            self.last_reports += self._matrices.step(rule, gradients, weights, states, steps)
-            for parameter, weight in weights.items():
+            self.last_reports += self._matrices.step(rule, parts)
+            for parameter, part in parts.items():
                 if MASTER in self.state[parameter]:
-                    local_of(parameter).copy_(weight)
+                    local_of(parameter).copy_(part.weight)
 
     def _gate(self) -> Tensor | None:
         """Return None to step, or whether to step as a 0-d bool; counts skipped steps.
@@ -617,11 +612,7 @@ def _initial_state(
         value = torch.zeros_like(weight)
         for unit, state in zip(units, states, strict=True):
             unit.write(value, state[name][0])
-        found[name] = value
-        if is_dtensor(parameter):
-            from .sharded.dtensors import placed_like
-
-            found[name] = placed_like(value, parameter)
+        found[name] = placed_like(value, parameter)
     return found
 
 

@@ -41,25 +41,6 @@ class TensorLayout:
         )
 
 
-def mesh_of(tensor: Tensor) -> DeviceMesh | None:
-    """Return the device mesh of a DTensor, None for a plain tensor."""
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
-
-
-def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return `local`, this rank's part, as a tensor of the shape and placements of `parameter`."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """Create zeros `[elements]` that the ranks of a parameter share, as `flat_layout` says."""
     ((_, length),) = layout.boxes[rank]

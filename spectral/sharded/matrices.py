@@ -21,7 +21,7 @@ from ..division import Box, Division, numel_of, relative
 from ..grouped import grouped
 from ..host_values import surely_finite, unless_all
 from ..local_part import local_of
-from ..rules import Report, Rule, Stack, State, Step
+from ..rules import Report, Rule, Stack, State
 from ..rules.base import decay_
 from ..stepped_unit import SteppedUnit
 from ..stepping import Units, step_units
@@ -144,28 +144,21 @@ class SharedMatrices:
             self._scatter(exchange, owned, local, weight, None)
         return states
 
-    def step(
-        self,
-        rule: Rule,
-        gradients: Mapping[Tensor, Tensor],
-        weights: Mapping[Tensor, Tensor],
-        states: Mapping[Tensor, State],
-        steps: Mapping[Tensor, Step],
-    ) -> list[tuple[list[Tensor], Report]]:
+    def step(self, rule: Rule, parts: Mapping[Tensor, Stack]) -> list[tuple[list[Tensor], Report]]:
         """Step parameters of one rule and dtype; a collective.
 
         Args:
             rule: of all parameters.
-            gradients: this rank's part of the gradient by parameter; may be overwritten.
-            weights, states: this rank's parts of weights and of all entries of the state.
-            steps: of each parameter, with one weight decay and predicate, the same on every rank.
+            parts: by parameter, this rank's parts of weight, gradient, which may be overwritten,
+                and all entries of the state, without an axis of a batch; and its step, with one
+                weight decay and predicate, the same on every rank.
 
         Returns:
             Figures of the matrices that this rank owns: the parameter of each row, and the report.
         """
         reports = []
-        for indices in self._step_groups([self.index[p] for p in gradients]):
-            reports += self._step_group(rule, indices, gradients, weights, states, steps)
+        for indices in self._step_groups([self.index[p] for p in parts]):
+            reports += self._step_group(rule, indices, parts)
         return reports
 
     def _step_groups(self, indices: Iterable[int]) -> Iterable[tuple[int, ...]]:
@@ -183,25 +176,18 @@ class SharedMatrices:
             yield tuple(group)
 
     def _step_group(
-        self,
-        rule: Rule,
-        indices: tuple[int, ...],
-        gradients: Mapping[Tensor, Tensor],
-        weights: Mapping[Tensor, Tensor],
-        states: Mapping[Tensor, State],
-        steps: Mapping[Tensor, Step],
+        self, rule: Rule, indices: tuple[int, ...], parts: Mapping[Tensor, Stack]
     ) -> list[tuple[list[Tensor], Report]]:
         local: dict[tuple[int, str], Tensor] = {}
-        parameters = [self.parameters[i].parameter for i in indices]
+        members = [parts[self.parameters[i].parameter] for i in indices]
         momenta = rule.accumulate(
-            [gradients[p][None] for p in parameters],
-            [{k: states[p][k][None] for k in rule.elementwise_state} for p in parameters],
-            steps[parameters[0]].active,
+            [part.grad[None] for part in members],
+            [{k: part.state[k][None] for k in rule.elementwise_state} for part in members],
+            members[0].step.active,
         )
-        for i, p, momentum in zip(indices, parameters, momenta, strict=True):
-            entries = self.parameters[i].entries
-            local |= {(i, name): states[p][name] for name in entries}
-            local |= {(i, MOMENTUM): momentum[0], (i, WEIGHT): weights[p]}
+        for i, part, momentum in zip(indices, members, momenta, strict=True):
+            local |= {(i, name): part.state[name] for name in self.parameters[i].entries}
+            local |= {(i, MOMENTUM): momentum[0], (i, WEIGHT): part.weight}
         like = local[indices[0], WEIGHT]
         reads, wire = rule.reads_weight, self.exchange_dtype
         kept = (WEIGHT, ENTRIES) if reads else (ENTRIES,)
@@ -216,7 +202,7 @@ class SharedMatrices:
         owned: dict[Key, Tensor] = {}
         for exchange, dtype in exchanges:
             owned |= self._gathered(exchange, local, like, dtype)
-        reports = self._run(rule, owned, steps)
+        reports = self._run(rule, owned, parts)
         # Without the weight, what comes back is its change, NaN where it was refused.
         changed = () if reads else indices
         changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in changed}
@@ -225,26 +211,26 @@ class SharedMatrices:
         if reads:
             return reports
         sound = surely_finite([*changes.values()])
-        for i, p in zip(indices, parameters, strict=True):
-            weight, change = local[i, WEIGHT], changes[i, WEIGHT]
+        for i, part in zip(indices, members, strict=True):
+            weight, change = part.weight, changes[i, WEIGHT]
             old = None if sound else weight.clone()
-            decay_(weight, *steps[p], -change if rule.cautious else None)
+            decay_(weight, *part.step, -change if rule.cautious else None)
             weight += change
             if old is not None:
                 torch.where(change.isfinite(), weight, old, out=weight)
         return reports
 
     def _run(
-        self, rule: Rule, owned: dict[Key, Tensor], steps: Mapping[Tensor, Step]
+        self, rule: Rule, owned: dict[Key, Tensor], parts: Mapping[Tensor, Stack]
     ) -> list[tuple[list[Tensor], Report]]:
         """Step the matrices that this rank owns, those of one shape and rate together."""
 
         def kind(pair: tuple[int, int]) -> tuple[object, ...]:
             unit = self.parameters[pair[0]].units[pair[1]]
-            return unit.shape, steps[unit.parameter].rates
+            return unit.shape, parts[unit.parameter].step.rates
 
         shapes = grouped(((i, j) for i, j, name in owned if name == MOMENTUM), kind)
-        groups = [self._units(rule, members, owned, steps) for members in shapes.values()]
+        groups = [self._units(rule, members, owned, parts) for members in shapes.values()]
         reports = step_units(rule, groups)
         return [
             ([self.parameters[i].parameter for i, _ in members], report)
@@ -256,7 +242,7 @@ class SharedMatrices:
         rule: Rule,
         members: list[tuple[int, int]],
         owned: dict[Key, Tensor],
-        steps: Mapping[Tensor, Step],
+        parts: Mapping[Tensor, Stack],
     ) -> Units:
         """Return matrices of one kind, each by parameter and number, to be stepped in `owned`.
 
@@ -280,7 +266,7 @@ class SharedMatrices:
                 )
                 for name, entry in units[0].entries.items()
             }
-            return Stack(weight, momentum, state, steps[units[0].parameter])
+            return Stack(weight, momentum, state, parts[units[0].parameter].step)
 
         def put(part: slice, stack: Stack, report: Report) -> None:
             """Keep new weights and state, or NaN as the change of a weight that was refused."""
