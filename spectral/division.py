@@ -7,6 +7,7 @@ division says, as data, where each matrix lies.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any, Self
 
@@ -64,17 +65,14 @@ class Division:
                 f"units must divide parameters with {first + 2} dimensions, got shape {shape}"
             )
         axis = first + 1 if self.transposed else first
-        bounds, start = [], 0
         pattern = self.rows or (shape[axis],)
         if shape[axis] % sum(pattern):
             raise ValueError(
                 f"rows of units must divide the {shape[axis]} outputs of a parameter of shape "
                 f"{shape}, got {pattern}"
             )
-        while start < shape[axis]:
-            for rows in pattern:
-                bounds.append((start, rows))
-                start += rows
+        rows = pattern * (shape[axis] // sum(pattern))
+        bounds = [*zip(accumulate(rows, initial=0), rows, strict=False)]
         found = []
         for entry in range(shape[0]) if self.stacked else (0,):
             for bound in bounds:

@@ -71,12 +71,9 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
     found: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
     for i, units in enumerate(groups):
-        count = numel = prod(units.shape)
-        size, limit = units.count, workspace(units.device)
-        key: tuple[object, ...] = (units.dtype, units.device)
-        if rule.whole_matrix:
-            size = workspace_units(numel, units.device)
-            key = (*key, min(units.shape))
+        numel, limit = prod(units.shape), workspace(units.device)
+        size = workspace_units(numel, units.device) if rule.whole_matrix else units.count
+        key = units.dtype, units.device, rule.whole_matrix and min(units.shape)
         joins = not rule.whole_matrix or listed(device_name(units.device))
         for first in range(0, units.count, max(1, size)):
             part = slice(first, min(first + size, units.count))

@@ -63,8 +63,7 @@ class Launch:
     @property
     def name(self) -> str:
         """The kernel's name."""
-        name: str = self.kernel.__name__
-        return name
+        return str(self.kernel.__name__)
 
     @property
     def written(self) -> list[Tensor]:
