@@ -287,10 +287,8 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
     stage_units = declare_stage_units(
         model,
         specs,
-        tensor_size=layout.tensor,
+        layout,
         expert_rank=groups.expert.rank,
-        expert_size=layout.expert,
-        expert_tensor=layout.expert_tensor,
         qkv_units=options.qkv_units,
         split_gate_up=options.split_gate_up,
     )
@@ -371,7 +369,6 @@ def build_domain(
     bucket_layout = BucketPlanner(
         ranks=domain.replicas.size,
         elementwise=options.elementwise,
-        tensor_size=domain.tensor.size,
         storage=options.storage,
         parameter_bytes=options.dtype.itemsize,
         exchange_bytes=options.exchange_bytes,

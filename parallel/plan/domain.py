@@ -12,7 +12,6 @@ from parallel.optimizer.routing import Assign, Assignment
 from parallel.plan.step_shape import PlanInputs
 from parallel.storage.bucket_layout import BucketPlanner
 from spectral.rules.base import Rule
-from spectral.sharded.placement import Work
 
 Owners = Mapping[str, int]
 """Rank within the stage that owns each unit, by name."""
@@ -82,12 +81,12 @@ class DomainPlan:
             ranks=inputs.data,
             storage=inputs.storage,
             elementwise=lambda unit: not of(unit).whole_matrix,
-            tensor_size=inputs.tensor,
             parameter_bytes=inputs.dtype.itemsize,
             exchange_bytes=inputs.exchange_bytes,
             preconditioned=lambda unit: of(unit).pc is not None,
         ).layout(units[0])
         self.works = unit_work(units, self.bucket_layout, of)
+        self.stepped = [work for work in self.works if self.assigned[work.name].has_owner]
 
     def sent(self, owners: Owners) -> dict[str, np.ndarray]:
         """Bytes that each rank sends per step, by kind of communication.
@@ -99,18 +98,14 @@ class DomainPlan:
         ranks, data, tensor = inputs.stage_ranks, inputs.data, inputs.tensor
         others = self.bucket_layout.numel // data * (data - 1)
         leaving, returning = np.zeros((2, ranks), dtype=np.int64)
-        for work in self.works:
-            owner, assigned = owners[work.name], self.assigned[work.name]
-            elsewhere = {rank: numel for rank, numel in work.holders.items() if rank != owner}
-            moved = sum(elsewhere.values())
-            if assigned.has_owner:
-                # An owner sends back an update, or for a PC layer the parameter itself.
-                preconditioned = assigned.pc is not None
-                returning[owner] += moved * (
-                    inputs.dtype.itemsize if preconditioned else inputs.exchange_bytes
-                )
-                for rank, numel in elsewhere.items():
+        for work in self.stepped:
+            owner, pc = owners[work.name], self.assigned[work.name].pc
+            # An owner sends back an update, or for a PC layer the parameter itself.
+            size = inputs.exchange_bytes if pc is None else inputs.dtype.itemsize
+            for rank, numel in work.holders.items():
+                if rank != owner:
                     leaving[rank] += numel
+                    returning[owner] += numel * size
         sums = self.bucket_layout.shard_elements(
             (unit, 4) for unit in self.units[0] if unit.summed_over_tensor(inputs.sequence_parallel)
         )
@@ -143,9 +138,9 @@ class DomainPlan:
     def kept(self, owners: Owners) -> np.ndarray:
         """Bytes of weights on each owner (`StepGroup.kept`)."""
         kept = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
-        for work in self.works:
-            unit, assigned = self.whole[work.name], self.assigned[work.name]
-            if assigned.has_owner and assigned.pc is None:
+        for work in self.stepped:
+            unit = self.whole[work.name]
+            if self.assigned[work.name].pc is None:
                 copied = unit.replicated and self.inputs.tensor > 1
                 moved = copied or work.holders.keys() != {owners[work.name]}
                 kept[owners[work.name]] += 4 * unit.numel * moved
@@ -153,8 +148,16 @@ class DomainPlan:
 
     def transient(self, owners: Owners) -> int:
         """Transient bytes of the step group that needs most, on its fullest rank."""
-        stepped = [work for work in self.works if self.assigned[work.name].has_owner]
-        owned, moved = self._by_group(stepped, owners)
+        # Elements that each rank owns, and that it sends or receives, `[step groups, stage ranks]`.
+        count = max(self._step_group.values()) + 1
+        owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)
+        for work in self.stepped:
+            owner, group = owners[work.name], self._step_group[work.name]
+            owned[group, owner] += work.numel
+            for rank, numel in work.holders.items():
+                if rank != owner:
+                    moved[group, rank] += numel
+                    moved[group, owner] += numel
         # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
         return int((6 * 4 * owned + self.inputs.exchange_bytes * moved).max())
 
@@ -165,19 +168,3 @@ class DomainPlan:
         of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
         slots = self.bucket_layout.slots
         return {name: of_bucket[slots[u.parameter][0].index] for name, u in self.whole.items()}
-
-    def _by_group(self, works: Sequence[Work], owners: Owners) -> tuple[np.ndarray, np.ndarray]:
-        """Elements of the units that each rank owns, and that it sends or receives.
-
-        Both are `[step groups, stage ranks]`.
-        """
-        count = max(self._step_group.values()) + 1
-        owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)
-        for work in works:
-            owner, group = owners[work.name], self._step_group[work.name]
-            owned[group, owner] += work.numel
-            for rank, numel in work.holders.items():
-                if rank != owner:
-                    moved[group, rank] += numel
-                    moved[group, owner] += numel
-        return owned, moved

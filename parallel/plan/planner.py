@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from models.config import ModelConfig
-from models.layout import ChunkSpec
 from models.units import Unit
 from parallel.optimizer.routing import Assign
 from parallel.plan.activation_volume import Traffic, activation_traffic
@@ -173,7 +171,7 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
     inputs = shape.inputs
     stages = []
     for stage in range(inputs.pipeline):
-        units = stage_units(shape.model, shape.chunks(stage), inputs, **unit_options)
+        units = declare_stage_units(shape.model, shape.chunks(stage), inputs, **unit_options)
         stages.append(completed(plan_stage(units, assign, inputs), shape, stage))
     return assemble(shape, stages, step_flops)
 
@@ -208,20 +206,6 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
         operands=shape.operands,
         time=step_time(shape, [stage.load for stage in stages]),
         stages=tuple(stages),
-    )
-
-
-def stage_units(
-    model: ModelConfig, chunks: Sequence[ChunkSpec], inputs: PlanInputs, **unit_options: Any
-) -> list[list[Unit]]:
-    """Declare the units of each tensor-parallel rank of a stage, with the experts of one rank."""
-    return declare_stage_units(
-        model,
-        chunks,
-        tensor_size=inputs.tensor,
-        expert_size=inputs.expert,
-        expert_tensor=inputs.expert_tensor,
-        **unit_options,
     )
 
 

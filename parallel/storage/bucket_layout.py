@@ -225,7 +225,6 @@ class BucketPlanner:
     Attributes:
         ranks: data-parallel size.
         elementwise: whether a unit's rule is elementwise, so that it may be cut anywhere.
-        tensor_size: ranks that share each cut unit; a unit that they cut is sent in any storage.
         storage: "even", "owner", or "auto": owner for a bucket that it pads by at most 1% and for
             which it sends fewer bytes per step than the exchange of the units that even cuts.
         alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
@@ -238,7 +237,6 @@ class BucketPlanner:
 
     ranks: int
     elementwise: Elementwise
-    tensor_size: int
     storage: Storage = "auto"
     alignment: int = 64
     parameter_bytes: int = 2

@@ -5,12 +5,12 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.families import FAMILIES
-from models.layout import ChunkSpec
+from models.layout import ChunkSpec, Layout
 from models.units import Unit
 
 
 def declare_stage_units(
-    model: ModelConfig, chunks: Sequence[ChunkSpec], *, tensor_size: int, **split: Any
+    model: ModelConfig, chunks: Sequence[ChunkSpec], layout: Layout, **split: Any
 ) -> list[list[Unit]]:
     """Declare the units of each tensor-parallel rank of a stage, in forward order.
 
@@ -18,15 +18,16 @@ def declare_stage_units(
     `models.layout.Split`, such as which of the ranks that share experts this one is.
     """
     family = FAMILIES[model.family]
+    split |= {"expert_size": layout.expert, "expert_tensor": layout.expert_tensor}
     return [
         [
             unit
             for chunk in chunks
             for unit in family.units(
-                model, **vars(chunk), tensor_rank=rank, tensor_size=tensor_size, **split
+                model, **vars(chunk), tensor_rank=rank, tensor_size=layout.tensor, **split
             )
         ]
-        for rank in range(tensor_size)
+        for rank in range(layout.tensor)
     ]
 
 

@@ -11,9 +11,9 @@ from parallel.plan.planner import (
     assemble,
     completed,
     plan_stage,
-    stage_units,
 )
 from parallel.plan.step_shape import PlanInputs, StepShape
+from parallel.storage.stage_units import declare_stage_units
 from training.assignments import unit_options
 from training.build import config_assignments, config_units
 from training.config import Config
@@ -134,6 +134,6 @@ class Layouts:
             kind = (kind, sum(layer < dense for layer in layers), self.config.pc and stage)
         key = (inputs, kind)
         if key not in self.known:
-            units = stage_units(shape.model, chunks, inputs, **unit_options(self.config))
+            units = declare_stage_units(shape.model, chunks, inputs, **unit_options(self.config))
             self.known[key] = plan_stage(units, self.assign, inputs)
         return completed(self.known[key], shape, stage)

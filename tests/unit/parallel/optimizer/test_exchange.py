@@ -19,7 +19,7 @@ def unit_of(local: tuple[int, int], whole: tuple[int, int], **options: Any) -> U
 
 def layout(unit: Unit, data_ranks: int) -> BucketLayout:
     """The buckets of a unit of two tensor ranks, its shards of some elements each."""
-    options: dict[str, Any] = {"elementwise": lambda _: False, "tensor_size": 2, "alignment": 1}
+    options: dict[str, Any] = {"elementwise": lambda _: False, "alignment": 1}
     return BucketPlanner(ranks=data_ranks, **options).layout([unit])
 
 

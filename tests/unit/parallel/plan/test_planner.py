@@ -12,8 +12,9 @@ from models.size import all_units
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
 from parallel.plan.memory import activation_bytes
-from parallel.plan.planner import plan_stage, stage_units
+from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
+from parallel.storage.stage_units import declare_stage_units
 from spectral.power_iteration import NEARBY
 from spectral.rules import RULES
 from tests.paths import ROOT
@@ -150,7 +151,7 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
     config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
     inputs = PlanInputs(data=data, expert=config.parallel.expert)
     everything = ChunkSpec(tuple(range(config.model.layers)), True, True)
-    units = stage_units(config.model, [everything], inputs)
+    units = declare_stage_units(config.model, [everything], inputs)
     assign = assignments(config.optimizer, units[0])
     stage = plan_stage(units, assign, inputs)
     assert stage.padding <= 0.01 * stage.parameters

@@ -26,7 +26,7 @@ def elementwise(unit):
 
 @st.composite
 def models(draw):
-    """`(units, tensor_size)` of one tensor rank of a small random Llama."""
+    """Units of one tensor rank of a small random Llama."""
     tensor_size = draw(st.sampled_from([1, 1, 2, 4]))
     kv_heads = tensor_size * draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -40,25 +40,23 @@ def models(draw):
         vocab_size=draw(st.integers(1, 30)),
         vocab_multiple=tensor_size,
     )
-    units = all_units(
+    return all_units(
         model,
         qkv_units=draw(st.sampled_from(["head", "group", "component", "fused"])),
         split_gate_up=draw(st.booleans()),
         tensor_rank=draw(st.integers(0, tensor_size - 1)),
         tensor_size=tensor_size,
     )
-    return units, tensor_size
 
 
 @st.composite
 def bucket_layouts(draw):
     """`(units, bucket_layout)` of random models, storages and alignments."""
-    units, tensor_size = draw(models())
+    units = draw(models())
     bucket_layout = BucketPlanner(
         ranks=draw(st.integers(1, 9)),
         storage=draw(st.sampled_from(["auto", "even", "owner"])),
         elementwise=elementwise,
-        tensor_size=tensor_size,
         alignment=draw(st.sampled_from([1, 8, 64])),
     ).layout(units)
     return units, bucket_layout
@@ -145,7 +143,7 @@ def matrix(name, rows, cols):
 
 def plan(units, ranks, **options):
     """The layout of one tensor rank whose shards start anywhere, unless `options` say otherwise."""
-    defaults = {"elementwise": elementwise, "tensor_size": 1, "alignment": 1}
+    defaults = {"elementwise": elementwise, "alignment": 1}
     return BucketPlanner(ranks=ranks, **{**defaults, **options}).layout(units)
 
 
