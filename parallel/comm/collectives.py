@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Final, TypeVar
@@ -99,21 +99,23 @@ def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pendin
     The shards are equal. Returns what to wait for, None on an axis of one rank.
     """
     shard = _shard(flat, axis, comm_volume, "reduce-scatter")
-    if axis.size == 1:
-        return None
-    with named("reduce-scatter of gradients"):
-        work = _reduce_scatter(shard, flat, group=axis.group, async_op=True)
-    return Pending("reduce-scatter of gradients", work)
+    return _started("reduce-scatter of gradients", _reduce_scatter, shard, flat, axis)
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
     """Start to fill `flat`, in place, from every rank's shard of it; as `reduce_scatter_`."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
+    return _started("all-gather of weights", _all_gather, flat, shard, axis)
+
+
+def _started(
+    kind: str, collective: Callable[..., dist.Work], target: Tensor, source: Tensor, axis: Axis
+) -> Pending | None:
+    """Start a collective; None on an axis of one rank."""
     if axis.size == 1:
         return None
-    with named("all-gather of weights"):
-        work = _all_gather(flat, shard, group=axis.group, async_op=True)
-    return Pending("all-gather of weights", work)
+    with named(kind):
+        return Pending(kind, collective(target, source, group=axis.group, async_op=True))
 
 
 def _shard(flat: Tensor, axis: Axis, comm_volume: CommVolume, kind: str) -> Tensor:

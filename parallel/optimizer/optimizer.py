@@ -63,8 +63,7 @@ class DistributedOptimizer:
     @property
     def materialized(self) -> list[MaterializedStack]:
         """Every stack of PC layers that this rank steps."""
-        layers = (units for domain in self.domains for units in domain.materialized)
-        return [stack for units in layers for stack in units.stacks]
+        return [stack for stack in self.stacks if isinstance(stack, MaterializedStack)]
 
     @property
     def regions(self) -> list[Region]:

@@ -1,9 +1,7 @@
 """What a layout takes at least, in a fraction of the time that its plan takes to make."""
 
-from collections.abc import Sequence
-
 from parallel.plan.memory import stage_activations
-from parallel.plan.step_shape import StepShape
+from parallel.plan.step_shape import Replicas, StepShape
 from parallel.plan.step_time import (
     OptimizerLoad,
     StageTime,
@@ -53,15 +51,13 @@ def _parts(shape: StepShape, stage: int, time: StageTime) -> float:
     """Seconds of a stage after its backward pass, without the rules and the exchange."""
     dense, experts = stage_elements(shape, stage)
     itemsize = shape.inputs.dtype.itemsize
-    copies: Sequence[tuple[str, int, int]] = (
-        ("dense", dense, shape.inputs.data),
-        ("experts", experts, shape.links("experts").size),
-    )
-    shares = {name: size * (ranks - 1) / ranks for name, size, ranks in copies}
+    sizes: dict[Replicas, int] = {"dense": dense, "experts": experts}
+    copies = {name: shape.links(name).size for name in sizes}
+    shares = {name: size * (copies[name] - 1) / copies[name] for name, size in sizes.items()}
     load = OptimizerLoad(
         flops=0.0,
-        elements=sum(size / ranks for _, size, ranks in copies),
-        gradients={"dense": 4 * shares["dense"], "experts": 4 * shares["experts"]},
-        weights={"dense": itemsize * shares["dense"], "experts": itemsize * shares["experts"]},
+        elements=sum(size / copies[name] for name, size in sizes.items()),
+        gradients={name: 4 * share for name, share in shares.items()},
+        weights={name: itemsize * share for name, share in shares.items()},
     )
     return sum(optimizer_parts(shape, time, load))

@@ -41,9 +41,9 @@ class Buffers:
             torch.zeros(b.numel, dtype=some.dtype, device=some.device)
             for b in bucket_layout.buckets
         ]
-        if gradient_dtype is None:
-            gradient_dtype = torch.promote_types(some.dtype, torch.float32)
-        self.gradients = [p.new_zeros(p.shape, dtype=gradient_dtype) for p in self.parameters]
+        wide = torch.promote_types(some.dtype, torch.float32)
+        dtype = gradient_dtype or wide
+        self.gradients = [torch.zeros_like(flat, dtype=dtype) for flat in self.parameters]
         for bucket, values, gradients in zip(
             bucket_layout.buckets, self.parameters, self.gradients, strict=True
         ):
@@ -54,7 +54,7 @@ class Buffers:
                 parameter.data = view
                 gradient = gradients.narrow(0, slot.offset, slot.numel).view(view.shape)
                 parameter.main_grad = gradient  # type: ignore[attr-defined]
-        self.master = some.new_empty(0, dtype=torch.promote_types(some.dtype, torch.float32))
+        self.master = some.new_empty(0, dtype=wide)
         self.masters: list[Tensor] = []
         self.reload_masters()
 
