@@ -326,7 +326,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._held = []
         for group, before in zip(self.param_groups, settings, strict=True):
-            own = {f.name: f.default for f in fields(RULES[group["rule"]])}
+            own = fields_of(group["rule"], exact=True)
             if group["rule"] == before["rule"]:
                 own = {name: before[name] for name in own}
             for name, value in own.items():

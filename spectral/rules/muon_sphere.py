@@ -129,27 +129,26 @@ class MuonSphereRule(RadiusRule):
         weights = [stack.weight for stack in stacks]
         names = [("v", "u") if is_tall(w) else ("u", "v") for w in weights]  # short and long
         states = [
-            (stack.state[short], stack.state[long])
-            for stack, (short, long) in zip(stacks, names, strict=True)
+            [stack.state[name] for name in (*pair, "nearby")]
+            for stack, pair in zip(stacks, names, strict=True)
         ]
-        cached = together([short for short, _ in states])
-        lengths = cached.norm(dim=-1) + together([long.norm(dim=-1) for _, long in states])
+        shorts, longs, nearby = zip(*states, strict=True)
+        cached = together(shorts)
+        lengths = cached.norm(dim=-1) + together([long.norm(dim=-1) for long in longs])
         wide = [w.mT if is_tall(w) else w for w in weights]
-        nearby = together([stack.state["nearby"] for stack in stacks])
-        found = top_pairs(wide, cached, steps=self.krylov_steps, nearby=nearby)
+        found = top_pairs(wide, cached, steps=self.krylov_steps, nearby=together(nearby))
         sigma, short, long = found.sigma.to(weights[0].dtype), found.short, found.long
         sound = torch.addcmul(lengths, sigma, sigma) < float("inf")
         unsound = ~sound[:, None]
         short.masked_fill_(unsound, 0)
         for x, each in zip(long, apart(unsound, weights), strict=True):
             x.masked_fill_(each, 0)
-        for state, new in zip(states, zip(apart(short, weights), long, strict=True), strict=True):
-            for old, vector in zip(state, new, strict=True):
-                store_(old, vector, active)
         assert found.nearby is not None
         others = found.nearby.masked_fill_(unsound[:, :, None], 0)
-        for stack, each in zip(stacks, apart(others, weights), strict=True):
-            store_(stack.state["nearby"], each, active)
+        news = zip(apart(short, weights), long, apart(others, weights), strict=True)
+        for state, new in zip(states, news, strict=True):
+            for old, vectors in zip(state, new, strict=True):
+                store_(old, vectors, active)
         target = numbers([self.radius_of(matrix_shape(w)) for w in weights], weights)
         gate = taken(active, sound)
         if self.retraction == "hard":
