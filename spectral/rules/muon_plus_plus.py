@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..cost import triplet_cost
 from ..measures import correlation
-from ..polar import Polar, normalized_
+from ..polar import Polar
 from ..power_iteration import cold_start, top_singular
 from ..sphere import hard_factor
-from ..tangent import EVALUATIONS, Solver, TangentProblem
+from ..tangent import EVALUATIONS, Solver
 from .base import Rate, Report, Stack, State, decay_, require, require_choice, store_
 from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
@@ -93,7 +93,7 @@ class MuonPlusPlusRule(RadiusRule):
         decay_(weight, lr, weight_decay, active)
         report, sound = self.track(weight, state, lr, active)
         if self.algorithm == "dual":
-            polar, solved = self.solve(momentum, state)
+            polar, solved = self.solve(stack)
             report |= solved
         else:
             # The projected matrix always has null directions, whose rounding msign would amplify.
@@ -155,14 +155,14 @@ class MuonPlusPlusRule(RadiusRule):
         """Return the solver of the algorithm dual."""
         return self.solver(self.tolerance, max_evaluations=self.max_evaluations)
 
-    def solve(self, momentum: Tensor, state: State) -> tuple[Polar, Report]:
+    def solve(self, stack: Stack) -> tuple[Polar, Report]:
         """Find D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and figures of the solve.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
-        momentum = normalized_(momentum, torch.promote_types(momentum.dtype, torch.float32))
-        (solution,) = self.dual_solver().solve([TangentProblem(momentum, state["u"], state["v"])])
-        return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
+        (solution,) = self.dual_solver().solve([self.problem(stack)])
+        report = solution.report(solution.multiplier.dtype)
+        return Polar(solution.direction, solution.bounded), report
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:
         """Multiply `weight` by S / ||W||_2; reports `norm`, ||W||_2 after the update.

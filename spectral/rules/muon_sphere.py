@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..cost import tangent_cost, triplet_cost
 from ..joined_stacks import apart, numbers, together
-from ..polar import is_tall
+from ..polar import is_tall, normalized_
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from ..sphere import SCALES, dynamic_factor, hard_factor, radius
-from ..tangent import Solver, tolerance_for
+from ..tangent import Solver, TangentProblem, tolerance_for
 from .base import (
     Report,
     Stack,
@@ -57,6 +57,11 @@ class RadiusRule(PolarRule):
         is computed."""
         options |= {"schedule": self.schedule, "steps": self.steps, "dtype": self.dtype}
         return Solver(tolerance=self.accepted(tolerance), **options)
+
+    def problem(self, stack: Stack) -> TangentProblem:
+        """Return what to solve for the units of a stack, whose gradient is used up."""
+        grad = normalized_(stack.grad, torch.promote_types(stack.grad.dtype, torch.float32))
+        return TangentProblem(grad, stack.state["u"], stack.state["v"])
 
     def solver_cost(self, short: int, long: int, evaluations: float) -> float:
         """Count the FLOPs of a solve with so many `evaluations` of msign."""

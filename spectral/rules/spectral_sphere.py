@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..joined_stacks import apart
-from ..polar import Polar, normalized_
-from ..tangent import EVALUATIONS, Solver, TangentProblem, TangentSolution
+from ..polar import Polar
+from ..tangent import EVALUATIONS, Solver, TangentSolution
 from .base import Report, Stack, State, store_, taken
 from .muon_sphere import MuonSphereRule
 
@@ -54,13 +54,9 @@ class SpectralSphereRule(MuonSphereRule):
 
         Reports what MuonSphere does, and what `TangentSolution.report` says of the solve.
         """
-        stacks = [
-            s._replace(grad=normalized_(s.grad, torch.promote_types(s.grad.dtype, torch.float32)))
-            for s in stacks
-        ]
         reports, sound, factor = self.track(stacks)
-        problems = [TangentProblem(s.grad, s.state["u"], s.state["v"]) for s in stacks]
-        solutions = self.solver_on(stacks[0].grad.device).solve(problems)
+        solver = self.solver_on(stacks[0].grad.device)
+        solutions = solver.solve([self.problem(stack) for stack in stacks])
         each = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
         polars = [self.keep(*one) for one in each]
         others = self.apply(stacks, polars, scale=factor)
