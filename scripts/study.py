@@ -46,6 +46,7 @@ from scripts.studies.search import Found, Train, run_of, search
 from scripts.studies.tables import markdown
 from scripts.studies.trainer import Run, Trainer
 from scripts.studies.transfer import begin
+from training.config import load_config
 from training.errors import InputError
 
 RESULTS = "results.json"
@@ -65,6 +66,7 @@ def run_study(
     """
     study, start = begin(study, ROOT)
     check_tokenizers(study, extra)
+    check_candidates(study, start, extra)
     content: dict[str, Any] = {
         **asdict(study),
         "complete": False,
@@ -112,6 +114,23 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
                 f"{name} is against {variant.against}, whose data has another tokenizer: losses "
                 "per token are not comparable"
             )
+
+
+def check_candidates(study: Study, start: dict[str, list[str]], extra: Sequence[str]) -> None:
+    """Raise InputError for a candidate of any stage whose config cannot be read, before the first
+    run. The first candidate of each stage stands for what the stage will choose."""
+    stages = study.search.stages if study.search is not None else {}
+    for name, variant in study.variants.items():
+        chosen = list(start.get(name, []))
+        for stage in stages:
+            candidates = variant.search[stage].candidates(chosen)
+            for candidate in candidates:
+                run = run_of(study, name, [*chosen, *candidate], 0, extra=extra)
+                try:
+                    load_config(ROOT / run.config, run.overrides)
+                except InputError as error:
+                    raise InputError(f"{name} {stage} {' '.join(candidate)}: {error}") from None
+            chosen += candidates[0]
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:

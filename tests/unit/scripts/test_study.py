@@ -121,6 +121,18 @@ def tuned_file(study_file) -> Path:
     return study_file
 
 
+def test_a_candidate_that_is_no_config_is_refused_before_the_first_run(
+    tuned_file, tmp_path, capsys
+):
+    study = yaml.safe_load(tuned_file.read_text())
+    study["variants"]["lr"]["search"]["rate"]["grid"] = {"optimizer.matrix.lrr": [1, 2, 3]}
+    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(tuned_file), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "lr rate optimizer.matrix.lrr=1: unknown key optimizer.matrix.lrr; did you mean" in said
+    assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
 @pytest.mark.slow
 def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path):
     assert main([str(tuned_file), str(tmp_path / "out")]) == 0
