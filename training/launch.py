@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from training.errors import print_error
-from training.lifecycle.interrupts import CODE, SECOND
+from training.lifecycle.interrupts import CODE, LAUNCHER, SECOND
 
 GRACE: Final = 30
 """Seconds that the other ranks have to end after one has failed, as under torchrun."""
@@ -37,7 +37,8 @@ class Ranks:
         self.interrupted = self.killed = False
         self._waiting: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._pass_on)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
+                signal.signal(number, self._pass_on)
         signal.set_wakeup_fd(-1)
 
     def started(self, context: SubprocessContext) -> None:
@@ -101,6 +102,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
+        LAUNCHER: str(os.getpid()),
     }
     if ranks > 1:  # threads of several ranks would compete for cores
         common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

@@ -116,7 +116,7 @@ def train(
         start = chosen.info
         if start is not None and is_finished(config, start):
             first_rank(lambda: chosen.settle(run_dir))
-            return nothing_to_do(groups, start)
+            return nothing_to_do(config, groups, start)
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
         tokenizer = facts["tokenizer"]["sha256"]
         weights = initial_weights(config, tokenizer) if start is None else None
@@ -238,12 +238,15 @@ def is_finished(config: Config, start: CheckpointInfo) -> bool:
     return start.step >= config.train.last and not start.meta["progress"]["unreported"]
 
 
-def nothing_to_do(groups: Groups, start: CheckpointInfo) -> Outcome:
+def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
     """Return the outcome of a run that is finished already, and print that it is."""
     if groups.rank == 0:
+        longer = "train.steps and set checkpoint.allow_change=[schedule]"
+        if config.train.last < config.train.steps:
+            longer = "train.exit_step"
         print(
-            f"nothing to do: the run ends at {start.path}; to train on, raise train.exit_step or "
-            "train.steps; to start over, use --resume none",
+            f"nothing to do: the run ends at {start.path}; to train on, raise {longer}; to start "
+            "over, use --resume none",
             flush=True,
         )
     return Outcome(start.step, {})

@@ -221,6 +221,7 @@ os.write(1, f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n".encode
 while not listener.requested and not terminated:
     time.sleep(0.01)
 time.sleep(float(sys.argv[1]))
+os.write(1, f"rank {os.environ['RANK']} ends\\n".encode())
 sys.exit(130 if listener.requested else int(sys.argv[2]))
 """
 LAUNCH = (
@@ -235,8 +236,9 @@ LAUNCH = (
         ([signal.SIGINT, signal.SIGINT], "3600", "0", 130),  # which would not end by itself
         ([signal.SIGTERM], "0", "0", 0),
         ([signal.SIGTERM], "0", "2", 2),
+        ([signal.SIGHUP], "0", "0", 0),
     ],
-    ids=["first", "second", "SIGTERM", "error"],
+    ids=["first", "second", "SIGTERM", "error", "SIGHUP"],
 )
 def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     signals, seconds, code, expected, tmp_path
@@ -251,6 +253,19 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     assert begun.wait(300) == expected, begun.said()
     said = [line for line in begun.said() if not line.startswith("rank")]
     assert len(said) == sum(number == signal.SIGINT for number in signals), said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")
+def test_ranks_stop_when_their_launcher_was_killed(tmp_path):
+    begun = command(["-c", LAUNCH])([RANK, "0", "0"], tmp_path / "output.txt")
+    begun.await_line("rank 0 of 2")
+    begun.await_line("rank 1 of 2")
+    os.kill(begun.pid, signal.SIGKILL)
+    assert begun.wait(30) == -signal.SIGKILL
+    end = time.monotonic() + 30
+    while not {"rank 0 ends", "rank 1 ends"}.issubset(begun.said()):
+        assert time.monotonic() < end, begun.said()
+        time.sleep(0.05)
 
 
 MAIN = "import runpy; runpy.run_path('pretrain.py', run_name='__main__')"

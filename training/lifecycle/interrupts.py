@@ -1,11 +1,12 @@
 """Ctrl-C: before training it ends the process, then it stops the run, and a second one ends it.
 
-Imports nothing that takes time, as a run listens from its first line on.
+A rank whose launcher has gone is told to stop as by SIGTERM. Imports nothing that takes time, as a run listens from its first line on.
 """
 
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Final
@@ -13,6 +14,10 @@ from typing import Final
 CODE: Final = 130
 """Exit code of a run that Ctrl-C has ended: 128 and the number of the signal, as in shells."""
 SECOND: Final = "ended by a second Ctrl-C; checkpoints saved before are whole"
+LAUNCHER: Final = "SPECTRAIN_LAUNCHER"
+"""Environment variable with the process that `--ranks` starts ranks from."""
+PR_SET_PDEATHSIG: Final = 1
+"""Of Linux' prctl: the signal that a process gets when its parent ends."""
 
 
 class Interrupts:
@@ -39,6 +44,7 @@ class Interrupts:
         os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_ignore)
         threading.Thread(target=self._read, args=(receiver,), daemon=True).start()
         _release()
+        _stop_with_launcher()
 
     def training_begins(self) -> None:
         """From now on the first SIGINT sets `requested` instead of ending the process."""
@@ -67,6 +73,19 @@ class Interrupts:
         """Write a line past Python's streams, which the main thread may hold."""
         if self._first_rank:
             os.write(2, f"{text}\n".encode())
+
+
+def _stop_with_launcher() -> None:
+    """Let this rank get SIGTERM when its launcher ends: one that was killed passes nothing on, and
+    its ranks would train on with nobody in charge. On other systems than Linux they do."""
+    launcher = os.environ.pop(LAUNCHER, None)
+    if launcher is None or sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(launcher):  # it has ended before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from training.config.schema import StopConfig
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.run_folder import STOP
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPT: Final = 4
 REASONS: Final = {
     1: "the SLURM time limit",
@@ -50,7 +50,8 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

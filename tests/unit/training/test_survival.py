@@ -20,7 +20,9 @@ from training.build import build_data, build_trainer
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import read_checkpoint, steps
 from training.checkpoint.saving import CheckpointError
+from training.config.schema import StopConfig
 from training.control.guard import NonFiniteError, SpikeDetector
+from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
 from training.loop import StepResult
 from training.run import train
@@ -208,8 +210,16 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     assert (folder / "run" / "DONE").exists()
 
 
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequests(tmp_path, StopConfig(), first=True) as requests:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert requests.wanted() == 0
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
-    """It is interrupted, and the next start makes all of it."""
+    """It is interrupted, as by a terminal that closes, and the next start makes all of it."""
     keys = {"validation__interval": 3, "validation__samples": 40}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
@@ -217,7 +227,7 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
 
     def stop(step: int, result: StepResult) -> None:
         if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)
         calls.append(step)
 
     outcome = train(config, world, on_step=stop)

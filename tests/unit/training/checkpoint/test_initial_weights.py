@@ -77,7 +77,8 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     # Once it has its own checkpoints it does not read the other run.
     step_folder(tmp_path / "old", 3).rename(tmp_path / "moved")
     train(configured("parts", **keys), world)
-    assert "nothing to do" in capsys.readouterr().out
+    longer = "to train on, raise train.steps and set checkpoint.allow_change=[schedule]; to start"
+    assert longer in capsys.readouterr().out
 
 
 def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
