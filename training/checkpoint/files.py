@@ -19,6 +19,7 @@ import itertools
 import json
 import re
 import secrets
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -165,8 +166,9 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
     Checks that it is complete and that its files have their sizes; `problems` also compares their
-    content. Needs no process group. Raises BrokenCheckpointError, or ResumeError if there is
-    no folder, or none of its checkpoints is complete.
+    content. Prints a warning of each newer one that is broken. Needs no process group. Raises
+    BrokenCheckpointError, or ResumeError if there is no folder, or none of its checkpoints is
+    complete.
     """
     path = Path(path)
     if not (path / FOLDER).is_dir():
@@ -180,9 +182,13 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
     broken = []
     for step in sorted(steps(path), reverse=True):
         try:
-            return _complete(step_folder(path, step))
+            found = _complete(step_folder(path, step))
         except BrokenCheckpointError as error:
             broken.append(str(error))
+            continue
+        for problem in broken:
+            print(f"warning: {problem}; taking {found.path.name}", file=sys.stderr)
+        return found
     raise ResumeError("; ".join([f"{path} has no complete checkpoint", *broken]))
 
 

@@ -107,6 +107,15 @@ def test_retention(run, tmp_path, keep_every, kept):
     ]
 
 
+def test_a_broken_newest_checkpoint_is_not_passed_over_in_silence(saved, capsys):
+    (saved / "step_00000004" / "meta.json").write_bytes(b"")
+    assert read_checkpoint(saved.parent).step == 2
+    assert capsys.readouterr().err == (
+        f"warning: {saved / 'step_00000004'}: meta.json has changed since it was written; "
+        "taking step_00000002\n"
+    )
+
+
 def test_resume_from_a_step_puts_later_ones_aside(run, saved, whole, tmp_path, capsys):
     assert run(resume="2", train__exit_step=3).step == 3
     assert checkpoint.steps(tmp_path / "run") == [2, 3]
