@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not
 from scripts.command import command, require, whole_number
 from training.errors import InputError
 
+DEFAULT_TOKENS = 40
+
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,17 +82,18 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     if prompt["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens")
     room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
-    if options.tokens > room:
+    tokens = options.tokens or min(DEFAULT_TOKENS, max(room, 1))
+    if tokens > room:
         raise InputError(
             f"--tokens must be at most {room}, the positions of the model after the prompt, "
-            f"got {options.tokens}"
+            f"got {tokens}"
         )
     # What generation_config.json of the folder says has no part in it.
     sampling = (
         {"do_sample": True, "temperature": options.temperature} if options.temperature else {}
     )
     model.generation_config = GenerationConfig(
-        max_new_tokens=options.tokens, eos_token_id=end, pad_token_id=end, **sampling
+        max_new_tokens=tokens, eos_token_id=end, pad_token_id=end, **sampling
     )
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
@@ -111,7 +114,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
-        "--tokens", type=whole_number(), default=40, help="tokens to generate (default: 40)"
+        "--tokens",
+        type=whole_number(),
+        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or as many as the model has room for)",
     )
     parser.add_argument(
         "--temperature",

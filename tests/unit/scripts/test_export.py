@@ -121,6 +121,9 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None
         assert generate([str(source), "A matrix", "--tokens", "8"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("A matrix") and texts == texts[:1] * 3
+    assert generate([str(out), "A matrix"]) == 0  # as much as fits
+    assert generate([str(out), "A matrix", "--tokens", "40"]) == 2
+    assert "--tokens must be at most" in capsys.readouterr().err
     surprises = {"num_beams": 3, "repetition_penalty": 9.0, "do_sample": True, "max_length": 3}
     (out / "generation_config.json").write_text(json.dumps(surprises))
     assert generate([str(out), "A matrix", "--tokens", "8"]) == 0
