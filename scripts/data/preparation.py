@@ -15,7 +15,7 @@ from scripts.data.documents import ReadOptions, read_documents
 from scripts.data.encoding import Encoder, Workers
 from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.plan import TOKENIZER_BYTES, Portion, Preparation, SetPlan, is_validation
-from scripts.data.set_writer import SetWriter, token_dtype
+from scripts.data.set_writer import SetWriter, no_documents, token_dtype
 from scripts.data.tokenizer import (
     TOKENIZER_FILE,
     PreparedTokenizer,
@@ -84,7 +84,10 @@ def progress_of(stage: str) -> Any:
 
 
 def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
-    """Yield the first training documents of every set, an equal share of `TOKENIZER_BYTES` each."""
+    """Yield the first training documents of every set, an equal share of `TOKENIZER_BYTES` each.
+
+    Raises DataError for a set that has none.
+    """
     share = TOKENIZER_BYTES // len(preparation.sets)
     for plan in preparation.sets:
         size = 0
@@ -98,6 +101,8 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
                 size += len(text)
                 progress.update(len(text))
                 yield text
+        if not size:
+            raise no_documents(f"{plan.name}.train", plan.train_source)
 
 
 def _prepare_set(

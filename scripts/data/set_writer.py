@@ -16,6 +16,11 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
+def no_documents(name: str, source: list[str]) -> DataError:
+    """Return the error of a set that would be empty."""
+    return DataError(f"set {name} would be empty: {', '.join(source)} gives it no documents")
+
+
 class SetWriter:
     """Writes documents to FOLDER/NAME.bin; `finish` writes the index."""
 
@@ -44,9 +49,7 @@ class SetWriter:
         """
         self._builder.finalize(self._prefix + ".idx")
         if not self._documents:
-            raise DataError(
-                f"set {self._name} would be empty: {', '.join(self._source)} gives it no documents"
-            )
+            raise no_documents(self._name, self._source)
         write_block_hashes(self._prefix)
         return SetEntry(
             documents=self._documents,

@@ -206,6 +206,8 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      "table.parquet, row 1: no key 'body', found text"),
     ("set={}/bytes.parquet --train-tokenizer 300", "cannot read .*bytes.parquet: 'utf-8' codec"),
     ("set={}/none.parquet --train-tokenizer 257", "none.parquet gives it no documents"),
+    ("set={}/none.parquet --train-tokenizer 600",
+     "set set.train would be empty: .*none.parquet gives it no documents"),
 ]  # fmt: skip
 
 
