@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens",
         type=whole_number(),
-        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or as many as the model has room for)",
+        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or what the model has room for)",
     )
     parser.add_argument(
         "--temperature",

@@ -315,7 +315,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         Hyper-parameters that an earlier version did not save stay as they are, or are the rule's
         defaults where the rule was another. A state of momenta alone is enough: singular vectors
-        and the like are found again.
+        and the like are found again, and means of squares start at zero.
 
         Raises:
             ValueError: a state of other rules, units or shapes, or of another order of parameters;
@@ -411,10 +411,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 self.last_reports.append(([unit.parameter for unit in members], report))
 
     def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: list[Tensor]) -> None:
-        finite = surely_finite(grads) or bool(are_finite(grads))
+        finite = not grads or surely_finite(grads) or bool(are_finite(grads))
         if self._ranks is not None:
             present = hash(tuple(p.grad is not None for p in parameters))
-            finite, same = self._ranks.agree(finite, present, grads[0].device)
+            finite, same = self._ranks.agree(finite, present, parameters[0].device)
             if not same:
                 raise ValueError("all ranks must have gradients of the same parameters")
         if not finite:
@@ -484,12 +484,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             grads = [local_of(g) for g in grads]
         if any(grad.is_sparse for grad in grads):
             raise ValueError("gradients must be dense, got a sparse one")
-        if not grads:
-            return None
-        device = grads[0].device
         if self.defaults["nonfinite"] == "raise":
             self._raise_unless_finite(parameters, grads)
             return None
+        if not grads:
+            return None
+        device = grads[0].device
         finite = are_finite(grads)
         if self._ranks is not None:
             finite = self._ranks.all_true(finite)

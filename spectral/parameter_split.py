@@ -27,6 +27,8 @@ HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier")
 """Names of the linear layers that compute logits."""
 TOP_HEADS = ("output.weight", "head.weight")
 """Their weights' full names in models whose last layer has a common name, such as torchtitan's."""
+WRAPPERS = re.compile(r"^((module|model|_orig_mod)\.)+")
+"""What DDP, a class around a model, and torch.compile put before names."""
 EMBEDDINGS = re.compile(
     r"(^|[._])(emb|embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)([._]|$)"
 )
@@ -288,7 +290,7 @@ def _apart(module: nn.Module, elementwise: Iterable[nn.Module]) -> set[int]:
 
 def _is_table(weight: Weight) -> bool:
     """Whether a matrix is an embedding, an output head or a router, by names and classes."""
-    head = weight.own_name in HEAD_NAMES or weight.name.removeprefix("module.") in TOP_HEADS
+    head = weight.own_name in HEAD_NAMES or WRAPPERS.sub("", weight.name) in TOP_HEADS
     return (
         head
         or EMBEDDINGS.search(weight.name) is not None

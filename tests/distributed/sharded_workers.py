@@ -231,13 +231,13 @@ def refusals() -> list[str]:
     model = build("fsdp")
     optimizer = optimizer_of(model, "muon")
     train(model, optimizer, "fsdp", 0, 1)
-    first = next(model.parameters())
-    if dist.get_rank() == 0:
-        first.grad = None
-    try:
-        optimizer.step()
-    except ValueError as error:
-        said.append(str(error))
+    for missing in ([next(model.parameters())], [*model.parameters()]):  # one, and then all
+        for parameter in missing if dist.get_rank() == 0 else ():
+            parameter.grad = None
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 

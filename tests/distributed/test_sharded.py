@@ -92,11 +92,11 @@ def test_a_checkpoint_continues_on_another_mesh(
 
 def test_wrong_use_is_one_clear_error() -> None:
     for said in run_on_ranks(2, WORKERS, "refusals", {}):
-        meshes, placement, vector, gradients = said
+        meshes, placement, vector, *gradients = said
         assert "must lie on one device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
         assert "at least 2 dimensions, got shape (4,)" in vector
-        assert gradients == "all ranks must have gradients of the same parameters"
+        assert gradients == 2 * ["all ranks must have gradients of the same parameters"]
 
 
 def test_momenta_are_sent_in_16_bits() -> None:

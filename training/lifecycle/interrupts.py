@@ -1,6 +1,7 @@
 """Ctrl-C: before training it ends the process, then it stops the run, and a second one ends it.
 
-A rank whose launcher has gone is told to stop as by SIGTERM. Imports nothing that takes time, as a run listens from its first line on.
+A rank whose launcher has gone gets SIGTERM. Imports nothing that takes time, as a run listens from
+its first line on.
 """
 
 import multiprocessing

@@ -287,6 +287,18 @@ def test_names_are_checked_without_a_split(name: str, shape: tuple[int, ...], me
         SpectralSphere([(name, nn.Parameter(torch.zeros(shape)))])
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, lambda m: nn.ModuleDict({"model": m})])
+def test_a_wrapped_model_s_head_is_one(wrap: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.output = nn.Linear(4, 4, bias=False), nn.Linear(4, 9, bias=False)
+
+    spectral, other = split_parameters(wrap(Model()))
+    assert [len(group["params"]) for group in (spectral, other)] == [1, 1]
+    assert other["rule"] == "adamw" and other["params"][0][1].shape == (9, 4)
+
+
 def test_elementwise_takes_modules_and_no_names() -> None:
     with pytest.raises(TypeError, match="elementwise must be modules of the model, got 'head.*'"):
         split_parameters(nn.Sequential(nn.Linear(2, 2)), elementwise=["head.*"])  # type: ignore[list-item]
