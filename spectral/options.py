@@ -37,6 +37,8 @@ COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are not fields of its rule."""
 HOSTS: Final = frozenset({"betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"})
 """Keys that schedulers and other programs write into groups of any optimizer."""
+CHOICES: Final = frozenset({"use_muon", "algorithm"})
+"""Keys by which other libraries' groups, KellerJordan/Muon's and dion's, choose a rule."""
 
 
 def rate_of(rule: str) -> float:
@@ -80,6 +82,8 @@ def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> 
     own in groups.
     """
     known = [*fields_of(rule), *COMMON]
+    for name in sorted(CHOICES & set(names) - set(known)):
+        raise TypeError(f"{name!r} chooses no rule here; give the group rule='adamw' or another")
     for name in sorted(set(names) - set(known) - (HOSTS if foreign else set())):
         close = difflib.get_close_matches(name, known, n=1)
         if close or not foreign:

@@ -60,6 +60,14 @@ def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
     assert asked["steps"] == 5
 
 
+@pytest.mark.parametrize("key", ["use_muon", "algorithm"])
+def test_a_group_of_another_library_is_refused(key: str) -> None:
+    """It would be stepped by Muon at AdamW's rate."""
+    group = {"params": [weight(2, 2)], key: False}
+    with pytest.raises(TypeError, match=f"'{key}' chooses no rule here; give the group rule="):
+        Muon([group])
+
+
 def test_names_of_torch_are_understood() -> None:
     assert Muon([weight(8, 12)], 0.1, ns_steps=3).param_groups[0]["steps"] == 3
     (group,) = AdamW([weight(8)], betas=(0.8, 0.99), eps=1e-6).param_groups
