@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .division import Division
 from .grouped import grouped
-from .host_values import surely_finite
+from .host_values import is_known, surely_finite
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of, placed_like
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
@@ -152,7 +152,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; see `torch.optim.Optimizer`."""
-        return {**super().__getstate__(), "_chosen": self._chosen}
+        kept = {"_chosen": self._chosen, "_exchange_dtype": self._exchange_dtype}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -622,6 +623,9 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
         raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
     if not rule.whole_matrix:
         return
+    if not parameter.numel():
+        shape = tuple(parameter.shape)
+        raise ValueError(f"{name or 'a parameter'} must have elements, got shape {shape}")
     if parameter.ndim < 2:
         try:
             rule.init_state(torch.empty(1, *parameter.shape, device="meta"))
@@ -656,11 +660,13 @@ def _same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError for rates that are not finite or less than `least`; no tensor is read."""
+    """Raise ValueError for rates that are not finite or less than `least`; of tensors those are
+    read that no device has to be waited for."""
     check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
         value = group[name]
-        if not isinstance(value, Tensor) and (not math.isfinite(value) or value < least):
+        waits = isinstance(value, Tensor) and not is_known(value)
+        if not waits and (not math.isfinite(value) or value < least):
             raise ValueError(f"{name} must be finite and not negative, got {value}")
 
 

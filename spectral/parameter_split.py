@@ -301,7 +301,7 @@ def _is_table(weight: Weight) -> bool:
 def _is_vector(weight: Weight) -> bool:
     """Whether a parameter is a gain or a bias, by its shape, its module's class or its name."""
     return (
-        weight.parameter.numel() == max(weight.parameter.shape)
+        weight.parameter.numel() <= max(weight.parameter.shape)
         or "Norm" in weight.kind
         or VECTORS.search(weight.name.rpartition(".")[2]) is not None
     )
