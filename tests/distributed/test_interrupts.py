@@ -68,6 +68,12 @@ def fork(arguments: list[str], output: Path) -> Started:
     return Started(process.pid, output, wait)
 
 
+def heed() -> None:
+    """Heed signals that tests in the background of a shell, or under nohup, ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def command(start: list[str]) -> Callable[[list[str], Path], Started]:
     """Return what starts a run by a command."""
 
@@ -80,8 +86,7 @@ def command(start: list[str]) -> Callable[[list[str], Path], Started]:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Tests in the background of a shell would pass on that they ignore SIGINT.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=heed,
             )
 
         def wait(seconds: float) -> int | None:

@@ -210,16 +210,17 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     assert (folder / "run" / "DONE").exists()
 
 
-def test_what_nohup_ignores_stays_ignored(tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize(("before", "reason"), [(signal.SIG_DFL, 3), (signal.SIG_IGN, 0)])
+def test_a_closed_terminal_stops_a_run_but_under_nohup(before, reason, tmp_path):
+    ours = signal.signal(signal.SIGHUP, before)
     with StopRequests(tmp_path, StopConfig(), first=True) as requests:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert requests.wanted() == 0
-    signal.signal(signal.SIGHUP, before)
+        assert requests.wanted() == reason
+    signal.signal(signal.SIGHUP, ours)
 
 
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
-    """It is interrupted, as by a terminal that closes, and the next start makes all of it."""
+    """It is interrupted, and the next start makes all of it."""
     keys = {"validation__interval": 3, "validation__samples": 40}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
@@ -227,7 +228,7 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
 
     def stop(step: int, result: StepResult) -> None:
         if step == 3:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
         calls.append(step)
 
     outcome = train(config, world, on_step=stop)
