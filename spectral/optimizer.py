@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .division import Division
 from .grouped import grouped
-from .host_values import is_known, surely_finite
+from .host_values import surely_finite
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of, placed_like
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
@@ -660,13 +660,11 @@ def _same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError for rates that are not finite or less than `least`; of tensors those are
-    read that no device has to be waited for."""
+    """Raise ValueError for rates that are not finite or less than `least`; no tensor is read."""
     check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
         value = group[name]
-        waits = isinstance(value, Tensor) and not is_known(value)
-        if not waits and (not math.isfinite(value) or value < least):
+        if not isinstance(value, Tensor) and (not math.isfinite(value) or value < least):
             raise ValueError(f"{name} must be finite and not negative, got {value}")
 
 
