@@ -109,8 +109,12 @@ class Lifecycle:
 
     def wait(self) -> None:
         """Wait until the save under way is complete."""
-        self.saver.wait(
-            lambda failed: self.agreement.now([0, int(failed), 0])[1] > 0,
-            lambda: self.watchdog.beat(self.step),
-        )
+        self.saver.wait(self._failed_anywhere, lambda: self.watchdog.beat(self.step))
         self._asked_about_save = False
+
+    def _failed_anywhere(self, failed: bool) -> bool:
+        """Return whether `failed` is true on any rank, and learn of stop requests, as this drops
+        the exchange of `after_step` that is under way."""
+        stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])
+        self._stop = self._stop or stop
+        return failures > 0

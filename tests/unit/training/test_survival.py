@@ -219,6 +219,17 @@ def test_a_closed_terminal_stops_a_run_but_under_nohup(before, reason, tmp_path)
     signal.signal(signal.SIGHUP, ours)
 
 
+def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world):
+    """Waiting for a save drops the exchange of stop requests that is under way."""
+
+    def stop(step: int, result: StepResult) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = train(config_of(folder, checkpoint__interval=1), world, on_step=stop)
+    assert outcome.stopped == "a signal" and 3 <= outcome.step < 10
+
+
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     """It is interrupted, and the next start makes all of it."""
     keys = {"validation__interval": 3, "validation__samples": 40}
