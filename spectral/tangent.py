@@ -278,7 +278,8 @@ class _Refinement:
             z = torch.baddbmm(part, x[:, :, None], y[:, None], out=place)
             norms.append(torch.linalg.vector_norm(z, dim=(-2, -1)))
             norm = norms[-1].masked_fill(norms[-1] <= least, float("inf"))
-            torch.div(z, norm[:, None, None], out=target)
+            if z.div_(norm[:, None, None]) is not target:
+                target.copy_(z)  # a pass that divides and rounds takes longer on a CPU
         return out, together(norms) > floor
 
     def narrow(self, f: Tensor) -> None:

@@ -206,10 +206,10 @@ def _grams(stacks: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1 or kernels.mirrors(stacks):
         return kernels.gram(*stacks)
     rows = stacks[0].shape[1]
-    result = stacks[0].new_zeros(sum(map(len, stacks)), rows, rows)
+    result = stacks[0].new_empty(sum(map(len, stacks)), rows, rows)
     for m, gram in zip(stacks, apart(result, stacks), strict=True):
         for part in parts:
-            gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT)
+            gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT, beta=0)
             gram[:, part.stop :, part] = gram[:, part, part.stop :].mT
     return result
 
