@@ -73,15 +73,15 @@ class Division:
             )
         rows = pattern * (shape[axis] // sum(pattern))
         bounds = [*zip(accumulate(rows, initial=0), rows, strict=False)]
-        found = []
+        boxes = []
         for entry in range(shape[0]) if self.stacked else (0,):
             for bound in bounds:
                 box = [(0, n) for n in shape]
                 if self.stacked:
                     box[0] = (entry, 1)
                 box[axis] = bound
-                found.append(tuple(box))
-        return found
+                boxes.append(tuple(box))
+        return boxes
 
     def matrix(self, part: Tensor) -> Tensor:
         """Return the part of a parameter that one matrix occupies as `[rows, cols]`.
@@ -114,13 +114,13 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 def intersection(a: Box, b: Box) -> Box | None:
     """Return what two parts of a tensor have in common, None if nothing."""
-    found = []
+    overlap = []
     for (a_start, a_length), (b_start, b_length) in zip(a, b, strict=True):
         start, end = max(a_start, b_start), min(a_start + a_length, b_start + b_length)
         if end <= start:
             return None
-        found.append((start, end - start))
-    return tuple(found)
+        overlap.append((start, end - start))
+    return tuple(overlap)
 
 
 def relative(box: Box, outer: Box) -> Box:

@@ -28,13 +28,13 @@ def images(x: Tensor, stacks: Sequence[Tensor]) -> list[Tensor]:
     return [torch.bmm(part, w) for part, w in zip(apart(x, stacks), stacks, strict=True)]
 
 
-def preimages(found: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
+def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
     """Compute `Y W^T` `[sum of batches, vectors, rows]`, of `Y` `[batch, vectors, cols]` each."""
     if len(stacks) == 1:
-        return torch.bmm(found[0], stacks[0].mT)
+        return torch.bmm(products[0], stacks[0].mT)
     count = sum(len(stack) for stack in stacks)
-    result = found[0].new_empty(count, found[0].shape[1], stacks[0].shape[1])
-    for y, w, part in zip(found, stacks, apart(result, stacks), strict=True):
+    result = products[0].new_empty(count, products[0].shape[1], stacks[0].shape[1])
+    for y, w, part in zip(products, stacks, apart(result, stacks), strict=True):
         torch.bmm(y, w.mT, out=part)
     return result
 

@@ -39,15 +39,15 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
             if scale is not None and step < steps:
                 last = (last * scale).to(last.dtype)
         if step < steps:
-            found = images(last, stacks)
+            products = images(last, stacks)
             if scale is None or square is None:
                 # About 1 / ||W||, which keeps the powers of a cycle representable. That of a zero
                 # matrix makes NaN here, and `extended` zeros of it again.
-                scale = together([length(image, (-2, -1)) for image in found]).reciprocal_()
+                scale = together([length(image, (-2, -1)) for image in products]).reciprocal_()
                 square = scale.square()
-                for image, each in zip(found, apart(scale, stacks), strict=True):
+                for image, each in zip(products, apart(scale, stacks), strict=True):
                     image.mul_(each)
-            last = preimages(found, stacks).mul_(square)
+            last = preimages(products, stacks).mul_(square)
             vectors.append(last)
     assert basis is not None
     return basis
@@ -83,9 +83,9 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
     gram = torch.bmm(wide, wide.mT)
     gram.diagonal(dim1=-2, dim2=-1).add_(dependent)
     factor = torch.linalg.cholesky_ex(gram).L
-    found: Tensor = torch.linalg.solve_triangular(factor, wide, upper=False)
-    found.masked_fill_(length(found) < 0.5, 0)
-    return found.to(x.dtype)
+    basis: Tensor = torch.linalg.solve_triangular(factor, wide, upper=False)
+    basis.masked_fill_(length(basis) < 0.5, 0)
+    return basis.to(x.dtype)
 
 
 def unit(x: Tensor) -> Tensor:

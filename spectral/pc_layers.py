@@ -153,7 +153,7 @@ def preconditioned(
             or that of another module too. Nothing has changed then.
     """
     blocks = list(blocks)
-    found = {}
+    weights = {}
     for weight in weights_of(model):
         layer, parametrized, _ = weight.name.partition(".parametrizations.weight.")
         layer = layer.removesuffix(".weight")
@@ -166,12 +166,12 @@ def preconditioned(
         if is_dtensor(weight.parameter) and _is_sharded_by_fsdp(model):
             raise ValueError(f"{layer} is sharded already; make PC layers before fully_shard")
         _refuse_shared(model, weight.parameter)
-        found[layer] = weight
-    if not found:
+        weights[layer] = weight
+    if not weights:
         raise ValueError(f"blocks names no layer that can be preconditioned, got {blocks}")
-    for weight in found.values():
+    for weight in weights.values():
         _register(weight.module, division_of(weight), Preconditioner(level=level))
-    return [*found]
+    return [*weights]
 
 
 def merge_(model: nn.Module) -> None:
@@ -201,14 +201,14 @@ def _is_sharded_by_fsdp(model: nn.Module) -> bool:
 
 def _refuse_shared(model: nn.Module, parameter: Tensor) -> None:
     """Raise ValueError for a weight that several modules have."""
-    found = [
+    sharers = [
         name.removesuffix(".parametrizations.weight")
         for name, module in model.named_modules()
         if any(p is parameter for p in module.parameters(recurse=False))
     ]
-    if len(found) > 1:
+    if len(sharers) > 1:
         raise ValueError(
-            f"{' and '.join(found)} share a weight, and only one of them would multiply by PC(W)"
+            f"{' and '.join(sharers)} share a weight, and only one of them would multiply by PC(W)"
         )
 
 

@@ -126,11 +126,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
         if is_known(x):
             norm = _frobenius(source)[:, None, None]
             rough = ~((norm > SAFE[0]) & (norm < SAFE[1]))
-            norm = norm.masked_fill(rough, 1)
-            if not wide:
-                torch.div(source, norm, out=target)
-            elif source.div_(norm) is not target:
-                target.copy_(source)  # a pass that divides and rounds takes longer on a CPU
+            divide_(source, norm.masked_fill(rough, 1), target)
             for i in rough.flatten().nonzero()[:, 0].tolist():
                 normalized(source[i : i + 1], out=target[i : i + 1])
         elif wide:
@@ -139,6 +135,14 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
         else:
             normalized(source, out=target)
     return y
+
+
+def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
+    """Write `x / divisor` to `out`, rounded once to its dtype; uses `x` up if that is wider."""
+    if x.is_cpu and x.dtype.itemsize > out.dtype.itemsize:
+        out.copy_(x.div_(divisor))  # a pass that divides and rounds takes longer there
+    else:
+        torch.div(x, divisor, out=out)
 
 
 def polars_of(

@@ -52,7 +52,7 @@ def factorized_(k: Tensor) -> list[Block]:
     rows = k.shape[-1]
     blocks = blocks_of(rows, block_rows(rows, k.device))
     identity = torch.eye(blocks[0].stop, dtype=k.dtype, device=k.device)
-    found = []
+    factor = []
     for part in blocks:
         inverse = _inverse_factor(k[:, part, part], identity)
         panel = None
@@ -60,11 +60,11 @@ def factorized_(k: Tensor) -> list[Block]:
             panel = torch.bmm(inverse, k[:, part, part.stop :])
             for row in blocks:
                 if row.start >= part.stop:  # the lower triangle is not read
-                    mine = panel[:, :, row.start - part.stop :]
-                    left = mine[:, :, : row.stop - row.start]
-                    k[:, row, row.start :].baddbmm_(left.mT, mine, alpha=-1)
-        found.append(Block(part, inverse, panel))
-    return found
+                    columns = panel[:, :, row.start - part.stop :]
+                    left = columns[:, :, : row.stop - row.start]
+                    k[:, row, row.start :].baddbmm_(left.mT, columns, alpha=-1)
+        factor.append(Block(part, inverse, panel))
+    return factor
 
 
 def solve(factor: Sequence[Block], x: Tensor) -> Tensor:

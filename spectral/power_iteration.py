@@ -130,9 +130,9 @@ def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
     for i in rough.nonzero()[:, 0].tolist():
         w = normalized([m for w in stacks for m in w][i][None].double())
         gram[i] = _gram(w)[0].nan_to_num(0)
-    found = torch.linalg.eigh(gram).eigenvectors[:, :, -count:].flip(-1).mT
-    found = found * gram.diagonal(dim1=-2, dim2=-1).any(-1)[:, None, None]
-    return pad(found, (0, 0, 0, count - found.shape[1])).to(gram.dtype)
+    vectors = torch.linalg.eigh(gram).eigenvectors[:, :, -count:].flip(-1).mT
+    vectors = vectors * gram.diagonal(dim1=-2, dim2=-1).any(-1)[:, None, None]
+    return pad(vectors, (0, 0, 0, count - vectors.shape[1])).to(gram.dtype)
 
 
 def _iterated(
@@ -145,12 +145,12 @@ def _iterated(
     start = _start(known.to(dtype), fixed)
     block = start.shape[1]
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
-    found = images(basis, work)  # [batch, k, cols] each
-    square = together([_gram(x.double()) for image in found for (x,) in cache_slices(image)])
+    products = images(basis, work)  # [batch, k, cols] each
+    square = together([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
     # Fixed ones beside those of the last call, which may be of another space, or zero.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
-    return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], found)]
+    return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], products)]
 
 
 def _gram(x: Tensor) -> Tensor:
@@ -200,8 +200,8 @@ def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
         inside = torch.bmm(basis, near.mT.double())
         inside = torch.linalg.solve_triangular(factor, inside, upper=False)
         best = torch.cat((best, _nearby(projected, best, inside.mT)), dim=1)
-    found: Tensor = torch.linalg.solve_triangular(factor.mT, best.mT, upper=True)
-    return found.mT
+    coordinates: Tensor = torch.linalg.solve_triangular(factor.mT, best.mT, upper=True)
+    return coordinates.mT
 
 
 def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
@@ -218,10 +218,10 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
     t = t / largest.clamp_(min=TINY)
     for _ in range(NEARBY_SQUARINGS):
         t = torch.bmm(t, t)
-    found = start
+    vectors = start
     for _ in range(NEARBY_ROUNDS):
-        found = orthonormal(unit(torch.bmm(found, t)), DEPENDENT[torch.float64])
-    return found
+        vectors = orthonormal(unit(torch.bmm(vectors, t)), DEPENDENT[torch.float64])
+    return vectors
 
 
 @constant_result

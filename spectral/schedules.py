@@ -117,11 +117,11 @@ def coefficients(
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    found = SCHEDULES[schedule].take(steps)
+    polynomials = SCHEDULES[schedule].take(steps)
     if torch.finfo(dtype).bits >= 32:
-        return found
+        return polynomials
     m = SCHEDULES[schedule].half_margin
-    return (*((a / m, b / m**3, c / m**5) for a, b, c in found[:-1]), found[-1])
+    return (*((a / m, b / m**3, c / m**5) for a, b, c in polynomials[:-1]), polynomials[-1])
 
 
 @constant_result
@@ -130,14 +130,14 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
     It restarts before a step that would exceed `GRAM_GAIN`.
     """
-    found: list[int] = []
+    restarts: list[int] = []
     gain = largest = 1.0
     for index, (slope, _, _) in enumerate(steps):
         gain, largest = gain * slope, max(largest, largest_value(steps[:index]))
         if index and gain > GRAM_GAIN[dtype]:
-            found.append(index)
+            restarts.append(index)
             gain = slope * largest
-    return tuple(found)
+    return tuple(restarts)
 
 
 @constant_result

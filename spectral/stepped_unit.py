@@ -71,7 +71,7 @@ class SteppedUnit:
         whole = parameter.shape
         if not rule.whole_matrix:
             division, whole = Division(), local_of(parameter).shape
-        found, starts = [], dict[str, int]()
+        units, starts = [], dict[str, int]()
         for box in division.boxes(whole):
             part = torch.empty([n for _, n in box], device="meta")
             shape = division.matrix(part).shape
@@ -79,8 +79,8 @@ class SteppedUnit:
             entries = {name: Entry(starts.get(name, 0), each) for name, each in names.items()}
             for name, each in names.items():
                 starts[name] = starts.get(name, 0) + each.numel()
-            found.append(cls(parameter, division, box, shape, entries))
-        return found
+            units.append(cls(parameter, division, box, shape, entries))
+        return units
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -68,7 +68,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
     shape as the workspace holds; on a device with kernels together with those of other shapes that
     have the same shorter side, with which they share work.
     """
-    found: list[Batch] = []
+    planned: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
     for i, units in enumerate(groups):
         numel, limit = prod(units.shape), workspace(units.device)
@@ -82,10 +82,10 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
             if rule.whole_matrix and before + count > limit:
                 batch, before = [], 0
             if not batch:
-                found.append(batch)
+                planned.append(batch)
             batch.append((i, part))
             open_[key] = batch, before + count
-    return found
+    return planned
 
 
 def elements_of(groups: Sequence[Units], batch: Batch) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import tangent_model
 from .joined_stacks import apart, together
-from .polar import Polar, cache_slices, is_tall, polars_of
+from .polar import Polar, cache_slices, divide_, is_tall, polars_of
 from .schedules import coefficients
 from .tangent_model import Model
 
@@ -81,13 +81,13 @@ class TangentSolution(NamedTuple):
     def report(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return what rules report of a solve: `multiplier`, `residual`, `evaluations`, `converged`
         and, in 16 bits, `removed`."""
-        found = {
+        figures = {
             "multiplier": self.multiplier,
             "residual": self.residual,
             "evaluations": self.evaluations.to(dtype),
             "converged": self.converged.to(dtype),
         }
-        return found if self.removed is None else found | {"removed": self.removed}
+        return figures if self.removed is None else figures | {"removed": self.removed}
 
 
 class TangentProblem(NamedTuple):
@@ -149,7 +149,7 @@ class Solver:
                 break
             previous, f_previous = work.trial, f
             work.trial = torch.where(work.open, work.next(f), work.trial)
-            found, f = work.measured(polars_of(work.shifted(), *work.msign))
+            latest, f = work.measured(polars_of(work.shifted(), *work.msign))
             work.evaluations += work.open
             secant = (f - f_previous) / (work.trial - previous)
             rises = work.open & (secant > 0) & (secant < float("inf"))
@@ -157,10 +157,10 @@ class Solver:
             better = work.open & ((f.abs() < residual.abs()) | residual.isnan())
             best, residual = torch.where(better, work.trial, best), torch.where(better, f, residual)
             kept = torch.where(better, work.kept, kept)
-            chosen = zip(apart(better[:, None, None], work.stacks), found, directions, strict=True)
+            chosen = zip(apart(better[:, None, None], work.stacks), latest, directions, strict=True)
             for each, phi, direction in chosen:
                 torch.where(each, phi, direction, out=direction)
-            del found, chosen, phi  # the next evaluation needs their memory
+            del latest, chosen, phi  # the next evaluation needs their memory
         return work.solutions(best, directions, residual, kept)
 
 
@@ -259,9 +259,9 @@ class _Refinement:
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
         left, floor = (apart(x, self.stacks) for x in (scaled, self.floor))
-        found = [self._sum(*each) for each in zip(self.stacks, left, self.v, floor, strict=True)]
-        self.kept = together([kept for _, kept in found])
-        return [z for z, _ in found]
+        sums = [self._sum(*each) for each in zip(self.stacks, left, self.v, floor, strict=True)]
+        self.kept = together([kept for _, kept in sums])
+        return [z for z, _ in sums]
 
     def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `M + left right^T` of one stack as `shifted` does, in the order of memory and
@@ -278,8 +278,7 @@ class _Refinement:
             z = torch.baddbmm(part, x[:, :, None], y[:, None], out=place)
             norms.append(torch.linalg.vector_norm(z, dim=(-2, -1)))
             norm = norms[-1].masked_fill(norms[-1] <= least, float("inf"))
-            if z.div_(norm[:, None, None]) is not target:
-                target.copy_(z)  # a pass that divides and rounds takes longer on a CPU
+            divide_(z, norm[:, None, None], target)
         return out, together(norms) > floor
 
     def narrow(self, f: Tensor) -> None:

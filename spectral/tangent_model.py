@@ -181,15 +181,15 @@ def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
     `N N^T` stays positive only if both come from the same float64 M and an exact unit vector.
     """
-    grams, found = [], []
+    grams, products = [], []
     for m, along in zip(stacks, v, strict=True):
         size = workspace_units(m.shape[1:].numel(), m.device)
         for part, direction in zip(torch.split(m, size), torch.split(along, size), strict=True):
             wide = part.double()
             image = torch.bmm(wide, direction[:, :, None])
             grams.append(torch.bmm(wide, wide.mT).baddbmm_(image, image.mT, alpha=-1))
-            found.append(image[:, :, 0])
-    return together(grams), together(found)
+            products.append(image[:, :, 0])
+    return together(grams), together(products)
 
 
 def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
     limit = max(elements, least) // rows**2
     units, each = max(1, limit // len(shifts)), min(len(shifts), limit)
-    found = []
+    solutions = []
     for part, vectors, square in zip(
         *(torch.split(x, units) for x in (gram, start, squares)), strict=True
     ):
@@ -239,10 +239,10 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
             del k  # the factor has its own memory
             first = vectors.repeat_interleave(some.shape[1], dim=0)
             powers = _powers(partial(solve, factor), first, space.resolvents)
-            found.append(powers.reshape(len(part), -1, rows))
+            solutions.append(powers.reshape(len(part), -1, rows))
             del factor  # before the next system
     split = -(-len(shifts) // each)
-    parts = [together(found[i : i + split], 1) for i in range(0, len(found), split)]
+    parts = [together(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
     vectors = torch.cat((pair, together(parts), products.to(pair.dtype)), dim=1)
     # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
@@ -259,11 +259,11 @@ def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> 
     """
     if count == 1:
         return unit(operator(start).double()).nan_to_num(0, 0, 0)
-    found, last = None, start
+    vectors, last = None, start
     for _ in range(count):
-        found = extended(found, operator(last).double())
-        last = found[:, -2:].to(start.dtype)
-    return start.new_empty(len(start), 0, start.shape[2]) if found is None else found
+        vectors = extended(vectors, operator(last).double())
+        last = vectors[:, -2:].to(start.dtype)
+    return start.new_empty(len(start), 0, start.shape[2]) if vectors is None else vectors
 
 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ class Agreement:
         That one began a step ago, so nobody waits for it.
         """
         before = self._collect()
-        mine = torch.tensor(list(figures), dtype=torch.int64)
+        own = torch.tensor(list(figures), dtype=torch.int64)
         with named("agreement of all ranks"):
-            work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._under_way = Pending("agreement of all ranks", work), mine
+            work = dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._under_way = Pending("agreement of all ranks", work), own
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
@@ -44,14 +44,14 @@ class Agreement:
         The result of a reduction under way is dropped.
         """
         self.delayed(figures)
-        found = self._collect()
-        assert found is not None  # `delayed` has started it
-        return found
+        result = self._collect()
+        assert result is not None  # `delayed` has started it
+        return result
 
     def gather(self, figures: Sequence[float]) -> Tensor:
         """Every rank's figures, float64 `[ranks, figures]`."""
-        mine = torch.tensor(list(figures), dtype=torch.float64)
-        return torch.stack(gather(mine, self.group, "figures of all ranks"))
+        own = torch.tensor(list(figures), dtype=torch.float64)
+        return torch.stack(gather(own, self.group, "figures of all ranks"))
 
     def _collect(self) -> list[int] | None:
         """Wait for the reduction under way and return its result, None without one."""
@@ -74,7 +74,7 @@ def disagreements(facts: Mapping[str, object]) -> list[str]:
             return []
         everyone = from_all((socket.gethostname(), dict(facts)))
     hosts = [host for host, _ in everyone]
-    return list(differing([mine for _, mine in everyone], hosts))
+    return list(differing([facts for _, facts in everyone], hosts))
 
 
 def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> Iterator[str]:
@@ -82,8 +82,8 @@ def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> It
 
     `facts` and `hosts` have an entry per rank.
     """
-    for key in dict.fromkeys(key for mine in facts for key in mine):
-        values = [repr(mine[key]) if key in mine else "absent" for mine in facts]
+    for key in dict.fromkeys(key for each in facts for key in each):
+        values = [repr(each[key]) if key in each else "absent" for each in facts]
         ranks = grouped(range(len(facts)), values.__getitem__)
         if len(ranks) == 1:
             continue

@@ -73,9 +73,9 @@ def different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:
     """Return the names whose tensors differ between ranks of the axis."""
     if axis.size == 1 or not tensors:
         return []
-    mine = torch.stack([bit_hash(value) for value in tensors.values()])
+    hashes = torch.stack([bit_hash(value) for value in tensors.values()])
     # The complement reverses the order, also of the smallest integer, which has no negative.
-    bounds = torch.stack([mine, ~mine])
+    bounds = torch.stack([hashes, ~hashes])
     largest, turned = all_reduce_(bounds, axis, CommVolume(), "hashes of copies", MAX)
     same = (largest == ~turned).tolist()
     return [name for name, equal in zip(tensors, same, strict=True) if not equal]
@@ -168,12 +168,12 @@ class WeightWatch:
         """
         self.compare()
         same = iter((~torch.cat(self.changed)).tolist())
-        mine = dict.fromkeys(name for watched in self._watched() for name in watched.names(same))
+        changed = dict.fromkeys(name for watched in self._watched() for name in watched.names(same))
         me = f"rank {dist.get_rank()} ({socket.gethostname()})"
-        found = summary_of_all(f"{me}: {name}" for name in mine)
-        if found:
+        summary = summary_of_all(f"{me}: {name}" for name in changed)
+        if summary:
             raise DisagreementError(
-                f"weights have changed between steps: {found}; earlier checkpoints are sound, "
+                f"weights have changed between steps: {summary}; earlier checkpoints are sound, "
                 "but that rank's memory may be faulty"
             )
         check_replicas(self.optimizer.model)

@@ -228,14 +228,14 @@ class DomainOptimizer:
         names, kept = list(group.kept), list(group.kept.values())
         if not kept:
             return
-        mine = [changes[name] for name in names]
+        own = [changes[name] for name in names]
         sent = self.exchange_dtype
-        if sent is not None and sent != mine[0].dtype:
-            rounded = [torch.empty_like(change, dtype=sent) for change in mine]
-            copy_all_(zip(rounded, mine, strict=True))
-            mine = [torch.empty_like(weight) for weight in kept]
-            copy_all_(zip(mine, rounded, strict=True))
-        add_all_(zip(kept, mine, strict=True))
+        if sent is not None and sent != own[0].dtype:
+            rounded = [torch.empty_like(change, dtype=sent) for change in own]
+            copy_all_(zip(rounded, own, strict=True))
+            own = [torch.empty_like(weight) for weight in kept]
+            copy_all_(zip(own, rounded, strict=True))
+        add_all_(zip(kept, own, strict=True))
 
     def _new_group(
         self,
@@ -311,10 +311,10 @@ Part = tuple[int, int, Assignment, bool]
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Sort `parts` by start and join neighbours that touch and are treated the same."""
-    found: list[Part] = []
+    result: list[Part] = []
     for start, length, assigned, replicated in sorted(parts, key=lambda part: part[0]):
         kind = assigned, replicated
-        if found and found[-1][0] + found[-1][1] == start and found[-1][2:] == kind:
-            start, length = found[-1][0], found.pop()[1] + length
-        found.append((start, length, *kind))
-    return found
+        if result and result[-1][0] + result[-1][1] == start and result[-1][2:] == kind:
+            start, length = result[-1][0], result.pop()[1] + length
+        result.append((start, length, *kind))
+    return result

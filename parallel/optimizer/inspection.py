@@ -35,7 +35,7 @@ def inspection_rounds(
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
     buckets = grouped(whole.values(), lambda unit: bucket_layout.slots[unit.parameter][0].index)
-    found: list[dict[str, int]] = []
+    chunks: list[dict[str, int]] = []
     for members in buckets.values():
         rounds: list[dict[str, int]] = []
         last: dict[int, tuple[int, int]] = {}  # by rank: its last round, and its elements there
@@ -49,5 +49,5 @@ def inspection_rounds(
             if number == len(rounds):
                 rounds.append({})
             rounds[number][unit.name] = rank
-        found += rounds
-    return found
+        chunks += rounds
+    return chunks

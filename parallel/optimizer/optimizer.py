@@ -80,10 +80,10 @@ class DistributedOptimizer:
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
         parts = [group.penalised.add_(acts=acts, measured=measured) for group in groups]
-        found = [sums for sums in parts if sums is not None]
-        if not found:
+        known = [sums for sums in parts if sums is not None]
+        if not known:
             return None
-        sums = torch.stack(found).sum(0)
+        sums = torch.stack(known).sum(0)
         return PenaltyFigures.of(all_reduce_(sums, None, self.model.comm_volume, "penalty figures"))
 
     @torch.no_grad()
@@ -96,9 +96,9 @@ class DistributedOptimizer:
         dtype = torch.promote_types(some.dtype, torch.float32)
         square = torch.zeros((), dtype=dtype, device=some.device)
         gradients = list(self._gradients())
-        mine = [gradient for counted, gradient in gradients if counted]
-        if mine:
-            square += torch.stack(torch._foreach_norm(mine, dtype=dtype)).square().sum()
+        counted_here = [gradient for counted, gradient in gradients if counted]
+        if counted_here:
+            square += torch.stack(torch._foreach_norm(counted_here, dtype=dtype)).square().sum()
         all_reduce_(square, None, self.model.comm_volume, "gradient norm")
         total = square.sqrt()
         if max_norm is None:

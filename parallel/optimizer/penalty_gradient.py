@@ -151,14 +151,14 @@ class PenalisedUnits:
         )
         gradient.mul_(penalty.coefficient)
         cut_all_(transfers, gradient, gradients.pieces)
-        found = self._zeros()[:4]
+        sums = self._zeros()[:4]
         if measured:
             share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")
-            found[0] = penalty.coefficient * value.double().sum()
-            found[1] = share.double().sum()
-            found[2] = len(transfers)
-            found[3] = gradient.double().square().sum()
-        return found
+            sums[0] = penalty.coefficient * value.double().sum()
+            sums[1] = share.double().sum()
+            sums[2] = len(transfers)
+            sums[3] = gradient.double().square().sum()
+        return sums
 
     def _zeros(self) -> Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)

@@ -24,7 +24,7 @@ def unit_work(
         assign: rule and penalty of each unit; units that no rank needs whole have no owner.
     """
     cost = cache(Assignment.cost)  # units of one shape share it
-    found: dict[str, dict[int, int]] = {}
+    holders_of: dict[str, dict[int, int]] = {}
     costs: dict[str, float] = {}
     local: dict[str, dict[int, int]] = {}
     for tensor_rank, members in enumerate(units):
@@ -35,7 +35,7 @@ def unit_work(
             if unit.name not in local:
                 local[unit.name] = bucket_layout.holders(unit)
                 costs[unit.name] = cost(assigned, unit.shape)
-            holders = found.setdefault(unit.name, {})
+            holders = holders_of.setdefault(unit.name, {})
             for data_rank, numel in local[unit.name].items():
                 holders[data_rank * len(units) + tensor_rank] = numel
-    return [Work(name, costs[name], found[name]) for name in sorted(found)]
+    return [Work(name, costs[name], holders_of[name]) for name in sorted(holders_of)]

@@ -119,26 +119,26 @@ class BucketLayout:
         Raises KeyError for a unit whose parameter has no slot.
         """
         bucket, slot = self.slots[unit.parameter]
-        found, position = [], 0
+        spans, position = [], 0
         for start, length in local_ranges(unit):
-            found.append(Span(bucket.index, slot.offset + start, length, position))
+            spans.append(Span(bucket.index, slot.offset + start, length, position))
             position += length
-        return tuple(found)
+        return tuple(spans)
 
     def cuts(self, unit: Unit) -> list[tuple[int, Span]]:
         """Cut `spans(unit)` at the borders of shards: the data-parallel rank of each, ascending.
 
         `start` still counts from the beginning of the bucket.
         """
-        found = []
+        cuts = []
         for span in self.spans(unit):
             size, end = self.shard_numel(span.bucket), span.start + span.length
             for rank in range(span.start // size, -(-end // size)):
                 start = max(span.start, rank * size)
                 length = min(end, (rank + 1) * size) - start
                 position = span.piece_start + start - span.start
-                found.append((rank, Span(span.bucket, start, length, position)))
-        return sorted(found, key=lambda cut: cut[0])
+                cuts.append((rank, Span(span.bucket, start, length, position)))
+        return sorted(cuts, key=lambda cut: cut[0])
 
     def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
         """Keep the cuts of a unit in the shard of data-parallel rank `rank`."""
@@ -149,10 +149,10 @@ class BucketLayout:
 
         Ranks are ascending.
         """
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for rank, span in self.cuts(unit):
-            found[rank] = found.get(rank, 0) + span.length
-        return found
+            counts[rank] = counts.get(rank, 0) + span.length
+        return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
         """Sum over units of elements times weight, in the shard of each data-parallel rank."""

@@ -101,7 +101,7 @@ def _starts(items: Sequence[Item], ranks: int, shard: int) -> tuple[int, ...] | 
     earliest: dict[tuple[int, int], int | None] = {}
     beam: dict[tuple[int, ...], _State] = {(0,) * len(kinds): _State(0, -1, 0, None)}
     for _ in items:
-        found: dict[tuple[int, ...], _State] = {}
+        reached: dict[tuple[int, ...], _State] = {}
         for used, state in beam.items():
             for kind, item in enumerate(kinds):
                 if used[kind] == counts[kind]:
@@ -115,26 +115,26 @@ def _starts(items: Sequence[Item], ranks: int, shard: int) -> tuple[int, ...] | 
                 start = state.end + gap
                 end = start + item.numel
                 after = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-                if after not in found or end < found[after].end:
-                    found[after] = _State(end, kind, start, state)
-        beam = _best(found, kinds, spare)
+                if after not in reached or end < reached[after].end:
+                    reached[after] = _State(end, kind, start, state)
+        beam = _best(reached, kinds, spare)
         if not beam:
             return None
     return _assign(items, kinds, next(iter(beam.values())))
 
 
 def _best(
-    found: dict[tuple[int, ...], _State], kinds: list[Item], spare: int
+    reached: dict[tuple[int, ...], _State], kinds: list[Item], spare: int
 ) -> dict[tuple[int, ...], _State]:
     """Keep the states with the least padding so far, none with more than `spare`."""
     padding = {
         used: state.end - sum(n * kind.numel for n, kind in zip(used, kinds, strict=True))
-        for used, state in found.items()
+        for used, state in reached.items()
     }
     # Among equals, those that have placed most of the large items.
     order = sorted((pad, tuple(-n for n in used)) for used, pad in padding.items() if pad <= spare)
     keys = [tuple(-n for n in negative) for _, negative in order[:BEAM]]
-    return {key: found[key] for key in keys}
+    return {key: reached[key] for key in keys}
 
 
 def _gap(item: Item, position: int, shard: int) -> int | None:

@@ -14,12 +14,12 @@ def named_parameters(
     specs: Sequence[ChunkSpec],
 ) -> dict[str, torch.nn.Parameter]:
     """Parameters of the chunks by declared global name."""
-    found: dict[str, torch.nn.Parameter] = {}
+    parameters: dict[str, torch.nn.Parameter] = {}
     for module, spec in zip(modules, specs, strict=True):
         declared = names(module, spec.layers)
         for name, parameter in module.named_parameters():
-            found[declared[name]] = parameter
-    return found
+            parameters[declared[name]] = parameter
+    return parameters
 
 
 def named_buffers(

@@ -108,18 +108,18 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
         across = tl.sum(tl.where(i[:, None] == k, rest, 0.0), axis=0)
         scale = 1.0 / tl.sqrt(tl.sum(tl.where(i == k, across, 0.0)))
         across = across * scale
-        mine = tl.sum(tl.where(i[:, None] == k, inverse, 0.0), axis=0) * scale
+        row = tl.sum(tl.where(i[:, None] == k, inverse, 0.0), axis=0) * scale
         below = tl.where(i > k, across, 0.0)
         rest = rest - below[:, None] * across[None, :]
-        inverse = tl.where(i[:, None] == k, mine[None, :], inverse - below[:, None] * mine[None, :])
+        inverse = tl.where(i[:, None] == k, row[None, :], inverse - below[:, None] * row[None, :])
     product = tl.dot(inverse, gram, out_dtype=tl.float64)
     square = tl.sum(product * inverse, axis=1)
     inverse = tl.where((square < 0.25)[:, None], 0.0, inverse)
     for first in range(0, n, COLUMNS):
         inside = (i[:, None] < count) & (col[None, :] < n - first)
         rows = tl.load(source + first * x_col, mask=inside, other=0.0).to(tl.float64)
-        found = tl.dot(inverse, rows, out_dtype=tl.float64)
-        tl.store(target + first, found.to(out.dtype.element_ty), mask=inside)
+        result = tl.dot(inverse, rows, out_dtype=tl.float64)
+        tl.store(target + first, result.to(out.dtype.element_ty), mask=inside)
 
 
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
@@ -128,11 +128,11 @@ def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
     All `squarings` are equal.
     """
     batch, size = t.shape[:2]
-    found = t.new_empty(batch, size)
+    result = t.new_empty(batch, size)
     rows = t.mT if t.mT.is_contiguous() else t.contiguous()  # solutions come as columns
-    if found.numel():
+    if result.numel():
         eigenvector_kernel[(batch,)](
-            rows, found, size,
+            rows, result, size,
             TINY=tiny,
             ROUNDS=len(squarings),
             SQUARINGS=squarings[0],
@@ -140,7 +140,7 @@ def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
             num_warps=WARPS,
             num_stages=STAGES,
         )  # fmt: skip
-    return found
+    return result
 
 
 def root(

@@ -141,15 +141,15 @@ class MuonSphereRule(RadiusRule):
         cached = together(shorts)
         lengths = cached.norm(dim=-1) + together([long.norm(dim=-1) for long in longs])
         wide = [w.mT if is_tall(w) else w for w in weights]
-        found = top_pairs(wide, cached, steps=self.krylov_steps, nearby=together(nearby))
-        sigma, short, long = found.sigma.to(weights[0].dtype), found.short, found.long
+        top = top_pairs(wide, cached, steps=self.krylov_steps, nearby=together(nearby))
+        sigma, short, long = top.sigma.to(weights[0].dtype), top.short, top.long
         sound = torch.addcmul(lengths, sigma, sigma) < float("inf")
         unsound = ~sound[:, None]
         short.masked_fill_(unsound, 0)
         for x, each in zip(long, apart(unsound, weights), strict=True):
             x.masked_fill_(each, 0)
-        assert found.nearby is not None
-        others = found.nearby.masked_fill_(unsound[:, :, None], 0)
+        assert top.nearby is not None
+        others = top.nearby.masked_fill_(unsound[:, :, None], 0)
         news = zip(apart(short, weights), long, apart(others, weights), strict=True)
         for state, new in zip(states, news, strict=True):
             for old, vectors in zip(state, new, strict=True):

@@ -59,16 +59,16 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
     """
     if not isinstance(parameter, DTensor):
         return _copies(parameter.shape, ranks.size)
-    found = _layout(parameter.shape, parameter.device_mesh, parameter.placements, ranks)
-    box = found.boxes[ranks.rank]
+    layout = _layout(parameter.shape, parameter.device_mesh, parameter.placements, ranks)
+    box = layout.boxes[ranks.rank]
     local = local_of(parameter)
-    if numel_of(box) != local.numel() or found.numel != parameter.numel():
+    if numel_of(box) != local.numel() or layout.numel != parameter.numel():
         raise ValueError(
             f"placements {parameter.placements} of a parameter of shape {tuple(parameter.shape)} "
             f"are not supported: this rank holds {tuple(local.shape)}, expected "
             f"{tuple(n for _, n in box)}"
         )
-    return found
+    return layout
 
 
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:

@@ -147,24 +147,24 @@ def _swapped(
 
     Every rank gets as many items of each cost as in `owners`, so its load is the same.
     """
-    found = list(owners)
+    dealt = list(owners)
     for items in grouped(range(len(costs)), lambda item: costs[item]).values():
-        room = Counter(owners[item] for item in items)
+        places = Counter(owners[item] for item in items)
         pairs = [
             (-numel, item, rank)
             for item in items
             for rank, numel in holders[item].items()
-            if rank in room
+            if rank in places
         ]
         left = set(items)
         for _, item, rank in sorted(pairs):
-            if item in left and room[rank]:
+            if item in left and places[rank]:
                 left.discard(item)
-                room[rank] -= 1
-                found[item] = rank
-        for item, rank in zip(sorted(left), sorted(room.elements()), strict=True):
-            found[item] = rank
-    return tuple(found)
+                places[rank] -= 1
+                dealt[item] = rank
+        for item, rank in zip(sorted(left), sorted(places.elements()), strict=True):
+            dealt[item] = rank
+    return tuple(dealt)
 
 
 def _greedy(

@@ -56,7 +56,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     world: dist.ProcessGroup | None = dist.group.WORLD
     if world is not None and ranks == list(range(dist.get_world_size())):
         return world
-    found: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
-    if found is None:
+    group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
+    if group is None:
         raise RuntimeError(f"this rank is not a member of the device mesh {mesh}")
-    return found
+    return group

@@ -66,7 +66,9 @@ def products(rule, shape):
 @pytest.mark.parametrize(("name", "settings"), STEPS)
 def test_a_step_costs_what_it_executes(name, settings, shape, monkeypatch):
     # Costs are those of a GPU.
-    monkeypatch.setattr(positive_definite, "block_rows", lambda rows, device: positive_definite.BLOCK)
+    monkeypatch.setattr(
+        positive_definite, "block_rows", lambda rows, device: positive_definite.BLOCK
+    )
     rule = RULES[name](**settings)
     # The cost leaves out the small dense algebra of Krylov spaces and of the solver's model.
     assert products(rule, shape) == pytest.approx(executed(rule, shape), rel=0.025)
