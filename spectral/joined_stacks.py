@@ -44,5 +44,5 @@ def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
 
     In the dtype and on the device of the stacks; not to be written to.
     """
-    each = ((value,) * len(stack) for value, stack in zip(values, stacks, strict=True))
-    return constant(tuple(chain.from_iterable(each)), stacks[0].dtype, stacks[0].device)
+    repeated = ((value,) * len(stack) for value, stack in zip(values, stacks, strict=True))
+    return constant(tuple(chain.from_iterable(repeated)), stacks[0].dtype, stacks[0].device)

@@ -45,8 +45,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
                 # matrix makes NaN here, and `extended` zeros of it again.
                 scale = together([length(image, (-2, -1)) for image in products]).reciprocal_()
                 square = scale.square()
-                for image, each in zip(products, apart(scale, stacks), strict=True):
-                    image.mul_(each)
+                for image, factor in zip(products, apart(scale, stacks), strict=True):
+                    image.mul_(factor)
             last = preimages(products, stacks).mul_(square)
             vectors.append(last)
     assert basis is not None

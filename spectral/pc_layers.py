@@ -185,7 +185,7 @@ def merge_(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, nn.Module) and parametrize.is_parametrized(module, "weight"):
             chain = module.parametrizations["weight"]  # type: ignore[index]
-            if any(isinstance(each, EffectiveWeight) for each in chain):
+            if any(isinstance(part, EffectiveWeight) for part in chain):
                 _refuse_shared(model, chain.original)  # type: ignore[union-attr]
                 # A copy of the module has the same class, which loses its property `weight`.
                 kind = type(module)
@@ -196,7 +196,7 @@ def merge_(model: nn.Module) -> None:
 def _is_sharded_by_fsdp(model: nn.Module) -> bool:
     """Whether `fully_shard` has seen a part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 def _refuse_shared(model: nn.Module, parameter: Tensor) -> None:

@@ -116,8 +116,8 @@ def top_pairs(
     # Both vectors of a zero matrix are zero already.
     sigma = (image / size.clamp_(min=TINY))[:, 0]
     short.div_(size)
-    for x, each in zip(long, apart(image.clamp_(min=TINY), work), strict=True):
-        x.div_(each)
+    for x, norm in zip(long, apart(image.clamp_(min=TINY), work), strict=True):
+        x.div_(norm)
     return TopPairs(sigma.to(dtype), short, long, None if nearby is None else vectors[:, 1:])
 
 

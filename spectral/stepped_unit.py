@@ -76,9 +76,9 @@ class SteppedUnit:
             part = torch.empty([n for _, n in box], device="meta")
             shape = division.matrix(part).shape
             names = entry_shapes(rule, tuple(shape), parameter.dtype)
-            entries = {name: Entry(starts.get(name, 0), each) for name, each in names.items()}
-            for name, each in names.items():
-                starts[name] = starts.get(name, 0) + each.numel()
+            entries = {name: Entry(starts.get(name, 0), entry) for name, entry in names.items()}
+            for name, entry in names.items():
+                starts[name] = starts.get(name, 0) + entry.numel()
             units.append(cls(parameter, division, box, shape, entries))
         return units
 

@@ -158,8 +158,8 @@ class Solver:
             best, residual = torch.where(better, work.trial, best), torch.where(better, f, residual)
             kept = torch.where(better, work.kept, kept)
             chosen = zip(apart(better[:, None, None], work.stacks), latest, directions, strict=True)
-            for each, phi, direction in chosen:
-                torch.where(each, phi, direction, out=direction)
+            for replaced, phi, direction in chosen:
+                torch.where(replaced, phi, direction, out=direction)
             del latest, chosen, phi  # the next evaluation needs their memory
         return work.solutions(best, directions, residual, kept)
 
@@ -259,7 +259,7 @@ class _Refinement:
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
         left, floor = (apart(x, self.stacks) for x in (scaled, self.floor))
-        sums = [self._sum(*each) for each in zip(self.stacks, left, self.v, floor, strict=True)]
+        sums = [self._sum(*parts) for parts in zip(self.stacks, left, self.v, floor, strict=True)]
         self.kept = together([kept for _, kept in sums])
         return [z for z, _ in sums]
 
@@ -298,8 +298,8 @@ class _Refinement:
         part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
         scaled = part.to(self.dtype)[:, None] * self.u
         left = apart(scaled[:, :, None], self.stacks)
-        for direction, each, v in zip(directions, left, self.v, strict=True):
-            direction.baddbmm_(each, v[:, None], alpha=-1)
+        for direction, column, v in zip(directions, left, self.v, strict=True):
+            direction.baddbmm_(column, v[:, None], alpha=-1)
         return part
 
     def solutions(
@@ -318,12 +318,12 @@ class _Refinement:
             best.to(self.dtype), residual.masked_fill(missing, 1).to(self.dtype), self.evaluations,
             self.slope.to(self.dtype), converged, ~missing,
         )  # fmt: skip
-        each = zip(*(apart(figure, self.stacks) for figure in figures), strict=True)
+        by_stack = zip(*(apart(figure, self.stacks) for figure in figures), strict=True)
         out = [None] * len(self.stacks) if removed is None else apart(removed, self.stacks)
         directions = [x.mT if flip else x for x, flip in zip(directions, self.tall, strict=True)]
         return [
             TangentSolution(multiplier, direction, f, evaluations, slope, tangent, bounded, part)
             for direction, (multiplier, f, evaluations, slope, tangent, bounded), part in zip(
-                directions, each, out, strict=True
+                directions, by_stack, out, strict=True
             )
         ]

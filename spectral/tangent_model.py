@@ -131,7 +131,7 @@ def build(
         steps, dtype: of msign.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
-    u, v = unit(u.double()), [unit(each.double()) for each in v]
+    u, v = unit(u.double()), [unit(vectors.double()) for vectors in v]
     wide = is_wide(rows, dtype, device)
     gram, w = (_gram if wide else _narrow_gram)(stacks, v)
     centre = -(u * w).sum(-1)
@@ -194,7 +194,7 @@ def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
 def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute `N N^T` in the dtype of M, and `M v`."""
-    along = [each.to(m.dtype)[:, None] for m, each in zip(stacks, v, strict=True)]
+    along = [vectors.to(m.dtype)[:, None] for m, vectors in zip(stacks, v, strict=True)]
     image = preimages(along, stacks)  # [matrices, 1, rows]
     gram = _grams(stacks).baddbmm_(image.mT, image, alpha=-1)
     return gram, image[:, 0].double()
@@ -227,12 +227,12 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     start = pair.to(gram.dtype)
     least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
     limit = max(elements, least) // rows**2
-    units, each = max(1, limit // len(shifts)), min(len(shifts), limit)
+    units, count = max(1, limit // len(shifts)), min(len(shifts), limit)
     solutions = []
     for part, vectors, square in zip(
         *(torch.split(x, units) for x in (gram, start, squares)), strict=True
     ):
-        for some in torch.split(square, each, dim=1):
+        for some in torch.split(square, count, dim=1):
             k = part[:, None].repeat(1, some.shape[1], 1, 1)
             k.diagonal(dim1=-2, dim2=-1).add_(some[:, :, None])
             factor = factorized_(k.flatten(0, 1))
@@ -241,7 +241,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
             powers = _powers(partial(solve, factor), first, space.resolvents)
             solutions.append(powers.reshape(len(part), -1, rows))
             del factor  # before the next system
-    split = -(-len(shifts) // each)
+    split = -(-len(shifts) // count)
     parts = [together(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
     vectors = torch.cat((pair, together(parts), products.to(pair.dtype)), dim=1)
@@ -275,8 +275,8 @@ def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: 
     q = basis.to(kind)
     image = torch.bmm(q, w.to(kind)[:, :, None])
     products = []
-    each = zip(images(q, stacks), apart(image, stacks), v, strict=True)
-    for product, part, along in each:
+    parts = zip(images(q, stacks), apart(image, stacks), v, strict=True)
+    for product, part, along in parts:
         wide = product.baddbmm_(part, along.to(kind)[:, None], alpha=-1).double()
         products.append(torch.bmm(wide, wide.mT))
     return together(products)

@@ -244,12 +244,12 @@ class DomainOptimizer:
     ) -> StepGroup:
         """Plan a group of buckets and allocate the state of the units that this rank steps."""
         rank = self.domain.stage.rank
-        present = [each for each in transfers if each.sources[0].tensor in buckets]
-        stepped = [each for each in present if self.assign(each.unit).has_owner]
-        plain = [each for each in stepped if self.assign(each.unit).pc is None]
-        pc = [each for each in stepped if self.assign(each.unit).pc is not None]
-        penalised = [each for each in present if self.assign(each.unit).penalty is not None]
-        stacks = owned_stacks([each for each in plain if each.owner == rank], self.assign)
+        present = [t for t in transfers if t.sources[0].tensor in buckets]
+        stepped = [t for t in present if self.assign(t.unit).has_owner]
+        plain = [t for t in stepped if self.assign(t.unit).pc is None]
+        pc = [t for t in stepped if self.assign(t.unit).pc is not None]
+        penalised = [t for t in present if self.assign(t.unit).penalty is not None]
+        stacks = owned_stacks([t for t in plain if t.owner == rank], self.assign)
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
@@ -263,7 +263,7 @@ class DomainOptimizer:
         weights = gathered_weights(stacks, group.exchange, self.buffers)
         for stack in stacks:
             rule = stack.rule
-            moved = (each.unit.name for each in stack.transfers if not each.is_local)
+            moved = (t.unit.name for t in stack.transfers if not t.is_local)
             group.kept.update((name, weights.pieces[name].clone()) for name in moved)
             state = rule.init_state(weights.assembled(stack.transfers))
             stack.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}

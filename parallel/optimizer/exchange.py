@@ -193,7 +193,7 @@ class StackMemory:
         if all(transfer.in_order for transfer in transfers):
             first = transfers[0].unit
             return self._blocks[first.name].view(len(transfers), *first.shape)[part]
-        return torch.stack([each.whole(self.pieces[each.unit.name]) for each in transfers[part]])
+        return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
 
     def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
         """Write some matrices of a stack, unless they are the view that `assembled` returned."""

@@ -16,7 +16,7 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
     """
     costs: dict[str, int] = {}
     for members in units:
-        for unit in {each.name: each for each in members if each.is_matrix}.values():
+        for unit in {u.name: u for u in members if u.is_matrix}.values():
             short, long = sorted(unit.shape)
             costs[unit.parameter] = costs.get(unit.parameter, 0) + short * short * (long + short)
     names = sorted(costs)
@@ -40,7 +40,7 @@ def inspection_rounds(
         rounds: list[dict[str, int]] = []
         last: dict[int, tuple[int, int]] = {}  # by rank: its last round, and its elements there
         # Matrices of one shape, which are inspected together, in the same round if they fit.
-        for unit in sorted(members, key=lambda each: (each.shape, each.name)):
+        for unit in sorted(members, key=lambda u: (u.shape, u.name)):
             rank = places[unit.parameter]
             number, before = last.get(rank, (0, 0))
             if before and before + unit.numel > elements:

@@ -142,7 +142,7 @@ class MaterializedStack(OwnedStack):
 
     def stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
         """Whole matrices `[part, rows, cols]` of some units, in the dtype of W."""
-        matrices = [each.whole(pieces[each.unit.name]) for each in self.transfers[part]]
+        matrices = [t.whole(pieces[t.unit.name]) for t in self.transfers[part]]
         return torch.stack(matrices).to(self.weight.dtype)
 
     def _chunks(self) -> Iterator[slice]:
@@ -172,7 +172,7 @@ class MaterializedUnits:
         self.buffers = model.buffers
         self.dtype = exchange_dtype
         self.exchange = stage_exchange(transfers, model.domain, model.comm_volume)
-        self.owned = [each for each in transfers if each.owner == model.domain.stage.rank]
+        self.owned = [t for t in transfers if t.owner == model.domain.stage.rank]
         stacks = owned_stacks(self.owned, assign)
         weights = gathered_weights(stacks, self.exchange, self.buffers)
         self.stacks = [
@@ -189,14 +189,14 @@ class MaterializedUnits:
         shards = self.buffers.gradient_shards()
         # Those of a unit that is one part of this rank's shard stay there.
         gradients = {
-            each.unit.name: each.sources[0].of(shards)
-            for each in self.owned
-            if each.is_local and len(each.sources) == 1
+            t.unit.name: t.sources[0].of(shards)
+            for t in self.owned
+            if t.is_local and len(t.sources) == 1
         }
         pieces = {
-            each.unit.name: shards[0].new_empty(each.unit.numel)
-            for each in self.owned
-            if each.unit.name not in gradients
+            t.unit.name: shards[0].new_empty(t.unit.numel)
+            for t in self.owned
+            if t.unit.name not in gradients
         }
         self.exchange.gather(shards, pieces, shards[0], self.dtype)
         gradients |= pieces

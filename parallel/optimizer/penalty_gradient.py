@@ -73,9 +73,9 @@ def weight_exchange(
         )
 
     near = [
-        Transfer(each.matrix, each.owner % tensor.size, parts(each), ())
-        for each in transfers
-        if each.owner // tensor.size == data_rank
+        Transfer(t.matrix, t.owner % tensor.size, parts(t), ())
+        for t in transfers
+        if t.owner // tensor.size == data_rank
     ]
     send = partial(all_to_all, axis=tensor, comm_volume=volume, kind="penalty weights")
     return Exchange(near, (), tensor.rank, tensor.size, send, send)
@@ -97,14 +97,14 @@ class PenalisedUnits:
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
         self.weight_exchange = weight_exchange(transfers, domain, comm_volume)
-        owned = [each for each in transfers if each.owner == domain.stage.rank]
+        owned = [t for t in transfers if t.owner == domain.stage.rank]
         self.parts = [
             part
             for transfer in transfers
             for part in transfer.sources
             if part.rank == domain.stage.rank
         ]
-        self.stacks = grouped(owned, lambda each: (assign(each.unit).penalty, each.unit.shape))
+        self.stacks = grouped(owned, lambda t: (assign(t.unit).penalty, t.unit.shape))
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if it `acts`.

@@ -103,10 +103,10 @@ def _launch(stacks: Sequence[Tensor], out: Tensor, tile: Tile) -> None:
         return
     blocks = triton.cdiv(n, tile.block)
     tiles = blocks * (blocks + 1) // 2
-    each = [*stacks, *[stacks[0][:0]] * (STACKS - len(stacks))]
-    ends = [sum(x.shape[0] for x in each[: i + 1]) for i in range(STACKS - 1)]
-    strides = [stride for x in each for stride in x.stride()]
+    padded = [*stacks, *[stacks[0][:0]] * (STACKS - len(stacks))]
+    ends = [sum(x.shape[0] for x in padded[: i + 1]) for i in range(STACKS - 1)]
+    strides = [stride for x in padded for stride in x.stride()]
     grouped_kernel[(count * tiles,)](
-        *each, out, n, tiles, *ends, *(x.shape[2] for x in each), *strides,
+        *padded, out, n, tiles, *ends, *(x.shape[2] for x in padded), *strides,
         **tile.options(widen=INTERPRETED),
     )  # fmt: skip

@@ -67,8 +67,8 @@ class PolarRule(MomentumRule, MsignRule):
         else:
             if scale is not None:
                 scale_(weights, scale)
-            each = zip(stacks, polars, apart(gate, weights), strict=True)
-            norm = together([self._update(*one, decays=decays) for one in each])
+            triples = zip(stacks, polars, apart(gate, weights), strict=True)
+            norm = together([self._update(*one, decays=decays) for one in triples])
         sizes = [
             self.update_scale(matrix_shape(w)) / math.sqrt(w.shape[1:].numel()) for w in weights
         ]
@@ -95,10 +95,10 @@ class PolarRule(MomentumRule, MsignRule):
         decays = decays and (isinstance(decay, Tensor) or decay != 0)
         factor = unit * (1 - lr * decay) if decays else unit
         scales = [None] * len(stacks) if scale is None else apart(scale, weights)
-        each = zip(*(apart(x, weights) for x in (factor, step, gate)), scales, strict=True)
+        parts = zip(*(apart(x, weights) for x in (factor, step, gate)), scales, strict=True)
         squares = [
             update_(w, polar.direction, decay, size, active, part, self.cautious)
-            for w, polar, (decay, size, active, part) in zip(weights, polars, each, strict=True)
+            for w, polar, (decay, size, active, part) in zip(weights, polars, parts, strict=True)
         ]
         return together(squares).sqrt()
 
@@ -156,5 +156,5 @@ def matrix_shape(weight: Tensor) -> tuple[int, int]:
 
 def scale_(weights: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply the weights of stacks by `scale` `[sum of batches]` in place."""
-    for w, each in zip(weights, apart(scale[:, None, None], weights), strict=True):
-        w.mul_(each)
+    for w, factor in zip(weights, apart(scale[:, None, None], weights), strict=True):
+        w.mul_(factor)

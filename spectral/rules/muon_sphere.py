@@ -146,8 +146,8 @@ class MuonSphereRule(RadiusRule):
         sound = torch.addcmul(lengths, sigma, sigma) < float("inf")
         unsound = ~sound[:, None]
         short.masked_fill_(unsound, 0)
-        for x, each in zip(long, apart(unsound, weights), strict=True):
-            x.masked_fill_(each, 0)
+        for x, mask in zip(long, apart(unsound, weights), strict=True):
+            x.masked_fill_(mask, 0)
         assert top.nearby is not None
         others = top.nearby.masked_fill_(unsound[:, :, None], 0)
         news = zip(apart(short, weights), long, apart(others, weights), strict=True)

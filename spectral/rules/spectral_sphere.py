@@ -57,8 +57,8 @@ class SpectralSphereRule(MuonSphereRule):
         reports, sound, factor = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)
         solutions = solver.solve([self.problem(stack) for stack in stacks])
-        each = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
-        polars = [self.keep(*one) for one in each]
+        parts = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
+        polars = [self.keep(*one) for one in parts]
         others = self.apply(stacks, polars, scale=factor)
         solved = (
             solution.report(stack.state["multiplier"].dtype)

@@ -135,7 +135,7 @@ class Exchange:
         dtype and device; elements are sent as `dtype`, None for that of `like`.
         """
         side = self.inward
-        copy_all_(local_pairs([each for each in side.local if each[0] in whole], whole, held))
+        copy_all_(local_pairs([pair for pair in side.local if pair[0] in whole], whole, held))
         if side.exists:
             send = packed([part.of(held) for _, part in side.held], like, dtype)
             received = self.gather_by(send, side.owned_counts, side.held_counts)

@@ -101,7 +101,7 @@ class SharedMatrices:
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
-        self.parameters = [SharedParameter.of(*each, ranks) for each in parameters]
+        self.parameters = [SharedParameter.of(*member, ranks) for member in parameters]
         self.index = {shared.parameter: i for i, shared in enumerate(self.parameters)}
         works = [
             Work(

@@ -137,7 +137,7 @@ def longest_processing_time(
 
 def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
     """Elements that lie in their owners' shards."""
-    return sum(each.get(owner, 0) for owner, each in zip(owners, holders, strict=True))
+    return sum(elements.get(owner, 0) for owner, elements in zip(owners, holders, strict=True))
 
 
 def _swapped(

@@ -40,9 +40,9 @@ class RankGroup:
     def agree(self, flag: bool, value: int, device: torch.device) -> tuple[bool, bool]:
         """Return whether `flag` is true on every rank, and whether every rank passes the same
         `value`; waits for the device."""
-        each = torch.tensor([flag, value, -value], dtype=torch.int64, device=device)
-        dist.all_reduce(each, dist.ReduceOp.MIN, group=self.group)
-        least, smallest, largest = each.tolist()
+        figures = torch.tensor([flag, value, -value], dtype=torch.int64, device=device)
+        dist.all_reduce(figures, dist.ReduceOp.MIN, group=self.group)
+        least, smallest, largest = figures.tolist()
         return least > 0, smallest == -largest
 
 
