@@ -18,8 +18,8 @@ class RanksDifferError(InputError):
 
 def program() -> dict[str, Any]:
     """Return a hash of the source files of every package, and the versions of libraries."""
-    found: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in PACKAGES}
-    return found | {f"version of {name}": version for name, version in library_versions().items()}
+    facts: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in PACKAGES}
+    return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
 def source_hash(folder: Path) -> str:

@@ -62,11 +62,11 @@ class Sampler:
         for place in range(self.prompt, self.prompt + self.tokens):
             written[:, place] = next_tokens(model, groups, written, place - 1, self.vocab_size)
             alive()
-        found = {}
+        texts = {}
         for name, row in zip(self.names, written.tolist(), strict=True):
-            found[f"sample/{name}/prompt"] = self._text(row[: self.prompt])
-            found[f"sample/{name}/text"] = self._text(row[self.prompt :][: self.tokens])
-        return found
+            texts[f"sample/{name}/prompt"] = self._text(row[: self.prompt])
+            texts[f"sample/{name}/text"] = self._text(row[self.prompt :][: self.tokens])
+        return texts
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))

@@ -45,22 +45,22 @@ def wanted(config: Config) -> dict[str, str]:
     no registration       of a recorded graph's buffers by NCCL, which expandable segments do not
                           allow
     """
-    found = {ALLOCATOR[0]: "expandable_segments:True"}
+    variables = {ALLOCATOR[0]: "expandable_segments:True"}
     if config.parallel.tensor > 1 or config.parallel.context > 1:
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.optimizer.distributed.cuda_graph:
-        found["NCCL_GRAPH_REGISTER"] = "0"
+        variables["NCCL_GRAPH_REGISTER"] = "0"
     if config.run.deterministic:
-        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return found
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return variables
 
 
 def missing(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
     """What of `wanted` the user has not set otherwise."""
-    found = wanted(config)
+    variables = wanted(config)
     if any(name in environment for name in ALLOCATOR):
-        del found[ALLOCATOR[0]]
-    return {name: value for name, value in found.items() if name not in environment}
+        del variables[ALLOCATOR[0]]
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def prepare(config: Config) -> None:
@@ -74,10 +74,10 @@ def prepare(config: Config) -> None:
             "those of the optimizer too; unset it and call "
             'torch.set_float32_matmul_precision("high") for the forward pass alone'
         )
-    found = missing(config, os.environ)
-    os.environ.update(found)
-    if ALLOCATOR[0] in found:  # which PyTorch has read when it was imported
-        torch._C._accelerator_setAllocatorSettings(found[ALLOCATOR[0]])
+    variables = missing(config, os.environ)
+    os.environ.update(variables)
+    if ALLOCATOR[0] in variables:  # which PyTorch has read when it was imported
+        torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])
 
 
 def settings() -> dict[str, str]:

@@ -30,13 +30,13 @@ def library_versions() -> Facts:
 
     That of torch names its build, such as `2.13.0+cu130`, which its wheel does not everywhere.
     """
-    found: Facts = {"python": python_version()}
+    versions: Facts = {"python": python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found | {"torch": str(torch.__version__)}
+            versions[package] = None
+    return versions | {"torch": str(torch.__version__)}
 
 
 def commit() -> str | None:
@@ -54,7 +54,7 @@ def device_facts(device: torch.device) -> Facts:
     """What the run runs on: device, and on a GPU its driver, CUDA, cuDNN and NCCL."""
     if device.type != "cuda":
         return {"device": f"{device.type} ({machine()})"}
-    found: Facts = {
+    facts: Facts = {
         "device": torch.cuda.get_device_name(device),
         "memory": f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB",
         "driver": driver(),
@@ -64,10 +64,10 @@ def device_facts(device: torch.device) -> Facts:
     }
     # A CUDA build whose device is pretended has no libraries to ask.
     with contextlib.suppress(RuntimeError):
-        found["cudnn"] = str(cudnn.version()) if cudnn.is_available() else None
+        facts["cudnn"] = str(cudnn.version()) if cudnn.is_available() else None
     with contextlib.suppress(AttributeError, RuntimeError):
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
 
 
 def driver(file: Path = DRIVER) -> str | None:

@@ -52,8 +52,8 @@ class ExpertBalance:
         if moe is None:
             return {}
         pipeline, comm_volume = self.groups.pipeline, self.model.comm_volume
-        found = all_reduce_(self._violation.clone(), pipeline, comm_volume, "metrics")
-        return dict(enumerate(found[moe.dense_layers :].tolist(), moe.dense_layers))
+        violations = all_reduce_(self._violation.clone(), pipeline, comm_volume, "metrics")
+        return dict(enumerate(violations[moe.dense_layers :].tolist(), moe.dense_layers))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last step.

@@ -38,19 +38,19 @@ def weight_figures(weight: Tensor) -> Figures:
 
     `quantiles`, `[units, 11]`, are those of their singular values.
     """
-    found = of_matrices(weight)
-    values = found.singular_values()
+    matrices = of_matrices(weight)
+    values = matrices.singular_values()
     second = values[:, 1] if values.shape[1] > 1 else torch.zeros_like(values[:, 0])
     steps = torch.linspace(0, 1, QUANTILES, dtype=values.dtype, device=values.device)
     return {
         "spectral_norm": values[:, 0],
-        "weight_rms": found.rms(),
+        "weight_rms": matrices.rms(),
         "stable_rank": measures.stable_rank_of(values),
         "effective_rank": measures.effective_rank_of(values),
         "condition_number": measures.modified_condition_number_of(values),
         "spectral_gap": (values[:, 0] - second) / values[:, 0],
-        "off_diagonal_gram": found.off_diagonal,
-        "correlation": found.correlation(),
+        "off_diagonal_gram": matrices.off_diagonal,
+        "correlation": matrices.correlation(),
         "quantiles": torch.quantile(values, steps, dim=1).T,
     }
 
@@ -62,15 +62,15 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     """
     sums = of_matrices(gradient)
     values = sums.singular_values()
-    found = {
+    figures = {
         "gradient_rms": sums.rms(),
         "gradient_nuclear_rank": measures.nuclear_rank_of(values),
         "gradient_stable_rank": measures.stable_rank_of(values),
     }
     if previous is not None:
         blocks = zip(split(gradient), split(previous), strict=True)
-        found["gradient_alignment"] = cosine((a.double(), b.double()) for a, b in blocks)
-    return found
+        figures["gradient_alignment"] = cosine((a.double(), b.double()) for a, b in blocks)
+    return figures
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
@@ -97,25 +97,25 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
     """Return the inner products `[units, steps, steps]`, float64, of the updates of steps, whose
     arguments are those of `updates`."""
     units, steps = len(weights[0]), len(kept)
-    found = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
+    products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
     for each in updates(weights, kept):
         flat = torch.stack(each, 1).flatten(2)
-        found += flat @ flat.mT
-    return found
+        products += flat @ flat.mT
+    return products
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
     """Return figures `[units]` of the last of the updates of steps, their alignment with those of
     the step before among them if there is one; arguments as of `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
-    found = {
+    figures = {
         "applied_rms": sums.rms(),
         "update_stable_rank": measures.stable_rank_of(sums.singular_values()),
     }
     if len(kept) > 1:
         pairs = ((each[-1], each[-2]) for each in updates(weights[-3:], kept[-2:]))
-        found["update_alignment"] = cosine(pairs)
-    return found
+        figures["update_alignment"] = cosine(pairs)
+    return figures
 
 
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
@@ -191,11 +191,11 @@ def role_means(records: Iterable[Record]) -> dict[str, float]:
 
 def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     """Return the means of figures over the matrices of each layer, by layer."""
-    found: dict[str, dict[str, float]] = {}
+    layers: dict[str, dict[str, float]] = {}
     inside = [record for record in records if record["layer"] is not None]
     for (layer, name), value in _means(inside, "layer"):
-        found.setdefault(str(layer), {})[name] = value
-    return found
+        layers.setdefault(str(layer), {})[name] = value
+    return layers
 
 
 def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
@@ -220,23 +220,23 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
     """
     roles = set(matrix)
     inside = [record for record in records if record["role"] in roles]
-    found: dict[str, float] = {}
+    summary: dict[str, float] = {}
     missing = {"condition_number": math.nan}
     for group, members in (("", roles), ("/pc", PC_ROLES), ("/qkv", ATTENTION_INPUTS)):
         numbers = [
             merged.get("effective_condition_number", merged["condition_number"])
             for merged in (missing | record for record in inside if record["role"] in members)
         ]
-        found[f"condition_number/geometric_mean{group}"] = geometric_mean(numbers)
+        summary[f"condition_number/geometric_mean{group}"] = geometric_mean(numbers)
     ratios = [record["criterion_ratio"] for record in inside if "criterion_ratio" in record]
-    found["criterion_ratio/geometric_mean"] = geometric_mean(ratios)
+    summary["criterion_ratio/geometric_mean"] = geometric_mean(ratios)
     if ratios:
-        found["criterion_ratio/share"] = sum(ratio >= 1 for ratio in ratios) / len(ratios)
+        summary["criterion_ratio/share"] = sum(ratio >= 1 for ratio in ratios) / len(ratios)
     for name in EXTREMES:
         values = [abs(r[name]) for r in inside if _finite(r.get(name))]
         if values:
-            found[f"{name}/max"] = max(values)
-    return {f"monitor/{name}": value for name, value in found.items() if math.isfinite(value)}
+            summary[f"{name}/max"] = max(values)
+    return {f"monitor/{name}": value for name, value in summary.items() if math.isfinite(value)}
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -247,13 +247,13 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def block_extremes(blocks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return `monitor/<figure>/max`, the maximum over all blocks."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for figures in blocks.values():
         for name, value in figures.items():
             if _finite(value):
                 key = f"monitor/{name}/max"
-                found[key] = max(value, found.get(key, -math.inf))
-    return found
+                largest[key] = max(value, largest.get(key, -math.inf))
+    return largest
 
 
 def _finite(value: Any) -> bool:

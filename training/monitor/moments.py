@@ -91,11 +91,11 @@ def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
     """Add up lists of tensors, number by number, into the first of them."""
-    found: list[Tensor] = []
-    for each in terms:
-        if not found:
-            found = each
+    totals: list[Tensor] = []
+    for sums in terms:
+        if not totals:
+            totals = sums
             continue
-        for total, more in zip(found, each, strict=True):
+        for total, more in zip(totals, sums, strict=True):
             total += more
-    return found
+    return totals

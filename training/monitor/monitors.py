@@ -231,16 +231,16 @@ class Monitors:
             return
         for inspection in self.unit_gather.inspections(arrays):
             if "weights" in self.chosen:
-                found = figures.weight_figures(inspection.matrices["weight"])
+                measured = figures.weight_figures(inspection.matrices["weight"])
                 effective = {u.name for u in inspection.units if self._assign(u).pc is not None}
-                self._keep(inspection.units, found, effective)
+                self._keep(inspection.units, measured, effective)
             if self.inputs:
                 self._keep_inputs(inspection)
             if "gradient" in inspection.matrices:
-                found = figures.gradient_figures(
+                measured = figures.gradient_figures(
                     inspection.matrices["gradient"], inspection.matrices.get("previous")
                 )
-                self._keep(inspection.units, found)
+                self._keep(inspection.units, measured)
         if "weights" in self.chosen:
             self._inspect_pc()
 
@@ -249,22 +249,22 @@ class Monitors:
             return
         units = {unit.name: unit for unit in self.model.units}
         for name, products in samples.products().items():
-            found = figures.noise_figures(products[None], "gradient")
-            found["noise_samples"] = torch.full((1,), float(samples.count))
-            self._keep([units[name]], found)
+            measured = figures.noise_figures(products[None], "gradient")
+            measured["noise_samples"] = torch.full((1,), float(samples.count))
+            self._keep([units[name]], measured)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
         """Record figures of the inputs of weights, and of the outputs of gate and up."""
         in_graph = {unit.name for layer in self.model.in_graph for unit in layer.units}
-        found: dict[str, Figures] = {}
+        measured: dict[str, Figures] = {}
         roots: dict[str, Tensor] = {}
         for unit, weight in zip(inspection.units, inspection.matrices["weight"], strict=True):
             inputs = self.inputs.get(unit.parameter)
             if inputs is None:
                 continue
-            if unit.parameter not in found:
-                found[unit.parameter] = figures.input_figures(inputs.gram, inputs.tokens)
-            own = dict(found[unit.parameter])
+            if unit.parameter not in measured:
+                measured[unit.parameter] = figures.input_figures(inputs.gram, inputs.tokens)
+            own = dict(measured[unit.parameter])
             if unit.role.endswith(("gate", "up")) and unit.name not in in_graph:
                 if unit.parameter not in roots:
                     roots[unit.parameter] = figures.gram_root(inputs.gram)
@@ -277,14 +277,14 @@ class Monitors:
         They are of W where the parameter is PC(W), and of PC(W) where the parameter is W.
         """
         for stack in self.optimizer.materialized:
-            found = figures.weight_figures(stack.weight)
+            measured = figures.weight_figures(stack.weight)
             if stack.pc.preconditioner.spectral_norm != "none":
                 tracked = stack.pc.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
-                found["pc_tracked_norm"] = tracked
-            self._keep(stack.units, found)
+                measured["pc_tracked_norm"] = tracked
+            self._keep(stack.units, measured)
         for unit, effective, gamma, tracked in self.model.effective_in_graph():
-            found = figures.weight_figures(effective[None])
-            self._keep([unit], found, {unit.name})
+            measured = figures.weight_figures(effective[None])
+            self._keep([unit], measured, {unit.name})
             record = self.records[unit.name]
             record["gamma"] = gamma.item()
             if self.config.pc is not None and self.config.pc.spectral_norm != "none":
@@ -300,9 +300,9 @@ class Monitors:
                 self._keep(updates.units, figures.noise_figures(products, "update"))
 
     def _keep_updates(self, updates: Updates) -> None:
-        found = figures.update_figures(updates.weights, updates.kept)
-        self._keep(updates.units, found)
-        for unit, applied in zip(updates.units, found["applied_rms"].tolist(), strict=True):
+        measured = figures.update_figures(updates.weights, updates.kept)
+        self._keep(updates.units, measured)
+        for unit, applied in zip(updates.units, measured["applied_rms"].tolist(), strict=True):
             lr = self.history.learning_rate(unit)
             if lr > 0 and not self._assign(unit).rule.whole_matrix:  # whose rule reports nothing
                 self.records[unit.name]["update_rms"] = applied / lr
@@ -310,20 +310,22 @@ class Monitors:
     def _take_reports(self) -> None:
         """Record what the rules report of the step."""
         for batch in self.optimizer.stacks:
-            found = {
+            measured = {
                 ours: batch.report[theirs].double()
                 for theirs, ours in REPORTED.items()
                 if theirs in batch.report
             }
-            if "radius" in found:
-                found["retraction_bias"] = found["tracked_norm"] / found["radius"] - 1
-            self._keep(batch.units, found)
+            if "radius" in measured:
+                measured["retraction_bias"] = measured["tracked_norm"] / measured["radius"] - 1
+            self._keep(batch.units, measured)
 
-    def _keep(self, units: list[Unit], found: Figures, effective: Set[str] = frozenset()) -> None:
+    def _keep(
+        self, units: list[Unit], measured: Figures, effective: Set[str] = frozenset()
+    ) -> None:
         """Add figures to the records of units, as `effective_...` to those named in `effective`."""
         if not units:
             return
-        columns = {name: values.tolist() for name, values in found.items()}
+        columns = {name: values.tolist() for name, values in measured.items()}
         for i, unit in enumerate(units):
             record = self.records.setdefault(unit.name, {"role": unit.role, "layer": unit.layer})
             prefix = "effective_" if unit.name in effective else ""

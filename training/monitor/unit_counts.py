@@ -65,12 +65,12 @@ class Refusals(Events):
 
     def record(self) -> None:
         """Count the refusals of a step, without waiting for the device."""
-        found = dict(self.optimizer.refused())
+        counts = dict(self.optimizer.refused())
         known = set(self._names)
-        self._add_names([name for name in found if name not in known])
+        self._add_names([name for name in counts if name not in known])
         if not self._names:
             return
-        refused = torch.stack([found.get(name, self._none) for name in self._names])
+        refused = torch.stack([counts.get(name, self._none) for name in self._names])
         self._row = (self._row + 1) * (refused > 0)
         self._new = self._new + refused
         self._longest = torch.maximum(self._longest, self._row)
@@ -100,9 +100,9 @@ class Refusals(Events):
         metrics = {"optim/refused": self.total}
         if new:
             mine = [each for each in self._counted() if each[1]]
-            found = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
-            metrics |= {f"optim/refused/{name}": count for name, count, _ in found[:SHOWN]}
-            name, _, row = max(found, key=lambda each: each[2], default=("", 0, 0))
+            rows = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
+            metrics |= {f"optim/refused/{name}": count for name, count, _ in rows[:SHOWN]}
+            name, _, row = max(rows, key=lambda each: each[2], default=("", 0, 0))
             self.worst = name, round(row)
         self._new, self._longest = torch.zeros_like(self._new), torch.zeros_like(self._longest)
         return metrics

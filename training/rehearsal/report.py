@@ -170,7 +170,7 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
     looked = [counts(last, name) for name in ("forward_backward", "optimizer", "monitors")]
     beside = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
     more = report.scenario.microbatches - report.scenario.rehearsed
-    found = {
+    phases = {
         "forward_backward": plain[0].add(micro_batch(report, plain[0]), more),
         "optimizer": plain[1],
         "monitors": beside,
@@ -179,8 +179,8 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
     }
     for name in ("forward_backward", "optimizer"):
         # Later steps keep what monitors compare.
-        found[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
-    return found
+        phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
+    return phases
 
 
 def micro_batch(report: RankReport, counts: Counts) -> Counts:

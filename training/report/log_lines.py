@@ -30,17 +30,17 @@ def read_lines(path: Path) -> LogLines:
 
     What follows the last newline is being written, or was when the run was killed, and is left out.
     """
-    found, damaged = LogLines(), 0
+    log, damaged = LogLines(), 0
     complete = read_regular(path).split(b"\n")[:-1] if path.exists() else ()
     for number, raw in enumerate(complete, start=1):
         line = _line(raw)
         if line is None:
             damaged += 1
         else:
-            found.lines.append(line)
-            found.raw.append(raw + b"\n")
-            found.numbers.append(number)
-    return replace(found, damaged=damaged)
+            log.lines.append(line)
+            log.raw.append(raw + b"\n")
+            log.numbers.append(number)
+    return replace(log, damaged=damaged)
 
 
 def drop_later_lines(path: Path, step: int) -> int:
@@ -50,12 +50,12 @@ def drop_later_lines(path: Path, step: int) -> int:
     """
     if not path.exists():
         return 0
-    found = read_lines(path)
-    kept = [raw for line, raw in zip(found.lines, found.raw, strict=True) if line["step"] <= step]
+    log = read_lines(path)
+    kept = [raw for line, raw in zip(log.lines, log.raw, strict=True) if line["step"] <= step]
     temporary = path.with_name(f".{path.name}")
     temporary.write_bytes(b"".join(kept))
     temporary.replace(path)
-    return found.damaged
+    return log.damaged
 
 
 def drop_unfinished_line(path: Path) -> None:
