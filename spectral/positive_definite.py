@@ -14,16 +14,17 @@ BLOCK = 256
 """Rows of a block, but on a CPU. Larger blocks take fewer launches, smaller ones fewer of the
 library's slow columns. On an H200 48 systems of 2,048 rows in float64 are factorised and solved in
 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024, and in 24.6 ms by the library; 48
-of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256, and in 1.6 by the library. For a CPU see
-`block_rows`."""
+of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256, and in 1.6 by the library (measured with a
+product for each pair of blocks). For a CPU see `block_rows`."""
 
 
 class Block(NamedTuple):
-    """Some rows of the factor of a stack of systems."""
+    """Some rows of the factor L of a stack of systems `K = L L^T`."""
 
     rows: slice
     inverse: Tensor  # [batch, size, size], of the diagonal block
-    panel: Tensor | None  # [batch, size, rows after it]
+    left: Tensor  # [batch, size, rows before it], the blocks left of it
+    below: Tensor  # [batch, rows after it, size]
 
 
 def blocks_of(rows: int, size: int = BLOCK) -> list[slice]:
@@ -46,40 +47,40 @@ def block_rows(rows: int, device: torch.device) -> int:
 def factorized_(k: Tensor) -> list[Block]:
     """Factorise `k` `[batch, n, n]`, symmetric and positive definite, for `solve`; overwrites it.
 
-    Only the upper triangle is read. Where rounding leaves a system indefinite, its solutions are
-    meaningless, possibly not finite, and the others' are not touched.
+    Only the upper triangle is read, and L takes the place of the lower one. Where rounding leaves a
+    system indefinite, its solutions are meaningless, possibly not finite, and the others' are not
+    touched.
     """
     rows = k.shape[-1]
-    blocks = blocks_of(rows, block_rows(rows, k.device))
-    identity = torch.eye(blocks[0].stop, dtype=k.dtype, device=k.device)
-    factor = []
-    for part in blocks:
+    parts = blocks_of(rows, block_rows(rows, k.device))
+    identity = torch.eye(parts[0].stop, dtype=k.dtype, device=k.device)
+    blocks = []
+    for part in parts:
+        left, below = k[:, part, : part.start], k[:, part.stop :, part]
+        if part.start:  # less what the columns before explain, in one product
+            before = k[:, part.start :, : part.start]
+            k[:, part, part.start :].baddbmm_(left, before.mT, alpha=-1)
         inverse = _inverse_factor(k[:, part, part], identity)
-        panel = None
         if part.stop < rows:
-            panel = torch.bmm(inverse, k[:, part, part.stop :])
-            for row in blocks:
-                if row.start >= part.stop:  # the lower triangle is not read
-                    columns = panel[:, :, row.start - part.stop :]
-                    left = columns[:, :, : row.stop - row.start]
-                    k[:, row, row.start :].baddbmm_(left.mT, columns, alpha=-1)
-        factor.append(Block(part, inverse, panel))
-    return factor
+            torch.bmm(k[:, part, part.stop :].mT, inverse.mT, out=below)
+        blocks.append(Block(part, inverse, left, below))
+    return blocks
 
 
 def solve(factor: Sequence[Block], x: Tensor) -> Tensor:
     """Solve `Y K = X` for `x` `[batch, vectors, n]`."""
-    b = x.clone()
-    for rows, inverse, panel in factor:
-        b[:, :, rows] = torch.bmm(b[:, :, rows], inverse.mT)
-        if panel is not None:
-            b[:, :, rows.stop :].baddbmm_(b[:, :, rows], panel, alpha=-1)
-    for rows, inverse, panel in reversed(factor):
-        top = b[:, :, rows]
-        if panel is not None:
-            top.baddbmm_(b[:, :, rows.stop :], panel.mT, alpha=-1)
-        b[:, :, rows] = torch.bmm(top, inverse)
-    return b
+    y, z = x.clone(), torch.empty_like(x)
+    for rows, inverse, left, _ in factor:
+        right = y[:, :, rows]
+        if rows.start:
+            right.baddbmm_(z[:, :, : rows.start], left.mT, alpha=-1)
+        torch.bmm(right, inverse.mT, out=z[:, :, rows])
+    for rows, inverse, _, below in reversed(factor):
+        right = z[:, :, rows]
+        if below.shape[1]:
+            right.baddbmm_(y[:, :, rows.stop :], below, alpha=-1)
+        torch.bmm(right, inverse, out=y[:, :, rows])
+    return y
 
 
 def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:

@@ -68,9 +68,9 @@ SPACES = {
 }
 """By the dtype of msign's products. A resolvent costs a factorisation, its powers little more; in
 32 bits and more they would lose digits that several resolvents, solved together, keep."""
-SYSTEM_ELEMENTS = 1 << 28
+SYSTEM_ELEMENTS = 3 << 27
 """Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
-time: all ten of six matrices with 2,048 rows, in 2 GiB of float64."""
+time: all ten of nine matrices with 2,048 rows, in 3 GiB of float64."""
 
 
 class Model(NamedTuple):
@@ -236,11 +236,10 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
             k = part[:, None].repeat(1, some.shape[1], 1, 1)
             k.diagonal(dim1=-2, dim2=-1).add_(some[:, :, None])
             factor = factorized_(k.flatten(0, 1))
-            del k  # the factor has its own memory
             first = vectors.repeat_interleave(some.shape[1], dim=0)
             powers = _powers(partial(solve, factor), first, space.resolvents)
             solutions.append(powers.reshape(len(part), -1, rows))
-            del factor  # before the next system
+            del k, factor  # before the next system
     split = -(-len(shifts) // count)
     parts = [together(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
