@@ -36,16 +36,19 @@ class Division:
     def of(cls, value: Mapping[str, Any] | None) -> Self:
         """Read the `units` of a parameter group, None for one matrix a parameter.
 
-        Raises ValueError for an unknown key or rows that are not positive.
+        Raises TypeError for what is no mapping, ValueError for an unknown key or for rows that are
+        no list of positive integers.
         """
         value = {} if value is None else value
+        if not isinstance(value, Mapping):
+            raise TypeError(f"units must be a mapping such as {{'rows': [64]}}, got {value!r}")
         unknown = value.keys() - {"rows", "transposed", "stacked"}
         if unknown:
             raise ValueError(f"units has no key {', '.join(sorted(unknown))}")
-        rows = tuple(value.get("rows", ()))
-        if any(n < 1 for n in rows):
-            raise ValueError(f"rows of units must be positive, got {rows}")
-        return cls(**{**value, "rows": rows})
+        rows = value.get("rows", ())
+        if not isinstance(rows, (list, tuple)) or not all(type(n) is int and n > 0 for n in rows):
+            raise ValueError(f"rows of units must be a list of positive integers, got {rows!r}")
+        return cls(**{**value, "rows": tuple(rows)})
 
     def settings(self) -> dict[str, Any]:
         """Return what `of` reads, as plain values."""

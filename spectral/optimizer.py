@@ -30,8 +30,9 @@ from .local_part import is_dtensor, local_gradient, local_of, placed_like
 from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
+from .rules.accepted_values import check_value
 from .rules.adamw import ENTRIES
-from .rules.base import check_rates, decay_problem
+from .rules.base import Rate, check_fields, check_rates, decay_problem
 from .stepped_unit import SteppedUnit
 from .stepping import Units, accumulate, step_units
 
@@ -75,7 +76,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: unknown rule, invalid field, or a parameter that its rule cannot take.
-        TypeError: an option that the rule does not have; the nearest is suggested.
+        TypeError: an option that the rule does not have, where the nearest is suggested; a value of
+            another type than the option's.
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
@@ -107,13 +109,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
         exchange_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        if nonfinite not in ("raise", "skip"):
-            raise ValueError(f"nonfinite must be raise or skip, got {nonfinite!r}")
+        check_value("nonfinite", Literal["raise", "skip"], nonfinite)
+        check_value("master_weights", bool, master_weights)
+        check_value("exchange_dtype", torch.dtype | None, exchange_dtype)
         if exchange_dtype is not None and not exchange_dtype.is_floating_point:
             raise ValueError(f"exchange_dtype must be a floating point, got {exchange_dtype}")
+        if replicas is not None:
+            from torch.distributed import ProcessGroup
+
+            if not isinstance(replicas, ProcessGroup):
+                raise TypeError(f"replicas must be a process group or None, got {replicas!r}")
         name = self.default_rule if rule is None else rule
         chosen = as_fields(name, options)
         check_options(name, chosen)
+        check_fields(RULES[name], chosen)
         self._chosen = chosen if lr is None else {"lr": lr, **chosen}
         defaults = {
             "rule": name,
@@ -124,6 +133,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             **fields_of(name),
             **chosen,
         }
+        _check_rates(defaults, least=0.0)
         self._reset_figures()
         self._replicas = replicas
         self._exchange_dtype = exchange_dtype
@@ -660,12 +670,12 @@ def _same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError for rates that are not finite or less than `least`; no tensor is read."""
+    """Raise ValueError or TypeError for rates that are none or below `least`; no tensor is read."""
     check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
-        value = group[name]
-        if not isinstance(value, Tensor) and (not math.isfinite(value) or value < least):
-            raise ValueError(f"{name} must be finite and not negative, got {value}")
+        check_value(name, Rate, group[name])
+        if not isinstance(group[name], Tensor) and group[name] < least:
+            raise ValueError(f"{name} must not be negative, got {group[name]}")
 
 
 FIELDS = "    Args beside those of `SpectralOptimizer`:"

@@ -6,7 +6,6 @@ accuracy, keep the defaults of the rules, and so do the trainer's configs.
 """
 
 import ast
-import difflib
 import inspect
 import re
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from .rules import RULES
+from .rules.accepted_values import nearest, require_choice
 
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "adamw": {"lr": 1e-3},
@@ -35,7 +35,12 @@ ALIASES: Final = {"eps": "epsilon", "ns_steps": "steps", "cautious_wd": "cautiou
 """Names that the optimizers of torch and dion have for fields."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are not fields of its rule."""
-HOSTS: Final = frozenset({"betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"})
+WHOLE: Final = ("nonfinite", "master_weights", "replicas", "exchange_dtype")
+"""What is said of a whole optimizer, not of a group."""
+HOSTS: Final = frozenset({
+    *("betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"),
+    *("base_momentum", "max_momentum"),
+})  # fmt: skip
 """Keys that schedulers and other programs write into groups of any optimizer."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})
 """Keys by which other libraries' groups, KellerJordan/Muon's and dion's, choose a rule."""
@@ -51,8 +56,7 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 
     Raises ValueError for an unknown rule.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    require_choice("rule", rule, tuple(RULES))
     own = {field.name: field.default for field in fields(RULES[rule])}
     library = {} if exact else DEFAULTS.get(rule, {})
     return own | {name: value for name, value in library.items() if name in own}
@@ -66,7 +70,10 @@ def as_fields(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     known, named = fields_of(rule), dict(options)
     if "betas" in named and "beta1" in known:
-        named["beta1"], named["beta2"] = named.pop("betas")
+        betas = named.pop("betas")
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise TypeError(f"betas must be two numbers, got {betas!r}")
+        named["beta1"], named["beta2"] = betas
     for alias, name in ALIASES.items():
         if alias in named and name in known and alias not in known:
             named.setdefault(name, named.pop(alias))
@@ -78,16 +85,17 @@ def as_fields(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of a rule; the nearest is suggested.
 
-    With `foreign` names that resemble none pass, and those of `HOSTS`: other programs keep their
-    own in groups.
+    With `foreign`, for a group, names that resemble none pass, and those of `HOSTS`: other programs
+    keep their own in groups. What the whole optimizer is told does not.
     """
-    known = [*fields_of(rule), *COMMON]
+    known = [*fields_of(rule), *COMMON, *WHOLE]
+    for name in sorted({*WHOLE} & set(names)):
+        raise TypeError(f"{name!r} is not for a group; give it to the optimizer")
     for name in sorted(CHOICES & set(names) - set(known)):
         raise TypeError(f"{name!r} chooses no rule here; give the group rule='adamw' or another")
     for name in sorted(set(names) - set(known) - (HOSTS if foreign else set())):
-        close = difflib.get_close_matches(name, known, n=1)
-        if close or not foreign:
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = nearest(name, known)
+        if hint or not foreign:
             raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")
 
 

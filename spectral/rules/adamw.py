@@ -33,6 +33,7 @@ class AdamWRule(Rule):
     """Added to the root of the second moment; positive."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_fraction("beta1", self.beta1)
         require_fraction("beta2", self.beta2)
         require(self.epsilon > 0, f"epsilon must be positive, got {self.epsilon}")

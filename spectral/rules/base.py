@@ -6,16 +6,18 @@ alone. `RULES` is the registry by which configs and optimizers name rules.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from ..cost import ELEMENTWISE_FLOPS
 from ..joined_stacks import together
+from .accepted_values import check_value
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
@@ -80,8 +82,9 @@ class Rule(ABC):
     """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a field that makes no sense; a subclass calls its parents'."""
-        return
+        """Raise ValueError or TypeError for a field that makes no sense; a subclass calls its
+        parents'."""
+        check_fields(type(self), vars(self))
 
     @property
     def cautious(self) -> bool:
@@ -167,6 +170,19 @@ def check_rates(lr: Rate, weight_decay: Rate) -> None:
             raise ValueError(f"{name} must be a number or 0-d, got shape {tuple(rate.shape)}")
 
 
+def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
+    """Raise ValueError or TypeError for a value of a rule's field that its annotation forbids."""
+    for name, annotation in _annotations(kind).items():
+        if name in values:
+            check_value(name, annotation, values[name])
+
+
+@cache
+def _annotations(kind: type[Rule]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
 def settings(rule: Rule) -> dict[str, Any]:
     """Return the fields of a rule by name, with what acts in place of a null."""
     acting = {f.name: f.metadata["acts"](rule) for f in fields(rule) if "acts" in f.metadata}
@@ -204,11 +220,6 @@ def require(condition: bool, message: str) -> None:
 def require_fraction(name: str, value: float) -> None:
     """Raise ValueError unless `0 <= value < 1`."""
     require(0.0 <= value < 1.0, f"{name} must be in [0, 1), got {value}")
-
-
-def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    require(value in choices, f"{name} must be one of {choices}, got {value!r}")
 
 
 def rate_key(rate: Rate) -> object:

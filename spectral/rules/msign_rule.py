@@ -10,7 +10,8 @@ from torch import Tensor
 from ..cost import msign_cost
 from ..polar import Polar, normalized_, polars_of
 from ..schedules import SCHEDULES, coefficients
-from .base import Rule, require, require_choice
+from .accepted_values import require_choice
+from .base import Rule, require
 
 DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
@@ -32,7 +33,6 @@ class MsignRule(Rule):
         super().__post_init__()
         require_choice("schedule", self.schedule, tuple(SCHEDULES))
         require(self.steps >= 1, f"steps must be at least 1, got {self.steps}")
-        require_choice("msign_dtype", self.msign_dtype, (None, *DTYPES))
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -20,7 +20,6 @@ from .base import (
     rate_of_stacks,
     refused,
     require,
-    require_choice,
     subtract_,
     taken,
 )
@@ -39,7 +38,6 @@ class PolarRule(MomentumRule, MsignRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("scale", self.scale, tuple(SCALES))
         require(self.scale_factor > 0, f"scale_factor must be positive, got {self.scale_factor}")
 
     def apply(

@@ -20,7 +20,7 @@ from ..polar import Polar
 from ..power_iteration import cold_start, top_singular
 from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver
-from .base import Rate, Report, Stack, State, decay_, require, require_choice, store_
+from .base import Rate, Report, Stack, State, decay_, require, store_
 from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
 
@@ -55,7 +55,6 @@ class MuonPlusPlusRule(RadiusRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
         self.dual_solver()  # which refuses what makes no sense
         threshold = self.correlation_threshold
         require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")

@@ -11,7 +11,7 @@ from ..cost import tangent_cost, triplet_cost
 from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, normalized_
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
-from ..sphere import SCALES, dynamic_factor, hard_factor, radius
+from ..sphere import dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, tolerance_for
 from .base import (
     Report,
@@ -20,7 +20,6 @@ from .base import (
     decay_,
     rate_of_stacks,
     require,
-    require_choice,
     store_,
     taken,
 )
@@ -40,7 +39,6 @@ class RadiusRule(PolarRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("radius", self.radius, tuple(SCALES))
         require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
         require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
 
@@ -86,7 +84,6 @@ class MuonSphereRule(RadiusRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("retraction", self.retraction, ("hard", "dynamic"))
         require(
             self.retraction_rate >= 0,
             f"retraction_rate must not be negative, got {self.retraction_rate}",

@@ -18,6 +18,7 @@ from spectral import (
     preconditioned,
     split_parameters,
 )
+from spectral.options import WHOLE
 from spectral.rules import RULES
 
 
@@ -212,15 +213,48 @@ def test_splitting_parameters() -> None:
     ("options", "error", "message"),
     [
         ({"rule": "sgd"}, ValueError, "rule must be one of"),
-        ({"lr": -1}, ValueError, "lr must be finite and not negative, got -1"),
+        ({"lr": -1}, ValueError, "lr must not be negative, got -1"),
+        ({"lr": "0.1"}, TypeError, "lr must be a number or a 0-d tensor, got '0.1'"),
+        ({"lr": True}, TypeError, "lr must be a number .* got True"),
+        ({"weight_decay": None}, TypeError, "weight_decay must be a number .* got None"),
         ({"lr": torch.ones(2)}, ValueError, r"lr must be a number or 0-d, got shape \(2,\)"),
         ({"momentum": 1.5}, ValueError, "momentum must be in"),
-        ({"nonfinite": "ignore"}, ValueError, "nonfinite must be"),
+        ({"nonfinite": "rais"}, ValueError, "nonfinite must be .*; did you mean 'raise'"),
+        ({"nonfinite": True}, ValueError, "nonfinite must be .* got True"),
+        ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
+        ({"replicas": 3}, TypeError, "replicas must be a process group or None, got 3"),
+        (
+            {"exchange_dtype": "bfloat16"},
+            TypeError,
+            "exchange_dtype must be a torch.dtype or None, .*; did you mean torch.bfloat16",
+        ),
+        ({"steps": 2.5}, TypeError, "steps must be an integer, got 2.5"),
+        ({"steps": True}, TypeError, "steps must be an integer, got True"),
+        ({"momentum": "0.9"}, TypeError, "momentum must be a number, got '0.9'"),
+        ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+        ({"schedule": 3}, TypeError, "schedule must be a string, got 3"),
+        ({"scale": "spectral_mu"}, ValueError, "scale must .*; did you mean 'spectral_mup'"),
+        ({"scale_factor": math.inf}, ValueError, "scale_factor must be finite, got inf"),
+        ({"rule": "adamw", "betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
+        ({"units": 8}, TypeError, "units must be a mapping such as .* got 8"),
+        ({"units": {"rows": 8}}, ValueError, "rows of units must be a list .* got 8"),
     ],
 )
-def test_mistakes_are_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("where", ["optimizer", "group"])
+def test_mistakes_are_errors(
+    options: dict[str, Any], error: type[Exception], message: str, where: str
+) -> None:
+    weight, of = nn.Parameter(torch.ones(3, 3)), {"rule": "muon", **options}
+    if where == "group" and not {*WHOLE}.isdisjoint(of):
+        error, message = TypeError, "is not for a group; give it to the optimizer"
     with pytest.raises(error, match=message):
-        SpectralOptimizer([nn.Parameter(torch.ones(3, 3))], **{"rule": "muon", **options})
+        if where == "group":
+            SpectralOptimizer([{"params": [weight], **of}])
+        else:
+            SpectralOptimizer([weight], **of)
+    if where == "optimizer" and error is TypeError and "units" not in of:  # that no group uses
+        with pytest.raises(error, match=message):
+            SpectralOptimizer([{"params": [weight], "rule": "adamw", "lr": 0.1}], **of)
 
 
 @pytest.mark.parametrize(

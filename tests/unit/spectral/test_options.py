@@ -81,8 +81,12 @@ def test_names_of_torch_are_understood() -> None:
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(TypeError, match="did you mean 'momentum'"):
         Muon([{"params": [weight(8, 12)], "momentun": 0.9}])
-    with pytest.raises(TypeError, match="did you mean 'momentum'"):
-        Muon([weight(8, 12)], momentun=0.9)
+    for wrong, right in (
+        *(("momentun", "momentum"), ("weight_decy", "weight_decay"), ("nonfinit", "nonfinite")),
+        *(("master_weight", "master_weights"), ("exchange_type", "exchange_dtype")),
+    ):
+        with pytest.raises(TypeError, match=f"did you mean '{right}'"):
+            Muon([weight(8, 12)], **{wrong: 0.9})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="has no field 'fused'$"):
         Muon([weight(8, 12)], fused=True)
 
@@ -90,6 +94,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 def test_groups_keep_the_keys_of_other_programs() -> None:
     keys = {"fused": True, "foreach": False, "wd_mult": 1.0, "lr_mult": 1.0, "min_lr": 0.0}
     keys |= {"max_lr": 1.0, "is_expert_parallel": False, "default_config": True, "eps": 1e-8}
+    keys |= {"base_momentum": 0.85, "max_momentum": 0.95}
     optimizer = Muon([{"params": [weight(8, 12)], **keys}])
     optimizer.step()
     assert keys.items() <= optimizer.param_groups[0].items()
