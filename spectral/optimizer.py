@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from .division import Division
 from .grouped import grouped
@@ -151,6 +152,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Parameters and entries of states of the last step, for which owners are up to date, with
         # what AdamW takes of them: by the parameters of a group, columns of each dtype and device.
         self._held: list[Tensor] = []
+        self._dtypes: list[torch.dtype] = []  # of those parameters
         self._columns: dict[tuple[int, ...], dict[Any, list[list[Tensor]]]] = {}
         self._wide = False  # whether nothing was in 16 bits
         self._sharded = False  # whether a parameter is a DTensor
@@ -274,8 +276,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _share(self) -> None:
         """Bring state and owners up to date with the parameters, which may have been replaced."""
         listed = _listed_in(self.param_groups, "params")
-        wide = self._wide and HALF.isdisjoint([p.dtype for p in listed])
-        if wide and _same([*listed, *_entries_of(self.state)], self._held):
+        dtypes = [p.dtype for p in listed]  # a model that is cast keeps its parameters
+        same = self._wide and dtypes == self._dtypes
+        if same and _same([*listed, *_entries_of(self.state)], self._held):
             return
         for group in self.param_groups:
             self._initialise(group)
@@ -298,6 +301,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if self._ranks is None:
             self._ranks = self._all_ranks(held)
         self._held, self._columns = [*listed, *_entries_of(self.state)], {}
+        self._dtypes = dtypes
         self._wide = HALF.isdisjoint([x.dtype for x in self._held])
         self._sharded = any(map(is_dtensor, listed))
 
@@ -382,10 +386,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with ieee_products():
-            self._step()
+        self._step()
         return loss
 
+    @_disable_dynamo  # keeps torch.compile out, which broke on parts of it
+    @ieee_products()
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
@@ -598,9 +603,11 @@ def _follow(parameter: Tensor, state: State, masters: bool) -> None:
             torch.where(rounded == weight, master, weight, out=master)
     elif masters or not half:
         state.pop(MASTER, None)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
         for name, value in state.items():
-            if value.dtype in HALF:
-                state[name] = value.to(torch.promote_types(parameter.dtype, torch.float32))
+            # Counts stay in float32, as in torch's optimizers.
+            if value.is_floating_point() and (name != "step" or value.dtype in HALF):
+                state[name] = value.to(wide)
         if half:
             state[MASTER] = parameter.detach().float()
 

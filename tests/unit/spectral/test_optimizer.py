@@ -18,7 +18,7 @@ from spectral import (
     preconditioned,
     split_parameters,
 )
-from spectral.options import WHOLE
+from spectral.options import WHOLE, fields_of
 from spectral.rules import RULES
 
 
@@ -359,6 +359,41 @@ def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
     assert torch.equal(net[0].weight, written)
     parameter = optimizer.param_groups[0]["params"][0]
     assert torch.equal(optimizer.state[parameter]["master"].bfloat16(), written)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("before", [torch.float32, torch.float64])
+def test_the_state_follows_weights_that_are_cast(name: str, before: torch.dtype) -> None:
+    """Between steps, to the other dtype, in which the reference is all along."""
+    after = torch.float64 if before == torch.float32 else torch.float32
+    start, grads = torch.randn(8, 6), torch.randn(3, 8, 6)
+    cast, reference = nn.Parameter(start.to(before)), nn.Parameter(start.to(after))
+    own = fields_of(name, exact=True)
+    optimizers = [SpectralOptimizer([p], rule=name, **own) for p in (cast, reference)]
+    for i, grad in enumerate(grads):
+        if i == 1:
+            cast.data = cast.data.to(after)
+        for parameter, optimizer in zip((cast, reference), optimizers, strict=True):
+            parameter.grad = grad.to(parameter.dtype)
+            optimizer.step()
+    torch.testing.assert_close(cast, reference, rtol=0, atol=1e-5)  # float32 in a step of lr 1e-2
+    kinds, expected = (
+        {k: v.dtype for k, v in o.state_dict()["state"][0].items()} for o in optimizers
+    )
+    assert kinds == expected
+
+
+@pytest.mark.parametrize("rule", ["adamw", "spectral_sphere"])
+def test_a_compiled_step_is_the_plain_one(rule: str) -> None:
+    """The compiler is kept out of it: it lost a name of SSO's and broke on the fused step."""
+    plain, compiled = (nn.Parameter(torch.eye(4, 6)) for _ in range(2))
+    optimizers = [SpectralOptimizer([p], rule=rule) for p in (plain, compiled)]
+    steps = optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")
+    for _ in range(2):
+        for parameter, step in zip((plain, compiled), steps, strict=True):
+            parameter.grad = torch.ones(4, 6)
+            step()
+    assert torch.equal(plain, compiled)
 
 
 def test_a_matrix_without_elements_is_stepped_by_no_matrix_rule() -> None:
