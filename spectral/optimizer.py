@@ -28,7 +28,7 @@ from .grouped import grouped
 from .host_values import surely_finite
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of, placed_like
-from .options import as_fields, check_options, describe, fields_of, rate_of, signature_of
+from .options import as_fields, check_options, describe, fields_of, rate_of, rename, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.accepted_values import check_value
@@ -135,6 +135,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             **chosen,
         }
         _check_rates(defaults, least=0.0)
+        if "beta1" in defaults:  # where schedulers that cycle the momentum look for it
+            defaults.setdefault("momentum", defaults["beta1"])
         self._reset_figures()
         self._replicas = replicas
         self._exchange_dtype = exchange_dtype
@@ -394,6 +396,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            rename(group["rule"], group)  # what a scheduler or a loop has written
             _check_rates(group)
         self._share()
         active = self._gate()

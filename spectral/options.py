@@ -31,7 +31,13 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "muon_plus_plus": {"lr": 5e-3, "msign_dtype": "float16"},
     "spectral_descent": {"lr": 1e-3, "msign_dtype": "float16"},
 }
-ALIASES: Final = {"eps": "epsilon", "ns_steps": "steps", "cautious_wd": "cautious_decay"}
+ALIASES: Final = {
+    "betas": ("beta1", "beta2"),
+    "momentum": ("beta1",),  # schedulers that cycle it write it into all groups
+    "eps": ("epsilon",),
+    "ns_steps": ("steps",),
+    "cautious_wd": ("cautious_decay",),
+}
 """Names that the optimizers of torch and dion have for fields."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are not fields of its rule."""
@@ -63,23 +69,31 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 
 
 def as_fields(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under the names of the rule's fields.
+    """Return options under the names of the rule's fields; see `rename`."""
+    require_choice("rule", rule, tuple(RULES))
+    named = dict(options)
+    rename(rule, named)
+    return named
 
-    `betas` become `beta1` and `beta2`, other names of torch's what `ALIASES` says, and dtypes their
-    names, all as far as the rule has such fields.
+
+def rename(rule: str, named: dict[str, Any]) -> None:
+    """Give options the names of the rule's fields, in place.
+
+    Names of torch's become what `ALIASES` says, the last of them wins, and dtypes their names,
+    all as far as the rule has such fields. Raises TypeError for betas that are not two.
     """
-    known, named = fields_of(rule), dict(options)
-    if "betas" in named and "beta1" in known:
-        betas = named.pop("betas")
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise TypeError(f"betas must be two numbers, got {betas!r}")
-        named["beta1"], named["beta2"] = betas
-    for alias, name in ALIASES.items():
-        if alias in named and name in known and alias not in known:
-            named.setdefault(name, named.pop(alias))
+    known = RULES[rule].__dataclass_fields__
+    for alias in [name for name in named if name in ALIASES and name not in known]:
+        names = ALIASES[alias]
+        if not known.keys() >= {*names}:
+            continue
+        value = named.pop(alias)
+        values = value if len(names) > 1 else (value,)
+        if not isinstance(values, (tuple, list)) or len(values) != len(names):
+            raise TypeError(f"{alias} must be two numbers, got {value!r}")
+        named.update(zip(names, values, strict=True))
     if isinstance(named.get("msign_dtype"), torch.dtype):
         named["msign_dtype"] = str(named["msign_dtype"]).removeprefix("torch.")
-    return named
 
 
 def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> None:

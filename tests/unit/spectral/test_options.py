@@ -8,6 +8,8 @@ from dataclasses import fields
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 import spectral
 from spectral import AdamW, Muon, MuonSphere, SpectralOptimizer, SpectralSphere
@@ -74,6 +76,7 @@ def test_names_of_torch_are_understood() -> None:
     assert (group["beta1"], group["beta2"], group["epsilon"]) == (0.8, 0.99, 1e-6)
     (group,) = SpectralSphere([weight(8, 12)], msign_dtype=torch.bfloat16).param_groups
     assert group["msign_dtype"] == "bfloat16"
+    assert AdamW([weight(8)], momentum=0.8).param_groups[0]["beta1"] == 0.8
     with pytest.raises(TypeError, match="rule 'muon' has no field 'betas'$"):
         Muon([weight(8, 12)], betas=(0.9, 0.95))
 
@@ -149,13 +152,38 @@ def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weight
     torch.testing.assert_close(wide, reference, rtol=0, atol=1e-5)
 
 
-def test_one_cycle_takes_the_momentum() -> None:
-    optimizer = Muon([weight(8, 12)])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
-    before = optimizer.param_groups[0]["momentum"]
+def cycles(optimizer: Optimizer) -> list[LRScheduler]:
+    """Schedulers of rates and momenta."""
+    return [
+        OneCycleLR(optimizer, max_lr=0.1, total_steps=8, three_phase=True),
+        CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_schedulers_cycle_the_momentum_of_all_groups(which: int) -> None:
+    """AdamW steps as torch's, whose first beta they cycle; as it does with what a loop sets."""
+    ours, theirs = weight(8, dtype=torch.float64), weight(8, dtype=torch.float64)
+    both = AdamW([ours], betas=(0.8, 0.9)), torch.optim.AdamW([theirs], betas=(0.8, 0.9))
+    schedules = [cycles(optimizer)[which] for optimizer in both]
+    both[0].param_groups[0]["weight_decay"] = both[1].param_groups[0]["weight_decay"]
+    for step in range(8):
+        for optimizer, schedule in zip(both, schedules, strict=True):
+            optimizer.step()
+            schedule.step() if step < 7 else None
+            if step == 4:
+                optimizer.param_groups[0].update(betas=(0.5, 0.6), eps=1e-3)
+        torch.testing.assert_close(ours, theirs)
+
+    split = [{"params": [weight(8, 12)]}, {"params": [weight(8)], "rule": "adamw"}]
+    optimizer = Muon(split)
+    schedule = cycles(optimizer)[which]
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
     optimizer.step()
-    schedule.step()
-    assert optimizer.param_groups[0]["momentum"] != before
+    matrices, others = optimizer.param_groups
+    assert matrices["momentum"] == others["beta1"] != 0.95
 
 
 def test_version_and_public_names() -> None:
