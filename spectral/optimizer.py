@@ -10,7 +10,9 @@ and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.sharded.matrices`.
 """
 
+import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -58,8 +60,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         params: parameters, what `split_parameters` returns, or groups
             `{"params": ..., "rule": name, "lr": ..., "units": ..., <fields of the rule>}`.
         rule: the rule of groups that name none.
-        lr: of groups that name none, may be a 0-d tensor. A group of another rule takes that rule's
-            own default instead.
+        lr: of groups that name none, may be a 0-d tensor; None: the default of the rule, as of any
+            group of another rule.
         weight_decay: decoupled decay, times lr, of groups that name none.
         nonfinite: what happens on a NaN or infinite gradient: "raise" FloatingPointError before
             anything has changed, which waits for the device, or "skip" the whole step on the device
@@ -87,7 +89,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _exchange_dtype: torch.dtype | None = None
 
     def __init_subclass__(cls, *, rule: str | None = None) -> None:
-        """Give a class of `rule` its signature, and the fields of the rule in its docstring."""
+        """Give a class of `rule` its signature, and all arguments in its docstring."""
         super().__init_subclass__()
         if rule is None:
             return
@@ -95,7 +97,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         cls.__signature__ = signature_of(cls, rule)  # type: ignore[attr-defined]
         # The library is installed under another name than that of its folder.
         fields = describe(rule).replace("`spectral.", f"`{__package__}.")
-        cls.__doc__ = f"{cls.__doc__}\n{FIELDS}\n{fields}\n"
+        common = (inspect.getdoc(SpectralOptimizer) or "").partition("Args:\n")[2]
+        common = common.partition("\nRaises:")[0]
+        common = re.sub(r" {4}(rule|options): .*\n( {5}.*\n)*", "", common)
+        cls.__doc__ = f"{inspect.getdoc(cls)}\n\nArgs:\n{common}{fields}\n"
 
     def __init__(
         self,
@@ -686,10 +691,6 @@ def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
         check_value(name, Rate, group[name])
         if not isinstance(group[name], Tensor) and group[name] < least:
             raise ValueError(f"{name} must not be negative, got {group[name]}")
-
-
-FIELDS = "    Args beside those of `SpectralOptimizer`:"
-"""What the classes below say before the fields of their rules."""
 
 
 class AdamW(SpectralOptimizer, rule="adamw"):

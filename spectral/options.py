@@ -139,7 +139,7 @@ def describe(rule: str) -> str:
     for name, default in fields_of(rule).items():
         meaning = re.sub(r"\bnull\b", "None", meanings.get(name, ""))
         text = f"{name} (default {default!r}): {meaning}"
-        lines.append(textwrap.fill(text, 96, initial_indent=8 * " ", subsequent_indent=12 * " "))
+        lines.append(textwrap.fill(text, 96, initial_indent=4 * " ", subsequent_indent=8 * " "))
     return "\n".join(lines)
 
 

@@ -40,10 +40,12 @@ def test_signature_and_docstring_have_every_field_of_the_rule(kind: type) -> Non
     made = kind([weight(8, 12)])  # type: ignore[call-arg]
     (group,) = made.param_groups
     assert {"lr", "weight_decay", "nonfinite", "master_weights"} <= parameters.keys()
-    assert "options" not in parameters
     for field in fields(RULES[kind.default_rule]):  # type: ignore[attr-defined]
         assert parameters[field.name].default == group[field.name] == made.defaults[field.name]
         assert f"\n    {field.name} (default {group[field.name]!r}): " in inspect.getdoc(kind)
+    assert "options" not in parameters and "\n    options: " not in inspect.getdoc(kind)
+    for name in parameters.keys() - {f.name for f in fields(RULES[kind.default_rule])}:
+        assert inspect.getdoc(kind).count(f"\n    {name}: ") == 1
     assert parameters["lr"].default == group["lr"] == made.defaults["lr"]
 
 
