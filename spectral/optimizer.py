@@ -115,6 +115,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         exchange_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError("params must be parameters or split_parameters(model), got the model")
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
         check_value("master_weights", bool, master_weights)
         check_value("exchange_dtype", torch.dtype | None, exchange_dtype)

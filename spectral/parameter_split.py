@@ -159,7 +159,7 @@ class Weight(NamedTuple):
 def split_parameters(
     module: nn.Module,
     *,
-    elementwise: Iterable[nn.Module] = (),
+    elementwise: Iterable[nn.Module] | nn.Module = (),
     units: Mapping[str, Mapping[str, Any]] | None = None,
     lr: float = ELEMENTWISE_LR,
 ) -> ParameterSplit:
@@ -172,7 +172,7 @@ def split_parameters(
 
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
-        elementwise: modules all of whose parameters go to AdamW.
+        elementwise: modules, or one, all of whose parameters go to AdamW.
         units: how parameters are divided, by a pattern of their names such as `*.attention.qkv`;
             `{"rows": [...], "transposed": ..., "stacked": ...}`, see `Division`,
             `{}` for one matrix. It goes before what this function finds.
@@ -181,8 +181,11 @@ def split_parameters(
     Raises:
         ValueError: a weight that looks fused, or has more than two dimensions, and that nobody
             said how to divide; rows that do not divide a weight; a pattern that matches nothing;
-            patterns that divide one parameter differently.
+            patterns that divide one parameter differently; an elementwise module of another model.
+        TypeError: no module, or elementwise modules that are none.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     overrides = {} if units is None else dict(units)
     unused = set(overrides)
     apart = _apart(module, elementwise)
@@ -278,12 +281,15 @@ def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
-def _apart(module: nn.Module, elementwise: Iterable[nn.Module]) -> set[int]:
+def _apart(module: nn.Module, elementwise: Iterable[nn.Module] | nn.Module) -> set[int]:
     """Return the ids of the parameters of embeddings and of the modules given."""
-    elementwise = list(elementwise)
+    elementwise = [elementwise] if isinstance(elementwise, nn.Module) else list(elementwise)
+    own = {id(p) for p in module.parameters()}
     for each in elementwise:
         if not isinstance(each, nn.Module):
             raise TypeError(f"elementwise must be modules of the model, got {each!r}")
+        if own.isdisjoint(ids := [id(p) for p in each.parameters()]) and ids:
+            raise ValueError(f"elementwise must be modules of the model, got {each!r} beside it")
     embeddings = [m for m in module.modules() if _is_embedding(m)]
     return {id(p) for m in (*embeddings, *elementwise) for p in m.parameters()}
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from spectral import SpectralOptimizer, SpectralSphere, split_parameters
+from spectral import Muon, SpectralOptimizer, SpectralSphere, split_parameters
 from spectral.division import Division
 
 HEADS, HEAD, HIDDEN, INNER, EXPERTS = 4, 8, 24, 40, 3
@@ -299,6 +299,30 @@ def test_a_wrapped_model_s_head_is_one(wrap: Any) -> None:
     assert other["rule"] == "adamw" and other["params"][0][1].shape == (9, 4)
 
 
-def test_elementwise_takes_modules_and_no_names() -> None:
-    with pytest.raises(TypeError, match="elementwise must be modules of the model, got 'head.*'"):
-        split_parameters(nn.Sequential(nn.Linear(2, 2)), elementwise=["head.*"])  # type: ignore[list-item]
+MODEL = nn.Sequential(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
+        (
+            MODEL,
+            {"elementwise": [nn.Linear(2, 2)]},
+            ValueError,
+            "elementwise .* got Linear.* beside",
+        ),
+        (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
+    ],
+)
+def test_a_split_of_something_else_is_refused(
+    model: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    assert not split_parameters(MODEL, elementwise=MODEL[0]).matrices
+    with pytest.raises(error, match=message):
+        split_parameters(model, **options)
+
+
+def test_a_model_is_not_its_parameters() -> None:
+    with pytest.raises(TypeError, match=r"params must be parameters or split_parameters\(model\)"):
+        Muon(MODEL)
