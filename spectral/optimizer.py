@@ -30,7 +30,7 @@ from .grouped import grouped
 from .host_values import surely_finite
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of, placed_like
-from .options import as_fields, check_options, describe, fields_of, rate_of, rename, signature_of
+from .options import check_options, describe, fields_of, rate_of, rename_, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.accepted_values import check_value
@@ -128,10 +128,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if not isinstance(replicas, ProcessGroup):
                 raise TypeError(f"replicas must be a process group or None, got {replicas!r}")
         name = self.default_rule if rule is None else rule
-        chosen = as_fields(name, options)
-        check_options(name, chosen)
-        check_fields(RULES[name], chosen)
-        self._chosen = chosen if lr is None else {"lr": lr, **chosen}
+        rename_(name, options)
+        check_options(name, options)
+        check_fields(RULES[name], options)
+        self._chosen = options if lr is None else {"lr": lr, **options}
         defaults = {
             "rule": name,
             "lr": rate_of(name) if lr is None else lr,
@@ -139,7 +139,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             "nonfinite": nonfinite,
             "master_weights": master_weights,
             **fields_of(name),
-            **chosen,
+            **options,
         }
         _check_rates(defaults, least=0.0)
         if "beta1" in defaults:  # where schedulers that cycle the momentum look for it
@@ -183,7 +183,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with all fields of its rule and initialise its state."""
         name = param_group.get("rule", self.defaults["rule"])
-        given = as_fields(name, param_group)
+        given = dict(param_group)
+        rename_(name, given)
         check_options(name, given, foreign=True)
         params = given["params"]
         given["params"] = [params] if isinstance(params, Tensor) else list(params)
@@ -403,7 +404,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            rename(group["rule"], group)  # what a scheduler or a loop has written
+            rename_(group["rule"], group)  # what a scheduler or a loop has written
             _check_rates(group)
         self._share()
         active = self._gate()

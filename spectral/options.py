@@ -43,10 +43,9 @@ COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are not fields of its rule."""
 WHOLE: Final = ("nonfinite", "master_weights", "replicas", "exchange_dtype")
 """What is said of a whole optimizer, not of a group."""
-HOSTS: Final = frozenset({
-    *("betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"),
-    *("base_momentum", "max_momentum"),
-})  # fmt: skip
+HOSTS: Final = frozenset(
+    ["betas", "eps", "initial_lr", "swa_lr", "base_momentum", "max_momentum", "optimizer", "step"]
+)
 """Keys that schedulers and other programs write into groups of any optimizer."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})
 """Keys by which other libraries' groups, KellerJordan/Muon's and dion's, choose a rule."""
@@ -68,20 +67,14 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
     return own | {name: value for name, value in library.items() if name in own}
 
 
-def as_fields(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under the names of the rule's fields; see `rename`."""
-    require_choice("rule", rule, tuple(RULES))
-    named = dict(options)
-    rename(rule, named)
-    return named
-
-
-def rename(rule: str, named: dict[str, Any]) -> None:
+def rename_(rule: str, named: dict[str, Any]) -> None:
     """Give options the names of the rule's fields, in place.
 
     Names of torch's become what `ALIASES` says, the last of them wins, and dtypes their names,
-    all as far as the rule has such fields. Raises TypeError for betas that are not two.
+    all as far as the rule has such fields. Raises TypeError for betas that are not two, and
+    ValueError for an unknown rule.
     """
+    require_choice("rule", rule, tuple(RULES))
     known = RULES[rule].__dataclass_fields__
     for alias in [name for name in named if name in ALIASES and name not in known]:
         names = ALIASES[alias]

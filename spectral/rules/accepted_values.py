@@ -20,6 +20,7 @@ WORDS: Final[dict[Any, str]] = {
     Tensor: "a 0-d tensor",
     NoneType: "None",
 }
+"""What messages call the types that values may have."""
 
 
 def check_value(name: str, annotation: Any, value: object) -> None:

@@ -216,17 +216,15 @@ def test_splitting_parameters() -> None:
         ({"lr": -1}, ValueError, "lr must not be negative, got -1"),
         ({"lr": "0.1"}, TypeError, "lr must be a number or a 0-d tensor, got '0.1'"),
         ({"lr": True}, TypeError, "lr must be a number .* got True"),
-        ({"weight_decay": None}, TypeError, "weight_decay must be a number .* got None"),
         ({"lr": torch.ones(2)}, ValueError, r"lr must be a number or 0-d, got shape \(2,\)"),
         ({"momentum": 1.5}, ValueError, "momentum must be in"),
         ({"nonfinite": "rais"}, ValueError, "nonfinite must be .*; did you mean 'raise'"),
-        ({"nonfinite": True}, ValueError, "nonfinite must be .* got True"),
         ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
         ({"replicas": 3}, TypeError, "replicas must be a process group or None, got 3"),
         (
             {"exchange_dtype": "bfloat16"},
             TypeError,
-            "exchange_dtype must be a torch.dtype or None, .*; did you mean torch.bfloat16",
+            "exchange_dtype .* you mean torch.bfloat16",
         ),
         ({"steps": 2.5}, TypeError, "steps must be an integer, got 2.5"),
         ({"steps": True}, TypeError, "steps must be an integer, got True"),
@@ -376,11 +374,9 @@ def test_the_state_follows_weights_that_are_cast(name: str, before: torch.dtype)
         for parameter, optimizer in zip((cast, reference), optimizers, strict=True):
             parameter.grad = grad.to(parameter.dtype)
             optimizer.step()
-    torch.testing.assert_close(cast, reference, rtol=0, atol=1e-5)  # float32 in a step of lr 1e-2
-    kinds, expected = (
-        {k: v.dtype for k, v in o.state_dict()["state"][0].items()} for o in optimizers
-    )
-    assert kinds == expected
+    torch.testing.assert_close(cast, reference, rtol=0, atol=2e-6)  # float32 of weights below 8
+    states = [o.state_dict()["state"][0] for o in optimizers]
+    assert [x.dtype for x in states[0].values()] == [x.dtype for x in states[1].values()]
 
 
 @pytest.mark.parametrize("rule", ["adamw", "spectral_sphere"])

@@ -3,12 +3,13 @@
 import copy
 import inspect
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 import spectral
@@ -154,21 +155,18 @@ def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weight
     torch.testing.assert_close(wide, reference, rtol=0, atol=1e-5)
 
 
-def cycles(optimizer: Optimizer) -> list[LRScheduler]:
-    """Schedulers of rates and momenta."""
-    return [
-        OneCycleLR(optimizer, max_lr=0.1, total_steps=8, three_phase=True),
-        CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
-    ]
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_schedulers_cycle_the_momentum_of_all_groups(which: int) -> None:
-    """AdamW steps as torch's, whose first beta they cycle; as it does with what a loop sets."""
-    ours, theirs = weight(8, dtype=torch.float64), weight(8, dtype=torch.float64)
-    both = AdamW([ours], betas=(0.8, 0.9)), torch.optim.AdamW([theirs], betas=(0.8, 0.9))
-    schedules = [cycles(optimizer)[which] for optimizer in both]
-    both[0].param_groups[0]["weight_decay"] = both[1].param_groups[0]["weight_decay"]
+@pytest.mark.parametrize(
+    "kind",
+    [
+        partial(OneCycleLR, max_lr=0.1, total_steps=8, three_phase=True),
+        partial(CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
+    ],
+)
+def test_schedulers_cycle_the_momentum_of_all_groups(kind: Callable[..., LRScheduler]) -> None:
+    """AdamW steps as torch's does, with the beta that they cycle and with what a loop sets."""
+    ours, theirs, options = weight(8), weight(8), {"betas": (0.8, 0.9), "weight_decay": 0.1}
+    both = AdamW([ours], **options), torch.optim.AdamW([theirs], **options)  # type: ignore[arg-type]
+    schedules = [kind(optimizer) for optimizer in both]
     for step in range(8):
         for optimizer, schedule in zip(both, schedules, strict=True):
             optimizer.step()
@@ -177,9 +175,8 @@ def test_schedulers_cycle_the_momentum_of_all_groups(which: int) -> None:
                 optimizer.param_groups[0].update(betas=(0.5, 0.6), eps=1e-3)
         torch.testing.assert_close(ours, theirs)
 
-    split = [{"params": [weight(8, 12)]}, {"params": [weight(8)], "rule": "adamw"}]
-    optimizer = Muon(split)
-    schedule = cycles(optimizer)[which]
+    optimizer = Muon([{"params": [weight(8, 12)]}, {"params": [weight(8)], "rule": "adamw"}])
+    schedule = kind(optimizer)
     for _ in range(2):
         optimizer.step()
         schedule.step()
