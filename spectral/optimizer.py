@@ -233,7 +233,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         rule, division = rule_of(group), Division.of(group["units"])
         shared = [p for p in parameters if self._is_shared(p, rule)]
         alone = [p for p in parameters if not self._is_shared(p, rule)]
-        found = {p: _initial_state(rule, division, p, self._weight) for p in alone}
+        begun = {p: _initial_state(rule, division, p, self._weight) for p in alone}
         if shared:
             from .sharded.matrices import SharedMatrices
 
@@ -244,8 +244,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 shared, weights, matrices.initial_states(weights), strict=True
             ):
                 zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
-                found[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
-        return found
+                begun[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
+        return begun
 
     def _recreate(self, group: dict[str, Any]) -> None:
         """Create what a loaded state lacks beside momenta, from the weights as they are."""
@@ -631,18 +631,18 @@ def _initial_state(
     weight = weight_of(parameter)
     units = SteppedUnit.of(parameter, rule, division)
     states = [rule.init_state(unit.read(weight)[None]) for unit in units]
-    found = {}
+    initial = {}
     for name in states[0]:
         if name in units[0].entries:
-            found[name] = torch.cat([state[name].reshape(-1) for state in states])
+            initial[name] = torch.cat([state[name].reshape(-1) for state in states])
             if not rule.whole_matrix:
-                found[name] = found[name].view(units[0].entries[name].shape)
+                initial[name] = initial[name].view(units[0].entries[name].shape)
             continue
         value = torch.zeros_like(weight)
         for unit, state in zip(units, states, strict=True):
             unit.write(value, state[name][0])
-        found[name] = placed_like(value, parameter)
-    return found
+        initial[name] = placed_like(value, parameter)
+    return initial
 
 
 def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:

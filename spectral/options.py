@@ -138,7 +138,7 @@ def describe(rule: str) -> str:
 
 def meanings_of(kind: type) -> dict[str, str]:
     """Return, by field of a dataclass and its bases, the sentence below it, in one line."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
             continue
@@ -146,8 +146,8 @@ def meanings_of(kind: type) -> dict[str, str]:
             if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
                 target, text = node.target, below.value
                 if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
-                    found[target.id] = " ".join(str(text.value).split())
-    return found
+                    meanings[target.id] = " ".join(str(text.value).split())
+    return meanings
 
 
 @cache

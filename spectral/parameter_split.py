@@ -113,8 +113,8 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         """Return a copy of a group."""
-        found = self.groups[index]
-        return [dict(g) for g in found] if isinstance(found, list) else dict(found)
+        chosen = self.groups[index]
+        return [dict(g) for g in chosen] if isinstance(chosen, list) else dict(chosen)
 
     def __len__(self) -> int:
         """Count the groups."""
@@ -132,9 +132,9 @@ class ParameterSplit(Sequence[dict[str, Any]]):
 
     def __str__(self) -> str:
         """Return a table, equal rows of numbered layers joined."""
-        found = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
+        counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
-        for (name, shape, rule, matrices, matrix), count in found.items():
+        for (name, shape, rule, matrices, matrix), count in counts.items():
             what = f"{matrices} of {'x'.join(map(str, matrix))}" if rule != "adamw" else ""
             shown = "x".join(map(str, shape)) or "scalar"
             lines.append(f"{count:4} x {name:50} {shown:>16}  {rule:8}  {what}".rstrip())
@@ -219,16 +219,16 @@ def split_parameters(
         rows.append(Row(name, shape, "adamw", 1, shape))
     if unused:
         raise ValueError(f"units matches no parameter: {', '.join(sorted(unused))}")
-    found: list[dict[str, Any]] = [
+    chosen: list[dict[str, Any]] = [
         {"params": params, "units": division.settings()} for division, params in groups.items()
     ]
     others = {"rule": "adamw", "lr": lr}
-    found += [{"params": tables, **others}] if tables else []
-    found += [{"params": vectors, **others, "weight_decay": 0.0}] if vectors else []
+    chosen += [{"params": tables, **others}] if tables else []
+    chosen += [{"params": vectors, **others, "weight_decay": 0.0}] if vectors else []
     from torch.nn.parallel import DistributedDataParallel
 
     replicas = module.process_group if isinstance(module, DistributedDataParallel) else None
-    return ParameterSplit(found, rows, replicas)
+    return ParameterSplit(chosen, rows, replicas)
 
 
 def check_name(name: str) -> None:
@@ -251,16 +251,16 @@ def weights_of(module: nn.Module) -> Iterator[Weight]:
     modules = dict(module.named_modules())
     seen: set[int] = set()
     order = sorted(modules.items(), key=lambda item: not _is_embedding(item[1]))
-    found: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     for prefix, owner in order:
         for short, parameter in owner.named_parameters(recurse=False):
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             name = f"{prefix}.{short}" if prefix else short
-            found[name] = Weight(name, parameter, *_place(modules, prefix, short))
+            weights[name] = Weight(name, parameter, *_place(modules, prefix, short))
     # In the order of the model, which is that of a checkpoint.
-    yield from (found[name] for name, _ in module.named_parameters() if name in found)
+    yield from (weights[name] for name, _ in module.named_parameters() if name in weights)
 
 
 def _place(
@@ -361,8 +361,8 @@ def division_of(weight: Weight) -> Division:
                 f"{weight.name} has {outputs} outputs, which matrices of {pattern} rows do not "
                 "divide; give split_parameters units={name: {'rows': [n]}}"
             )
-        found = () if pattern == (outputs,) else pattern
-        return Division(rows=found, transposed=transposed, stacked=stacked)
+        repeated = () if pattern == (outputs,) else pattern
+        return Division(rows=repeated, transposed=transposed, stacked=stacked)
     fused = name in REQUIRED
     if name not in FUSED:
         problem = _consumer(weight)
