@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spectral import msign, solve_multiplier, tangent_model
+from spectral import msign, positive_definite, solve_multiplier, tangent_model
 from spectral.schedules import coefficients
 from spectral.tangent import Solver, TangentProblem, TangentSolution
 from spectral.tangent_model import SPACES, Space, build, root, value
@@ -315,3 +315,13 @@ def test_empty_batch_and_errors() -> None:
         solve_multiplier(m, v, u)
     with pytest.raises(ValueError, match="m must be float32 or float64"):
         solve_multiplier(m.bfloat16(), u, v)
+
+
+@pytest.mark.parametrize("size", [3, 64, 256])
+@pytest.mark.parametrize("rows", [1, 64, 65, 200])
+def test_systems_in_blocks_are_solved(rows: int, size: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(positive_definite, "block_rows", lambda rows, device: size)
+    half, x = gaussian(3, rows, rows + 8), gaussian(3, 2, rows, seed=1)
+    k = half @ half.mT + torch.eye(rows)
+    factor = positive_definite.factorized_(torch.triu(k))  # of which the lower triangle is not read
+    assert torch.allclose(positive_definite.solve(factor, x), torch.linalg.solve(k, x.mT).mT)
