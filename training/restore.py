@@ -13,6 +13,7 @@ from parallel.errors import last_line
 from parallel.observe.weight_watch import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
+from training.checkpoint.identity import new_run
 from training.checkpoint.resume import check_content
 from training.checkpoint.saving import set_rng_state
 from training.control.guard import NonFiniteError
@@ -28,8 +29,11 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
     rng, meta = info.path / checkpoint.RNG, info.path / checkpoint.META
     with refusing(rng, Exception):  # of any kind: the file may be anything
         generators = torch.load(rng, weights_only=True)
-    with refusing(info.path, StateError):
+    try:
         extra = load_state(info.state, trainer.model, trainer.optimizer)
+    except StateError as error:
+        todo = new_run(str(info.path), trainer.config.pc is not None)
+        raise ResumeError(f"{info.path} cannot be loaded: {last_line(error)}; {todo}") from error
     if extra.get("step") != info.step:
         raise ResumeError(
             f"{info.path}: the step of the state must be {info.step}, got {extra.get('step')}"
@@ -48,8 +52,7 @@ def refusing(place: Path, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        said = last_line(error) if isinstance(error, StateError) else repr(error)
-        raise ResumeError(f"{place} cannot be loaded: {said:.200}") from error
+        raise ResumeError(f"{place} cannot be loaded: {error!r:.200}") from error
 
 
 def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:

@@ -15,6 +15,7 @@ holds more than its own part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ SCHEMA = 1
 """Version of keys and shapes; increased when older checkpoints become unreadable."""
 
 SHOWN_PROBLEMS = 8
-"""Problems of each rank that an error lists."""
+"""Problems that an error lists."""
 
 
 class StateError(ValueError):
@@ -152,16 +153,16 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, Part]) -> None:
     }
     wanted = {part.key: part for part in state.values()}
     layers = found_by_any(key for key in wanted if key.startswith("pc/"))
-    _raise_together(_other_layers(prefix, stored, layers))
-    _raise_together([prefix + text for text in _misfits(stored, wanted)])
+    _raise_together(_other_layers(stored, layers), prefix)
+    _raise_together(_misfits(stored, wanted), prefix)
     firsts = sum(not any(part.offset) and part.written for part in state.values())
     # Names are gathered only if their number shows that the checkpoint has too many.
     if sum(from_all(firsts)) != len(stored):
         known = set(found_by_any(wanted))
-        _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
+        _raise_together([f"the model has no {key}" for key in stored if key not in known], prefix)
 
 
-def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[str]) -> list[str]:
+def _other_layers(stored: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """A sentence if checkpoint and model do not have the same PC layers."""
     there = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     here = {key.split("/")[1] for key in wanted}
@@ -169,9 +170,8 @@ def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[str]) -> 
         return []
     one = min(there ^ here)
     return [
-        f"{prefix}it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is only "
-        f"in the {'checkpoint' if one in there else 'model'}: pc.blocks must be as it was "
-        "(checkpoint.initialize_from begins a new run, with PC layers merged into the weights)"
+        f"it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is only "
+        f"in the {'checkpoint' if one in there else 'model'}: pc.blocks must be as it was"
     ]
 
 
@@ -333,13 +333,9 @@ def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Re
                 yield unit, span, start, region
 
 
-def _raise_together(problems: Iterable[str]) -> None:
-    """Raise StateError on every rank if any rank has problems."""
-    mine = list(problems)
-    shown = [
-        *mine[:SHOWN_PROBLEMS],
-        *([f"{len(mine)} such problems"] * (len(mine) > SHOWN_PROBLEMS)),
-    ]
-    found = found_by_any(shown)
+def _raise_together(problems: Iterable[str], prefix: str = "") -> None:
+    """Raise StateError on every rank if any rank has problems; `prefix` begins what is said."""
+    found = found_by_any(islice(problems, SHOWN_PROBLEMS + 1))
     if found:
-        raise StateError("; ".join(found))
+        more = "; and more" if len(found) > SHOWN_PROBLEMS else ""
+        raise StateError(f"{prefix}{'; '.join(found[:SHOWN_PROBLEMS])}{more}")

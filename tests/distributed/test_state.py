@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(results):
     assert (
         "weight/layers.0.gate has shape (48, 32), the model's has (64, 32)" in said["other shape"]
     )
-    assert "optimizer/layers.1.q.0/u is missing" in said["other rule"]
+    assert "optimizer/layers.0.q.0/u is missing" in said["other rule"]
     assert "has dtype torch.float32, the model's has torch.float64" in said["other dtype"]
     assert "the model has no weight/layers.2.q.0" in said["unit too many"]
 

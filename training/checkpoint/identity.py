@@ -1,7 +1,8 @@
 """The identity of a run: what a checkpoint and the run that continues it must agree in."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from training.data.order import TrainingData, ValidationData
 from training.data.token_bytes import tokenizer_file
 
 SHOWN: Final = 6
+OF_STATE: Final = re.compile(r".*\.rule|qkv_units|split_gate_up|momentum_dtype|pc\.(blocks|roles)")
+"""Keys that decide what a checkpoint has beside the weights."""
 BACKENDS: Final = {"attention_backend", "moe.backend"}
 """Keys of the model section that choose an implementation and change no result."""
 
@@ -137,28 +140,31 @@ def comparable(
     return before, after
 
 
-def refusal(place: str, different: Mapping[str, list[str]]) -> str:
-    """Return the message of a refusal to continue: a line per kind, and what to do about it."""
+def refusal(place: str, different: Mapping[str, list[str]], pc: bool) -> str:
+    """Return the message of a refusal to continue: a line per kind, and what to do about it.
+
+    `pc` says whether the run has PC layers.
+    """
     lines = []
     for kind, changes in different.items():
         more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         lines.append(f"{place} differs in its {kind}: {', '.join(changes[:SHOWN])}{more}")
-    if any(change.startswith("pc.") for change in different.get("model", [])):
-        lines.append(
-            "to start a new run from its effective weights, set checkpoint.initialize_from"
-        )
-    if any(change.startswith("weights ") for change in different.get("model", [])):
-        lines.append(
-            "its weights do not fit this model: name another run.dir, or start over with "
-            "--resume none"
-        )
-        return "\n".join(lines)
-    names = ", ".join(different)
-    lines.append(
-        f"to continue it anyway, set checkpoint.allow_change=[{names}]; to start over, use "
-        "--resume none"
-    )
-    return "\n".join(lines)
+    keys = [text.split(" ", 1)[0] for changes in different.values() for text in changes]
+    if "weights" in keys:
+        todo = "its weights do not fit this model: name another run.dir"
+    elif any(map(OF_STATE.fullmatch, keys)):
+        todo = f"it cannot be loaded: {new_run(place, pc)}"
+    else:
+        todo = f"to continue it anyway, set checkpoint.allow_change=[{', '.join(different)}]"
+    return "\n".join([*lines, f"{todo}; to start over, use --resume none"])
+
+
+def new_run(place: str, pc: bool) -> str:
+    """Return what a run, with PC layers or without, can do if the state of a checkpoint does not
+    fit."""
+    if pc:  # checkpoint.initialize_from is refused, as they would change the effective weights
+        return "name another run.dir"
+    return f"name another run.dir, and checkpoint.initialize_from={place} to begin from its weights"
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -209,6 +215,10 @@ def _optimizer(config: Config) -> dict[str, Any]:
     del settings["rules"]
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
+    plain = replace(config.optimizer, roles={})
+    for role, own in settings["roles"].items():  # what its group says too is no difference
+        usual = asdict(plain.settings_for(role))
+        settings["roles"][role] = {k: v for k, v in own.items() if v not in (None, usual.get(k))}
     settings["rules"] = {
         name: rule_settings(config.optimizer.rule(name)) for name in RULES if name in used
     }

@@ -119,7 +119,7 @@ def start_over(run_dir: str | Path) -> None:
 def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[str]) -> None:
     different = differences(saved_identity(info), now, allowed)
     if different:
-        raise ResumeError(refusal(str(info.path), different))
+        raise ResumeError(refusal(str(info.path), different, "pc.level" in now["model"]))
 
 
 def check_content(info: CheckpointInfo) -> None:

@@ -61,6 +61,34 @@ def test_a_model_of_another_size_is_not_offered_to_be_loaded(key, fits, minimal)
     before, now = (
         settings(load_config(minimal, ["model.vocab_size=100", *keys])) for keys in ([], [key])
     )
-    said = refusal("step_1", differences(before, now, ()))
+    said = refusal("step_1", differences(before, now, ()), pc=False)
     assert ("checkpoint.allow_change=[model]" in said) == fits
     assert ("name another run.dir" in said) != fits and "--resume none" in said
+
+
+ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initialize_from=step_1 to"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "offer"),
+    [
+        ({}, {"optimizer__matrix__rule": "muon"}, BEGIN),
+        ({}, {"optimizer__head__rule": "muon"}, BEGIN),
+        ({}, {"optimizer__roles__q__rule": "adamw"}, BEGIN),
+        ({}, {"optimizer__qkv_units": "group"}, BEGIN),
+        ({}, {"optimizer__distributed__momentum_dtype": "bf16"}, BEGIN),
+        ({"pc": {}}, {}, BEGIN),
+        ({}, {"pc": {}}, "cannot be loaded: name another run.dir;"),
+        ({}, {"optimizer__roles__q__lr": 0.1}, ALLOW),
+        ({}, {"optimizer__rules__spectral_sphere__momentum": 0.5}, ALLOW),
+        ({}, {"optimizer__roles": {"q": {"rule": "spectral_sphere"}}}, None),
+    ],
+    ids=str,
+)
+def test_what_is_offered_can_be_done(before, now, offer, tmp_path):
+    """A role that is given the rule that it already has is no difference."""
+    ours, theirs = (tiny_config(str(tmp_path), "spectral_sphere", **keys) for keys in (now, before))
+    different = differences(settings(theirs), settings(ours), ())
+    said = refusal("step_1", different, ours.pc is not None)
+    assert bool(different) == (offer is not None) and (offer or "") in said
+    assert offer == ALLOW or not different or "allow_change" not in said
