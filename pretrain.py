@@ -202,21 +202,30 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
             return rehearse(config, options)
         return train(config, options.resume or "latest", interrupts)
     except MissingSetError as error:
-        return fail("\n".join([str(error), *origin(error, options)]), code=2)
+        from training.build import without_sets
+
+        lines = [str(error), *without_sets(config), *origin(error, config, options)]
+        return fail("\n".join(lines), code=2)
     except (InputError, EngineError) as error:
         return fail(error, code=2)
     except OSError as error:
         return fail(described(error), code=1, same_on_all_ranks=False)
 
 
-def origin(error: MissingSetError, options: argparse.Namespace) -> Iterator[str]:
-    """Yield where a missing set was named, and how it is left out."""
+def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:
+    """Yield where a missing set is looked for and was named, and how it is left out."""
     if error.key is None:
         return
     from training.config.files import place_of
 
     _, kind, name = error.key
     key = ".".join(error.key)
+    path = getattr(config.data, kind)[name].path
+    if not Path(path).is_absolute():
+        yield (
+            f"{path} is relative to the working directory, {Path.cwd()}: start in the folder that "
+            f"has it, or set {key}.path to an absolute path"
+        )
     place = place_of(Path(options.config).resolve(), options.overrides, error.key)
     if place is not None:
         yield (

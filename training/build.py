@@ -239,29 +239,6 @@ def build_data(
     `share` is (rank, size) of the ranks that share a full verification. Raises DataError for files
     that are missing, corrupt or too short, or token ids beyond the vocabulary.
     """
-    try:
-        return _open_sets(config, share)
-    except MissingSetError as error:
-        text = "\n".join([str(error), *without_sets(config)])
-        raise MissingSetError(text, error.key) from None
-
-
-def without_sets(config: Config) -> Iterator[str]:
-    """Yield what to do without a recipe's sets: make them, or go on without them."""
-    if config.data.made_by is None:
-        return
-    yield f"make the sets with: {config.data.made_by}"
-    names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
-    names += [
-        f"data.validation.{name}.path=data/demo/kjv.validation" for name in config.data.validation
-    ]
-    yield (
-        "or go on without them: data.mock=true reads random tokens; `make data` and "
-        f"{' '.join(names)} model.vocab_size=null read the embedded corpus"
-    )
-
-
-def _open_sets(config: Config, share: tuple[int, int]) -> tuple[TrainingData, list[ValidationData]]:
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     data, samples = config.data, config.validation.samples
     open_set: OpenSet = partial(
@@ -300,6 +277,23 @@ def check_tokenizers(data: DataConfig) -> None:
     sections = (data.train, data.validation)
     sets = [(name, each.path) for section in sections for name, each in section.items()]
     check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
+
+
+def without_sets(config: Config) -> Iterator[str]:
+    """Yield what to do without a recipe's sets: make them, or go on without them."""
+    if config.data.made_by is None:
+        return
+    yield f"make the sets with: {config.data.made_by}"
+    if config.data.made_by == "make data":  # they are the embedded corpus
+        return
+    names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
+    names += [
+        f"data.validation.{name}.path=data/demo/kjv.validation" for name in config.data.validation
+    ]
+    yield (
+        "or go on without them: data.mock=true reads random tokens; `make data` and "
+        f"{' '.join(names)} model.vocab_size=null read the embedded corpus"
+    )
 
 
 def named(open_set: OpenSet, kind: str) -> OpenSet:

@@ -56,6 +56,9 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
     assert run(folder, "--config", str(overlay)) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "error: set mine: no file nowhere/mine.idx"
+    assert said[-2].startswith(
+        f"error: nowhere/mine is relative to the working directory, {Path.cwd()}: start in"
+    )
     assert said[-1] == (
         f"error: data.train.mine comes from {overlay}, line 4; data.train.mine=null leaves out "
         "mine, and data.train=null all sets of train that were named before"
@@ -63,10 +66,10 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
     assert run(folder, "--config", str(overlay), "data.train.mine.path=gone/mine") == 2
     assert "comes from the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
     # Without a vocabulary the manifest beside the first set is asked for before the set itself.
-    keys = ["data.train.walk=null", "model.vocab_size=null"]
+    keys = ["data.train.walk=null", "model.vocab_size=null", "data.made_by=make data"]
     assert run(folder, "--config", str(overlay), *keys) == 2
     said = capsys.readouterr().err
-    assert "set mine: no file nowhere/mine.idx" in said
+    assert "set mine: no file nowhere/mine.idx\nerror: make the sets with: make data\n" in said
     assert f"data.train.mine comes from {overlay}, line 4;" in said
 
 
