@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from parallel.errors import described
 from training.errors import InputError, MissingSetError, fail
 from training.lifecycle.interrupts import Interrupts
+from training.lifecycle.output import outlive_readers
 from training.rehearsal import options as rehearsal
 
 if TYPE_CHECKING:
@@ -296,6 +297,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     interrupts = Interrupts()
     interrupts.listen()
     code = main(interrupts=interrupts)

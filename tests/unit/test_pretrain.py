@@ -124,6 +124,18 @@ def test_options_that_do_not_fit_are_refused(options, problem, folder, capsys):
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
+def test_output_that_nobody_can_read_is_no_failure(opened, folder):
+    reader, writer = opened()
+    os.close(reader)
+    options = ["--config", folder / "config.yaml", "--print-config"]
+    done = subprocess.run(
+        [sys.executable, "pretrain.py", *options], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("take", [bytearray, np.empty, torch.empty])
 def test_memory_that_cannot_be_had_is_known(take) -> None:
     with pytest.raises((MemoryError, RuntimeError)) as caught:

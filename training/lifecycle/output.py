@@ -1,0 +1,33 @@
+"""Output that nobody can read any more: a run whose terminal or pipe was closed goes on without."""
+
+import errno
+import io
+import sys
+from typing import Any, Final
+
+GONE: Final = (errno.EIO, errno.EPIPE)
+"""Errors of writing to a terminal, and to a pipe, that was closed at its other end."""
+
+
+class LastingFile(io.FileIO):
+    """A file that drops what nobody can read."""
+
+    def write(self, data: Any) -> int:
+        """Write to the file as FileIO does."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Replace stdout and stderr by streams that drop what nobody can read."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None:  # as it is if the descriptor was closed from the start
+            by_line = stream.line_buffering or stream.write_through
+            file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
+            lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
+            setattr(sys, name, lasting)
