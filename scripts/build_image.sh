@@ -9,6 +9,10 @@
 # trains two steps. It takes root, and passes arguments on to `buildah build`. Images are in a new
 # folder, removed afterwards, or in STORE, which is kept and whose layers are used again.
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,${/^#\( \|$\)/!q; s/^# \{0,1\}//p}' "$0"
+    exit
+fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 stop() { # print why nothing can be built, and exit with 2

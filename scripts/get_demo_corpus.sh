@@ -7,6 +7,10 @@
 # Making them needs: apt-get install bible-kjv bible-kjv-text jargon-text dict-devil xz-utils
 # The texts must have the sha256 below, whatever the versions of the packages. See examples/data/SOURCES.md.
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '2,${/^#\( \|$\)/!q; s/^# \{0,1\}//p}' "$0"
+  exit
+fi
 export LC_ALL=C.UTF-8
 
 declare -A TEXT_SHA256=(

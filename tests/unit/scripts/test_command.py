@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from scripts.command import add_config, command, require
+from tests.commands import output_of
+from tests.paths import ROOT
 from training.errors import InputError
 
 
@@ -39,6 +41,17 @@ def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> N
     assert command(lambda: 1)() == 1
     assert interrupted() == 130
     assert too_large() == 1 and "error: out of memory" in capsys.readouterr().err
+
+
+SHELL_SCRIPTS = [
+    path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".sh", ".sbatch")
+]
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_print_their_usage(script: Path) -> None:
+    said = output_of("bash", script, "--help")
+    assert f"{script.relative_to(ROOT)} " in said and "#SBATCH" not in said and "set -" not in said
 
 
 def test_options_may_follow_overrides() -> None:
