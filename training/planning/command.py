@@ -12,7 +12,7 @@ from training.config import Config, check
 from training.config.checks import legal_ranks
 from training.dry_run import plan_run
 from training.errors import ConfigError, InputError
-from training.planning.layouts import Layouts
+from training.planning.layouts import Layouts, changed
 from training.planning.remedies import assignment, remedy_table
 from training.planning.report import describe
 from training.planning.search import best_layouts, legal_layouts, overlay, search_table
@@ -58,7 +58,8 @@ def fit(
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
-            check(config, layouts.gpus)  # says what would be legal
+            # Says what would be legal, at the micro-batch that fits most numbers of GPUs.
+            check(changed(config, {"train.micro_batch": 1}), layouts.gpus)
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"
         )
