@@ -23,7 +23,7 @@ import pyarrow
 from pyarrow import parquet
 
 from scripts.data.hub import HubInput, parse_hub_input, row_documents
-from scripts.data.text import checked_text, first_line
+from scripts.data.text import first_line, row_text
 from training.errors import DataError
 from training.json_file import parse_json
 
@@ -240,8 +240,5 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
         try:
             row = parse_json(line)
         except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
-            raise DataError(f"{where}: not JSON: {error}") from None
-        if not isinstance(row, dict) or key not in row:
-            keys = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
-            raise DataError(f"{where}: no key {key!r}, found {keys or 'no keys'}")
-        yield checked_text(row[key], where, key)
+            raise DataError(f"{where}: not JSON: {error}; mend or remove the line") from None
+        yield row_text(row, where, key)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.data.text import checked_text, first_line
+from scripts.data.text import first_line, row_text
 from training.errors import DataError
 
 
@@ -42,10 +42,7 @@ def row_documents(where: object, text_key: str, **source: Any) -> Iterator[str]:
         DataError: it cannot be opened or read, or a row has no text under `text_key`.
     """
     for number, row in enumerate(_rows(where, source), start=1):
-        place = f"{where}, row {number}"
-        if text_key not in row:
-            raise DataError(f"{place}: no key {text_key!r}, found {', '.join(row)}")
-        yield checked_text(row[text_key], place, text_key)
+        yield row_text(row, f"{where}, row {number}", text_key)
 
 
 def _rows(where: object, source: Mapping[str, Any]) -> Iterator[dict[str, object]]:
