@@ -63,11 +63,14 @@ def import_engine() -> None:
 
     From here on its import's warnings of optional packages that are done without are silenced, and
     the word of PyTorch's builds for CUDA on where a CUDA toolkit lies if the machine has no GPU,
-    such as a login node. Functions that the engine compiles are compiled at their first call: at
-    import that would load the compiler, for functions that most models never call. Raises
-    EngineError if the engine is not installed.
+    such as a login node, and that of newer torch on collectives that the engine calls by an older
+    name. Functions that the engine compiles are compiled at their first call: at import that would
+    load the compiler, for functions that most models never call. Raises EngineError if the engine
+    is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    older = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
+    warnings.filterwarnings("ignore", older, FutureWarning)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     compiler = torch.compile
     setattr(torch, "compile", at_first_call(compiler))  # noqa: B010

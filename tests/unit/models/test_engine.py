@@ -1,11 +1,14 @@
 """The releases of megatron-core that are used, used with a warning, or refused."""
 
+import warnings
 from importlib.metadata import version
 
 import pytest
+import torch
+import torch.distributed as dist
 from megatron.core import package_info
 
-from models.engine import EngineError, at_first_call, check_engine, engine_version
+from models.engine import EngineError, at_first_call, check_engine, engine_version, import_engine
 
 
 def test_installed_release_is_a_tested_one() -> None:
@@ -31,3 +34,11 @@ def test_what_the_engine_compiles_is_compiled_at_its_first_call_alone() -> None:
     assert compiled == []
     assert [double(3, times=2), double(2, times=5)] == [6, 10]
     assert compiled == [{"dynamic": True}]
+
+
+def test_collectives_that_the_engine_calls_by_an_older_name_are_silent(world) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import_engine()
+        dist.all_gather_into_tensor(torch.zeros(1), torch.zeros(1))
+        dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(1))
