@@ -19,6 +19,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,9 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
     `interrupts` listens for Ctrl-C; without it, Ctrl-C raises KeyboardInterrupt.
     """
     options = parse(arguments)
+    if find_spec("torch") is None:
+        text = f"{sys.executable} has no torch: source .venv/bin/activate, which `make setup` makes"
+        return fail(text, code=2)
     if options.ranks is not None:
         from training.launch import launch
 

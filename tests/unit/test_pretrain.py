@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pretrain
+from tests.commands import output_of
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 
@@ -134,6 +135,11 @@ def test_output_that_nobody_can_read_is_no_failure(opened, folder):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_another_python_is_told_of_the_environment():
+    command = [sys.executable, "-S", "pretrain.py", "--config", "configs/tiny_sso.yaml"]
+    assert "has no torch: source .venv/bin/activate" in output_of(*command, code=2)
 
 
 @pytest.mark.parametrize("take", [bytearray, np.empty, torch.empty])
