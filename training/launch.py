@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from training.errors import print_error
 from training.lifecycle.interrupts import CODE, LAUNCHER, SECOND
+from training.lifecycle.output import say
 
 GRACE: Final = 30
 """Seconds that the other ranks have to end after one has failed, as under torchrun."""
@@ -57,7 +58,7 @@ class Ranks:
         self.interrupted = self.interrupted or number == signal.SIGINT
         if ends:
             self.killed = True
-            os.write(2, f"{SECOND}\n".encode())  # past streams that the main thread may hold
+            say(SECOND)
         if number == signal.SIGHUP:
             number = signal.SIGTERM
         for process in self.processes:

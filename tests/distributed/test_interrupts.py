@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,35 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     assert begun.wait(300) == expected, begun.said()
     said = [line for line in begun.said() if not line.startswith("rank")]
     assert len(said) == sum(number == signal.SIGINT for number in signals), said
+
+
+LISTENS = """
+import time
+from training.lifecycle.interrupts import Interrupts
+Interrupts().listen()
+print("rank 0 of 1", flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "start"), [(1, [LISTENS]), (2, [LAUNCH, RANK, "3600", "0"])])
+def test_ctrl_c_is_heard_where_nobody_can_read_the_answer(ranks, start):
+    """As of `python pretrain.py ... 2>&1 | tee log`, where it ends tee as well."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", *start], cwd=ROOT, env=environment(), stdout=writer, stderr=writer,
+        start_new_session=True, preexec_fn=heed,
+    )  # fmt: skip
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        assert len(list(islice(said, ranks))) == ranks  # all have begun
+    end = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < end:
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+    code = process.poll()
+    process.kill()
+    assert code == CODE
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")

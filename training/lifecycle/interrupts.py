@@ -12,6 +12,8 @@ import threading
 from types import FrameType
 from typing import Final
 
+from training.lifecycle.output import say
+
 CODE: Final = 130
 """Exit code of a run that Ctrl-C has ended: 128 and the number of the signal, as in shells."""
 SECOND: Final = "ended by a second Ctrl-C; checkpoints saved before are whole"
@@ -71,9 +73,9 @@ class Interrupts:
         os._exit(CODE)
 
     def _say(self, text: str) -> None:
-        """Write a line past Python's streams, which the main thread may hold."""
+        """Say a line once for all ranks."""
         if self._first_rank:
-            os.write(2, f"{text}\n".encode())
+            say(text)
 
 
 def _stop_with_launcher() -> None:

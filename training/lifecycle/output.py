@@ -2,7 +2,9 @@
 
 import errno
 import io
+import os
 import sys
+from contextlib import suppress
 from typing import Any, Final
 
 GONE: Final = (errno.EIO, errno.EPIPE)
@@ -31,3 +33,9 @@ def outlive_readers() -> None:
             file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
             lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
             setattr(sys, name, lasting)
+
+
+def say(text: str) -> None:
+    """Write a line to stderr past Python's streams, which the main thread may hold."""
+    with suppress(OSError):  # nobody can read it
+        os.write(2, f"{text}\n".encode())
