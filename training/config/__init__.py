@@ -1,9 +1,8 @@
 """The run config: from a YAML file to frozen sections, with all problems reported at once.
 
 schema.py and optimizer.py hold the fields and what must hold in each section, checks.py what must
-hold between sections; files.py and binding.py read YAML, removed.py says what to do about removed
-keys, and manual.py writes docs/configuration.md. Nothing here knows the engine or a device. Start
-with schema.py.
+hold between sections; files.py and binding.py read YAML, and manual.py writes
+docs/configuration.md. Nothing here knows the engine or a device. Start with schema.py.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ def load_saved_config(path: str | Path) -> Config:
 
     An absent key has its default, and only keys, types and bounds are checked: a rule that a later
     version has must not make a checkpoint unreadable. Raises InvalidConfigError for a file that is
-    not a run config or that has removed keys.
+    not a run config or that has other keys.
     """
     return with_paper_choices(bind(Config, read_saved(Path(path)), check=False))
 

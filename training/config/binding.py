@@ -16,7 +16,6 @@ from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 
 from models.section import Check, Section, closest, join, problems, shown
-from training.config.removed import removal
 from training.errors import ConfigError
 
 T = TypeVar("T")
@@ -133,7 +132,7 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
     near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
-    return removal(f"{path}={value}") or line + (f"; did you mean {near}?" if near else "")
+    return line + (f"; did you mean {near}?" if near else "")
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
@@ -146,13 +145,10 @@ def _missing(kind: Any, path: str) -> Iterator[str]:
 
 
 def _unknown(root: type, loc: Loc) -> str:
-    """Return the line about an unknown key: what to do about a removed one, else the key that is
-    most like it."""
+    """Return the line about an unknown key, with the key that is most like it."""
     path, kind = place(root, loc[:-1])
     key, siblings = str(loc[-1]), list(types_of(kind))
     full = join(path, key)
-    if line := removal(full):
-        return line
     near = closest(key, siblings)
     elsewhere = [p for p, _ in schema_paths(root) if p.split(".")[-1] == key]
     if near or elsewhere:

@@ -1,5 +1,5 @@
 """Keys that are refused: absurd numbers, before anything loops or allocates as they ask; settings
-without effect, which would make a run another one than its config says; removed keys."""
+without effect, which would make a run another one than its config says."""
 
 import time
 from pathlib import Path
@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import pretrain
 from tests.minimal_config import problems
 from training.config import InvalidConfigError, load_config, load_saved_config, to_yaml
-from training.config.binding import schema_paths
-from training.config.removed import REMOVED, removal
-from training.config.schema import Config
 
 ABSURD = {
     "model.layers": 10**9,
@@ -96,30 +92,11 @@ def test_what_an_earlier_version_let_pass_can_still_be_read(minimal: Path) -> No
     assert load_saved_config(minimal).model.init.std == 0.03
 
 
-# --- removed keys -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_key_is_answered_by_its_own_line(
-    minimal: Path, name: str, capsys: pytest.CaptureFixture[str]
+def test_a_saved_config_with_a_key_of_another_version_is_refused(
+    minimal: Path,
 ) -> None:
-    key, _, value = name.replace("*", "muon_sphere").partition("=")
-    override = f"{key}={value or 3}"
-    expected = removal(override if value else key)
-    assert expected is not None
-    assert problems(minimal, override) == [expected]
-    assert pretrain.main(["--config", str(minimal), override]) == 2
-    assert [line for line in capsys.readouterr().err.splitlines() if expected in line]
-
-
-def test_a_saved_config_with_a_removed_key_is_refused_by_its_name(minimal: Path) -> None:
     saved = yaml.safe_load(to_yaml(load_config(minimal)))
     saved["optimizer"]["rules"]["muon_sphere"]["power_iteration_steps"] = 10
     minimal.write_text(yaml.safe_dump(saved))
-    with pytest.raises(InvalidConfigError, match=r"muon_sphere\.power_iteration_steps was removed"):
+    with pytest.raises(InvalidConfigError, match="unknown key .*power_iteration_steps"):
         load_saved_config(minimal)
-
-
-def test_no_key_is_both_there_and_removed() -> None:
-    paths = {path for path, _ in schema_paths(Config)}
-    assert not paths & set(REMOVED)
