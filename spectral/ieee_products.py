@@ -12,16 +12,22 @@ from typing import Any
 
 import torch
 
-MATMUL: tuple[Any, ...] = (
-    torch.backends.cuda.matmul,
-    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+MATMUL: tuple[Any, ...] = tuple(
+    place
+    for place in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    if hasattr(place, "fp32_precision")
 )
-"""Where PyTorch keeps the precision of float32 products, on GPUs and on CPUs."""
-REDUCTIONS = (
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
+"""Where PyTorch keeps the precision of float32 products, on GPUs and on CPUs; torch 2.6 nowhere but
+for the older call."""
+REDUCTIONS = [
+    name
+    for name in (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
+    if hasattr(torch.backends.cuda.matmul, name)  # the last came with torch 2.7
+]
 """Settings of 16-bit products on GPUs that sum in less than float32."""
 
 
@@ -50,7 +56,9 @@ def ieee_products() -> Iterator[None]:
 
 def is_ieee() -> bool:
     """Return whether products of float32 are IEEE now, on GPUs and on CPUs."""
-    return all(place.fp32_precision in ("none", "ieee") for place in MATMUL)
+    precisions = [place.fp32_precision for place in MATMUL]
+    precisions = precisions or [torch.get_float32_matmul_precision()]
+    return {*precisions} <= {"none", "ieee", "highest"}
 
 
 def _legacy_precision() -> str:
