@@ -28,7 +28,8 @@ def outlive_readers() -> None:
     """Replace stdout and stderr by streams that drop what nobody can read."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None:  # as it is if the descriptor was closed from the start
+        # A notebook has its own, and one whose descriptor was closed from the start is None.
+        if isinstance(stream, io.TextIOWrapper):
             by_line = stream.line_buffering or stream.write_through
             file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
             lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
