@@ -612,14 +612,15 @@ def _follow(parameter: Tensor, state: State, masters: bool) -> None:
         )
         if not equal_bits:  # elsewhere the host would wait to know
             torch.where(rounded == weight, master, weight, out=master)
-    elif masters or not half:
+    else:
         state.pop(MASTER, None)
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        least = torch.float32 if masters else parameter.dtype
+        wide = torch.promote_types(parameter.dtype, least)
         for name, value in state.items():
             # Counts stay in float32, as in torch's optimizers.
             if value.is_floating_point() and (name != "step" or value.dtype in HALF):
                 state[name] = value.to(wide)
-        if half:
+        if half and masters:
             state[MASTER] = parameter.detach().float()
 
 
