@@ -5,10 +5,11 @@ gate, one expert's down projection. Models keep several of them in one parameter
 division says, as data, where each matrix lies.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import prod
+from numbers import Integral
 from typing import Any, Self
 
 from torch import Tensor
@@ -46,9 +47,11 @@ class Division:
         if unknown:
             raise ValueError(f"units has no key {', '.join(sorted(unknown))}")
         rows = value.get("rows", ())
-        if not isinstance(rows, (list, tuple)) or not all(type(n) is int and n > 0 for n in rows):
+        if not isinstance(rows, Sequence) or not all(
+            type(n) is not bool and isinstance(n, Integral) and int(n) > 0 for n in rows
+        ):
             raise ValueError(f"rows of units must be a list of positive integers, got {rows!r}")
-        return cls(**{**value, "rows": tuple(rows)})
+        return cls(**{**value, "rows": tuple(map(int, rows))})
 
     def settings(self) -> dict[str, Any]:
         """Return what `of` reads, as plain values."""

@@ -115,7 +115,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         exchange_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(params, torch.nn.Module):
+        if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
             raise TypeError("params must be parameters or split_parameters(model), got the model")
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
         check_value("master_weights", bool, master_weights)

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -80,10 +80,11 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
         names = ALIASES[alias]
         if not known.keys() >= {*names}:
             continue
-        value = named.pop(alias)
+        value = named[alias]
         values = value if len(names) > 1 else (value,)
-        if not isinstance(values, (tuple, list)) or len(values) != len(names):
+        if not isinstance(values, Sequence) or len(values) != len(names):
             raise TypeError(f"{alias} must be two numbers, got {value!r}")
+        del named[alias]
         named.update(zip(names, values, strict=True))
     if isinstance(named.get("msign_dtype"), torch.dtype):
         named["msign_dtype"] = str(named["msign_dtype"]).removeprefix("torch.")

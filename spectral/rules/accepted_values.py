@@ -47,6 +47,8 @@ def _accepted(annotation: Any) -> tuple[tuple[Any, ...], tuple[object, ...]]:
     joined = get_origin(annotation) in (Union, UnionType)
     types = get_args(annotation) if joined else (annotation,)
     literals = [x for kind in types if get_origin(kind) is Literal for x in get_args(kind)]
+    if not all(kind is NoneType or get_origin(kind) is Literal for kind in types):
+        return types, ()
     return types, (*literals, None) if literals and NoneType in types else tuple(literals)
 
 

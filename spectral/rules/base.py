@@ -7,7 +7,7 @@ alone. `RULES` is the registry by which configs and optimizers name rules.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from functools import cache
 from math import prod
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -172,15 +172,19 @@ def check_rates(lr: Rate, weight_decay: Rate) -> None:
 
 def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError for a value of a rule's field that its annotation forbids."""
-    for name, annotation in _annotations(kind).items():
-        if name in values:
-            check_value(name, annotation, values[name])
+    for field, annotation in _annotations(kind):
+        value = values.get(field.name, field.default)
+        if value is not field.default:
+            check_value(field.name, annotation, value)
 
 
 @cache
-def _annotations(kind: type[Rule]) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+def _annotations(kind: type[Rule]) -> list[tuple[Field[Any], Any]]:
+    try:
+        hints = get_type_hints(kind)
+    except NameError:  # of what only type checkers import
+        return []
+    return [(field, hints[field.name]) for field in fields(kind)]
 
 
 def settings(rule: Rule) -> dict[str, Any]:

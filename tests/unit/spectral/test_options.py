@@ -2,10 +2,13 @@
 
 import copy
 import inspect
+import math
 import tomllib
+from collections import UserList
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -80,8 +83,20 @@ def test_names_of_torch_are_understood() -> None:
     (group,) = SpectralSphere([weight(8, 12)], msign_dtype=torch.bfloat16).param_groups
     assert group["msign_dtype"] == "bfloat16"
     assert AdamW([weight(8)], momentum=0.8).param_groups[0]["beta1"] == 0.8
+    optimizer = AdamW([weight(8)], betas=UserList([0.8, 0.99]))
+    optimizer.param_groups[0]["betas"] = 0.5
+    for _ in range(2):  # nor does the second step go on with what was before
+        with pytest.raises(TypeError, match="betas must be two numbers, got 0.5"):
+            optimizer.step()
     with pytest.raises(TypeError, match="rule 'muon' has no field 'betas'$"):
         Muon([weight(8, 12)], betas=(0.9, 0.95))
+
+
+def test_rules_of_others_keep_their_defaults_and_types() -> None:
+    own = [("limit", float, math.inf), ("every", int | Literal["auto"], 3)]
+    for more in ([], [("folder", "Unknown", None)]):  # a name that only type checkers import
+        kind = make_dataclass("Own", own + more, bases=(RULES["muon"],), frozen=True, kw_only=True)
+        assert kind(every=4).limit == math.inf
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

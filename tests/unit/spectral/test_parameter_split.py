@@ -1,8 +1,10 @@
 """What `split_parameters` takes for matrices in models of transformers, and what it refuses."""
 
 import re
+from collections import UserList
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -259,6 +261,7 @@ def test_what_nobody_knows_is_said_by_name() -> None:
     model = Fused(torch.randn(12, 4))
     (group,) = split_parameters(model, units={"*.weight": {"rows": [4]}})
     assert Division.of(group["units"]) == Division(rows=(4,))
+    assert Division.of({"rows": UserList([np.int64(4)])}) == Division(rows=(4,))
     (group,) = SpectralSphere(split_parameters(model, units={"Wqkv*": {}})).param_groups
     assert Division.of(group["units"]) == Division()
     split_parameters(model, units={"Wqkv*": {}, "*.weight": {"transposed": False}})
@@ -306,12 +309,7 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
     ("model", "options", "error", "message"),
     [
         (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
-        (
-            MODEL,
-            {"elementwise": [nn.Linear(2, 2)]},
-            ValueError,
-            "elementwise .* got Linear.* beside",
-        ),
+        (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* beside"),
         (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
     ],
 )
@@ -326,3 +324,4 @@ def test_a_split_of_something_else_is_refused(
 def test_a_model_is_not_its_parameters() -> None:
     with pytest.raises(TypeError, match=r"params must be parameters or split_parameters\(model\)"):
         Muon(MODEL)
+    Muon(nn.ParameterList([MODEL[0].weight]))  # a module, but of parameters alone
