@@ -223,6 +223,6 @@ def _optimizer(config: Config) -> dict[str, Any]:
         name: rule_settings(config.optimizer.rule(name)) for name in RULES if name in used
     }
     found = dict(flat(settings))
-    distributed["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision
-    kept = ("tensor_mode", "gradient_dtype", "exchange_dtype", "momentum_dtype")
-    return found | {key: distributed[key] for key in kept}
+    found["tensor_mode"] = distributed["tensor_mode"]
+    found["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision
+    return found | {k: distributed[k] or "fp32" for k in ("gradient_dtype", "momentum_dtype")}

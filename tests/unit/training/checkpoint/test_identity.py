@@ -82,6 +82,8 @@ ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initializ
         ({}, {"optimizer__roles__q__lr": 0.1}, ALLOW),
         ({}, {"optimizer__rules__spectral_sphere__momentum": 0.5}, ALLOW),
         ({}, {"optimizer__roles": {"q": {"rule": "spectral_sphere"}}}, None),
+        ({}, {"optimizer__distributed__momentum_dtype": "fp32"}, None),
+        ({}, {"optimizer__distributed__gradient_dtype": "fp32"}, None),
     ],
     ids=str,
 )
