@@ -6,8 +6,8 @@ alone. `RULES` is the registry by which configs and optimizers name rules.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from functools import cache
 from math import prod
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -176,6 +176,28 @@ def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
         value = values.get(field.name, field.default)
         if value is not field.default:
             check_value(field.name, annotation, value)
+
+
+def class_problems(kind: type[Rule]) -> Iterator[str]:
+    """Yield what a class lacks to be a rule, each the end of a sentence that names it."""
+    if missing := kind.__abstractmethods__:
+        yield f"must have the method {sorted(missing)[0]}"
+    if "__dataclass_fields__" not in vars(kind):
+        yield "must be a dataclass: @dataclass(frozen=True, kw_only=True)"
+    if "whole_matrix" not in dir(kind):
+        yield "must say whether it needs whole matrices: whole_matrix = True, or False"
+    for field in fields(kind):
+        if field.default is MISSING and field.default_factory is MISSING:
+            yield f"must have a default for its field {field.name}"
+    weight = torch.zeros(2, 3, 4)
+    state = kind().init_state(weight)
+    shapes = dict.fromkeys(state, weight.shape[:1]) | dict.fromkeys(
+        kind.elementwise_state, weight.shape
+    )
+    for name, shape in shapes.items():
+        if name not in state or state[name].shape[: len(shape)] != shape:
+            got = tuple(state[name].shape) if name in state else "none"
+            yield f"must have a state {name} {[*shape]} for a weight [2, 3, 4], got {got}"
 
 
 @cache

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from models.layout import QKVUnits
 from models.section import AtLeast0, Check, Positive, Section, problems
-from spectral.rules import RULES, Rule
+from spectral.rules import RULES, Rule, load_rules
 from spectral.rules.base import decay_problem, waiting_field
 from spectral.rules.muon_sphere import RadiusRule
 from spectral.sharded.placement import Strategy
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         """Settings of the update rules, a section for each."""
 
 else:
+    load_rules()
     RuleName = Literal[tuple(RULES)]
     RulesConfig = type(
         "RulesConfig",

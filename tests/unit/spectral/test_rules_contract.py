@@ -1,16 +1,19 @@
 """What every update rule promises."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectral.host_values import unless_all
-from spectral.rules import RULES, Report, Rule, State
-from spectral.rules.base import take_step, waiting_field
+from spectral.rules import RULES, MomentumRule, Report, Rule, State, load_rules, register_rule
+from spectral.rules.base import class_problems, take_step, waiting_field
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
 
+load_rules()
 SHAPE = (3, 24, 40)
 # Within one step Muon++ also rescales to the radius; its update alone is that of algorithm 1. SSO
 # takes a step as on a GPU, which does not look whether to stop.
@@ -30,6 +33,11 @@ def make(name: str) -> Rule:
     return OTHERS[name] if name in OTHERS else RULES[name](**OPTIONS.get(name, {}))
 
 
+def written(**attributes: object) -> type:
+    """A class derived from Muon's rule as a user may write it."""
+    return dataclass(frozen=True, kw_only=True)(type("Own", (RULES["muon"],), attributes))
+
+
 def start(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Weights on their spheres and a gradient."""
     generator = torch.Generator().manual_seed(seed)
@@ -43,6 +51,24 @@ def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, R
     for step in range(steps):
         report = take_step(rule, weight, grad.roll(step, -1).clone(), state, lr=1e-2, **options)  # type: ignore[arg-type]
     return weight, state, report
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "said"),
+    [
+        ("muon", RULES["adamw"], "'muon' is registered already, as MuonRule"),
+        ("x", int, "must be a class derived from spectral.rules.Rule, got <class 'int'>"),
+        ("x", MomentumRule, "must have the method update"),
+        ("x", written(init_state=lambda _, w: {"s": w[0]}), r"a state s \[2\] .* got \(3, 4\)"),
+        ("x", written(elementwise_state=("s",)), r"a state s \[2, 3, 4\] .* got none"),
+        ("x", written(__annotations__={"beta": float}), "must have a default for its field beta"),
+        ("x", type("Bare", (RULES["muon"],), {}), "must be a dataclass"),
+    ],
+)
+def test_a_class_that_is_no_rule_is_refused(name: str, rule: type, said: str) -> None:
+    assert not any(problem for known in RULES.values() for problem in class_problems(known))
+    with pytest.raises((TypeError, ValueError), match=said):
+        register_rule(name, rule)
 
 
 @ALL
