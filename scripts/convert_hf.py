@@ -70,7 +70,8 @@ def _import(options: argparse.Namespace) -> None:
         config = options.write_config
         print(f"wrote {config}: the model of {options.source}, on top of {options.config}")
     dtype = import_model(options.source, options.target, config, options.overrides)
-    keys = " ".join([*options.overrides, f"checkpoint.initialize_from={options.target}"])
+    beginning = f"checkpoint.initialize_from={options.target}"
+    keys = " ".join([f"run.dir=runs/{options.target.name}", *options.overrides, beginning])
     print(f"wrote {options.target}: {dtype} weights; to train them:")
     print(f"    python pretrain.py --config {config} {keys}")
 

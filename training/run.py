@@ -29,7 +29,7 @@ from training.build import (
 )
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.identity import announced, data_facts, identity, modification_times
-from training.checkpoint.initial_weights import InitialWeights, initial_weights
+from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
@@ -114,6 +114,8 @@ def train(
             run_dir, resume, identity(config, facts), config.checkpoint.allow_change
         )
         start = chosen.info
+        if start is not None:
+            check_beginning(config, start)
         if start is not None and is_finished(config, start):
             first_rank(lambda: chosen.settle(run_dir))
             return nothing_to_do(config, groups, start)

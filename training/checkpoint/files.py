@@ -175,6 +175,11 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
         if not STEP.fullmatch(path.name) and not (path / META).exists():
             if not path.exists():
                 raise ResumeError(f"{path} does not exist")
+            if (path / "config.json").is_file():
+                raise ResumeError(
+                    f"{path} is a Hugging Face folder: scripts/convert_hf.py import makes a "
+                    "checkpoint of it"
+                )
             raise ResumeError(
                 f"{path} has no checkpoint; checkpoint.interval sets when a run saves"
             )

@@ -55,6 +55,16 @@ class InitialWeights:
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))
 
 
+def check_beginning(config: Config, start: CheckpointInfo) -> None:
+    """Raise ResumeError if a run that began without `checkpoint.initialize_from` now names it."""
+    path = config.checkpoint.initialize_from
+    if path is not None and start.meta.get("initialized_from") is None:
+        raise ResumeError(
+            f"checkpoint.initialize_from={path} is for a new run, and {start.path} is of one that "
+            "began without it: name another run.dir, or start over with --resume none"
+        )
+
+
 def initial_weights(config: Config, tokenizer: str | None = None) -> InitialWeights | None:
     """Return the weights that `checkpoint.initialize_from` names, None if it is null; collective.
 

@@ -203,7 +203,7 @@ def test_the_section_of_the_model_is_written_from_config_json(
     line = ["import", str(source), str(run), "--config", str(other), "--write-config", str(new)]
     assert main(line) == 0
     said = capsys.readouterr().out
-    assert f"--config {new} checkpoint.initialize_from=" in said
+    assert f"--config {new} run.dir=runs/imported checkpoint.initialize_from=" in said
     assert model_settings(load_config(new).model) == model_settings(wanted)
     assert load_config(new).optimizer == load_config(other).optimizer
     assert main(line) == 2 and "exists" in capsys.readouterr().err

@@ -45,6 +45,7 @@ REFUSED: dict[str, list[str]] = {
     "a model of another size": ["--resume", "2", "model.ffn=64", "checkpoint.allow_change=[model]"],
     "another model": ["--resume", "2", "model.ffn=64"],
     "a step that is not there": ["--resume", "3"],
+    "weights to begin from, of a run that has begun": ["checkpoint.initialize_from={run}"],
     "another rate": ["optimizer.matrix.lr=0.7"],
 }  # fmt: skip
 
