@@ -58,16 +58,17 @@ class Worker:
 
 
 def serve() -> None:
-    """Answer standard input until it ends."""
-    from models.engine import import_engine  # here: it takes seconds
+    """Answer standard input until it ends, or until Ctrl-C, of which the study tells."""
+    with contextlib.suppress(KeyboardInterrupt):
+        from models.engine import import_engine  # here: it takes seconds
 
-    import_engine()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        code, seconds = run_forked(asked["arguments"], asked["log"])
-        print(json.dumps({"code": code, "seconds": seconds}), flush=True)
+        import_engine()
+        for name in IMPORTED:
+            importlib.import_module(name)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            code, seconds = run_forked(asked["arguments"], asked["log"])
+            print(json.dumps({"code": code, "seconds": seconds}), flush=True)
 
 
 def run_forked(arguments: Sequence[str], log: str) -> tuple[int, float]:

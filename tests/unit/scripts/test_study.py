@@ -1,6 +1,7 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
+import signal
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
@@ -10,6 +11,7 @@ from shutil import rmtree
 import pytest
 import yaml
 
+from scripts.studies import worker
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import TunedIn, first_key, read_study
 from scripts.studies.search import run_of
@@ -71,6 +73,11 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"lr-2: {other['losses'][1]:.4f}" in printed and "-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
+
+
+def test_ctrl_c_ends_the_worker_without_a_traceback(monkeypatch):
+    monkeypatch.setattr("sys.stdin", iter(lambda: signal.raise_signal(signal.SIGINT), ""))
+    worker.serve()
 
 
 def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tmp_path, capsys):
