@@ -15,10 +15,10 @@ from tests.run_results import metrics_of
 pytestmark = pytest.mark.slow
 
 FIRST_STEP = """
-import numpy, torch
+import numpy, pytest, torch
 from normalized import NormalizedRule  # before the library, which loads the entry point later
 from spectral import SpectralOptimizer
-from spectral.rules import register_rule
+from spectral.rules import MomentumRule, register_rule
 
 weight = torch.nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
 weight.grad = torch.randn_like(weight)
@@ -26,7 +26,9 @@ mean = (1 - 0.95**2) * weight.grad.numpy()  # of the first step, with Nesterov's
 expected = weight.detach().numpy() * (1 - 0.1 * 0.1) - 0.1 * mean / numpy.linalg.norm(mean)
 SpectralOptimizer([weight], rule="normalized", lr=0.1, weight_decay=0.1).step()
 numpy.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-12)
-register_rule("normalized", NormalizedRule)
+for name, rule in {"muon": NormalizedRule, "x": int, "y": MomentumRule}.items():
+    with pytest.raises((TypeError, ValueError)):
+        register_rule(name, rule)
 """
 
 
@@ -81,10 +83,6 @@ def run(root: Path, package: Path, *arguments: str, code: int = 0) -> str:
     """What Python prints in the checkout with the package installed."""
     variables = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{root}"}
     return output_of(sys.executable, *arguments, folder=root, variables=variables, code=code)
-
-
-def test_it_is_small(root: Path) -> None:
-    assert len(rule_of_the_page(root).splitlines()) <= 30
 
 
 def test_its_first_step_is_that_of_numpy(root: Path, package: Path) -> None:
