@@ -31,7 +31,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,14 @@ def run_study(
     the content of results.json.
     """
     study, start = begin(study, ROOT)
+    given = list(extra)
+    study, extra = shortened(study, extra)
     check_tokenizers(study, extra)
     check_candidates(study, start, extra)
     content: dict[str, Any] = {
         **asdict(study),
         "complete": False,
-        "command_overrides": list(extra),
+        "command_overrides": given,
         "budget": {name: study.budget(name) for name in study.variants},
     }
 
@@ -100,6 +102,23 @@ def run_study(
     content["complete"] = True
     write(results, content)
     return content
+
+
+def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
+    """Return the study at the full length that `extra` gives, and the rest of `extra`.
+
+    Each run trains for a share of that length too. Raises InputError for one that is no number.
+    """
+    rest, full = [], dict(study.full)
+    for text in extra:
+        key, _, value = text.partition("=")
+        if key not in full:
+            rest.append(text)
+        elif value.isdecimal():
+            full[key] = int(value)
+        else:
+            raise InputError(f"{key} must be a whole number, got {value}")
+    return replace(study, full=full), rest
 
 
 def check_tokenizers(study: Study, extra: Sequence[str]) -> None:

@@ -142,7 +142,7 @@ def test_a_candidate_that_is_no_config_is_refused_before_the_first_run(
 
 @pytest.mark.slow
 def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path):
-    assert main([str(tuned_file), str(tmp_path / "out")]) == 0
+    assert main([str(tuned_file), str(tmp_path / "out"), "train.steps=2"]) == 0
     result = json.loads((tmp_path / "out" / "results.json").read_text())
     assert result["budget"] == {"plain": 3.0, "lr": 3.0}
     trials = [trial for trial in result["trials"] if trial["variant"] == "plain"]
