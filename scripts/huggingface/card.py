@@ -50,6 +50,11 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
     for group in ("matrix", "embedding", "head", "scalar"):
         each = getattr(config.optimizer, group)
         yield f"{group} weights", f"{each.rule}, lr {each.lr:g}, weight decay {each.weight_decay:g}"
+    for role, own in config.optimizer.roles.items():
+        settings = {key: value for key, value in asdict(own).items() if value is not None}
+        yield f"{role} weights", ", ".join(f"{key} {value}" for key, value in settings.items())
+    if origin := info.meta.get("initialized_from"):
+        yield "began with", f"step {origin['step']:,} of {origin['path']}"
     schedule = asdict(config.schedule)
     yield "schedule", ", ".join(f"{k} {v}" for k, v in schedule.items() if v is not None)
     yield "PC layers", _pc(config)

@@ -64,7 +64,7 @@ def run(tokens, world, tmp_path) -> Callable[..., Path]:
 def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     keys = {"rope_base": 5e4, "init__spectral": False, "init__std": "null"}
-    folder = run(**{f"model__{key}": value for key, value in keys.items()})
+    folder = run(optimizer__roles__o__lr=4e-3, **{f"model__{key}": x for key, x in keys.items()})
     assert main(["export", str(folder), str(out), "--shard-size", "50KB"]) == 0
     assert "largest difference of float32 logits" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text())
@@ -85,7 +85,8 @@ def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
     assert index["metadata"]["total_parameters"] == sum(sizes.values())
     assert index["metadata"]["total_size"] == 4 * sum(sizes.values())
     card = (out / "README.md").read_text()
-    assert "| tokens | 256 |" in card and "adamw, lr 0.003" in card and "| walk | " in card
+    said = "| tokens | 256 |", "adamw, lr 0.003", "| o weights | lr 0.004 |", "| walk | "
+    assert all(text in card for text in said)
     assert not list(tmp_path.glob("out.*"))
 
 
