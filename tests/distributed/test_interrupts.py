@@ -261,22 +261,14 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     assert len(said) == sum(number == signal.SIGINT for number in signals), said
 
 
-LISTENS = """
-import time
-from training.lifecycle.interrupts import Interrupts
-Interrupts().listen()
-print("rank 0 of 1", flush=True)
-time.sleep(3600)
-"""
-
-
-@pytest.mark.parametrize(("ranks", "start"), [(1, [LISTENS]), (2, [LAUNCH, RANK, "3600", "0"])])
+@pytest.mark.parametrize(("ranks", "start"), [(1, [RANK]), (2, [LAUNCH, RANK])])
 def test_ctrl_c_is_heard_where_nobody_can_read_the_answer(ranks, start):
     """As of `python pretrain.py ... 2>&1 | tee log`, where it ends tee as well."""
     reader, writer = os.pipe()
+    variables = {"RANK": "0", "WORLD_SIZE": "1", **environment()}
     process = subprocess.Popen(
-        [sys.executable, "-c", *start], cwd=ROOT, env=environment(), stdout=writer, stderr=writer,
-        start_new_session=True, preexec_fn=heed,
+        [sys.executable, "-c", *start, "3600", "0"], cwd=ROOT, env=variables, stdout=writer,
+        stderr=writer, start_new_session=True, preexec_fn=heed,
     )  # fmt: skip
     os.close(writer)
     with os.fdopen(reader) as said:

@@ -1,6 +1,5 @@
 """pretrain.py answers wrong input with clear lines and exit code 2, and writes nothing."""
 
-import io
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pretrain
 from tests.commands import output_of
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
-from training.lifecycle.output import outlive_readers
 
 
 @pytest.fixture
@@ -137,13 +135,6 @@ def test_output_that_nobody_can_read_is_no_failure(opened, folder):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_output_of_a_notebook_stays_as_it_is(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", notebook := io.StringIO())
-    monkeypatch.setattr(sys, "stderr", notebook)
-    outlive_readers()
-    assert sys.stdout is sys.stderr is notebook
 
 
 def test_another_python_is_told_of_the_environment():

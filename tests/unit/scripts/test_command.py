@@ -43,9 +43,7 @@ def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> N
     assert too_large() == 1 and "error: out of memory" in capsys.readouterr().err
 
 
-SHELL_SCRIPTS = [
-    path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".sh", ".sbatch")
-]
+SHELL_SCRIPTS = sorted((ROOT / "scripts").rglob("*.s[hb]*"))
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)

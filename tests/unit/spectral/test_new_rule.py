@@ -63,6 +63,7 @@ def rule_of_the_page(root: Path) -> str:
     (example,) = re.findall(
         r"```python\n(.*?)```", (root / "CONTRIBUTING.md").read_text(), re.DOTALL
     )
+    assert len(example.splitlines()) <= 30
     return example
 
 

@@ -92,9 +92,7 @@ def test_what_an_earlier_version_let_pass_can_still_be_read(minimal: Path) -> No
     assert load_saved_config(minimal).model.init.std == 0.03
 
 
-def test_a_saved_config_with_a_key_of_another_version_is_refused(
-    minimal: Path,
-) -> None:
+def test_a_saved_config_with_a_key_of_another_version_is_refused(minimal: Path) -> None:
     saved = yaml.safe_load(to_yaml(load_config(minimal)))
     saved["optimizer"]["rules"]["muon_sphere"]["power_iteration_steps"] = 10
     minimal.write_text(yaml.safe_dump(saved))

@@ -20,9 +20,7 @@ def test_skipped_steps_are_counted():
 
 def test_too_many_in_a_row_stop_with_their_samples():
     guard = NonFiniteGuard(limit=2, global_batch=4)
-    with pytest.raises(
-        NonFiniteError, match=r"steps 2 to 4, .* = 2 consecutive steps; .* are 4 to 15"
-    ):
+    with pytest.raises(NonFiniteError, match=r"steps 2 to 4, .* = 2 consecutive .* are 4 to 15"):
         record(guard, [True, False, False, False])
 
 
