@@ -79,6 +79,11 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
     for i, name in enumerate(variants):
         courses = [pd.Series(dict(records[run].figures["course"])) for run in runs[name]]
         losses = pd.concat(courses, axis="columns")
+        if len(losses) == 1:
+            raise InputError(
+                f"{path}: runs of {name} were validated at their end alone; a curve needs "
+                "validation.interval=N in the study's overrides"
+            )
         axes.errorbar(
             losses.index,
             losses.mean(axis="columns"),

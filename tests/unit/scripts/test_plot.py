@@ -12,6 +12,7 @@ from scripts.plots.spectrum import plot_spectrum
 from scripts.plots.study import plot_curves
 from scripts.studies.tables import read_results
 from tests.run_configs import tiny_config
+from training.errors import InputError
 from training.run import train
 
 
@@ -59,6 +60,8 @@ def test_the_curves_of_readme_are_those_of_committed_results(root, tmp_path, mon
     line, _, (bars,) = container.lines
     assert line.get_ydata()[-1] == pytest.approx(mean(losses))
     low, high = bars.get_segments()[-1][:, 1]
+    with pytest.raises(InputError, match=r"validation\.interval"):
+        plot_curves(root / "studies/results/widths/results.json", ["SSO, 64"])
     assert high - low == pytest.approx(2 * stdev(losses) / len(losses) ** 0.5)
 
 

@@ -319,9 +319,6 @@ def test_a_split_of_something_else_is_refused(
     assert not split_parameters(MODEL, elementwise=MODEL[0]).matrices
     with pytest.raises(error, match=message):
         split_parameters(model, **options)
-
-
-def test_a_model_is_not_its_parameters() -> None:
     with pytest.raises(TypeError, match=r"params must be parameters or split_parameters\(model\)"):
         Muon(MODEL)
     Muon(nn.ParameterList([MODEL[0].weight]))  # a module, but of parameters alone
