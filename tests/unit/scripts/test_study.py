@@ -1,12 +1,12 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
-import signal
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from shutil import rmtree
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -76,7 +76,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
 
 
 def test_ctrl_c_ends_the_worker_without_a_traceback(monkeypatch):
-    monkeypatch.setattr("sys.stdin", iter(lambda: signal.raise_signal(signal.SIGINT), ""))
+    monkeypatch.setattr("sys.stdin", iter(Mock(side_effect=KeyboardInterrupt), ""))
     worker.serve()
 
 
