@@ -124,7 +124,8 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = x if wide and dtype == x.dtype else torch.empty_like(x, dtype=dtype)
     for source, target in cache_slices(x, y):
         if is_known(x):
-            norm = _frobenius(source)[:, None, None]
+            least = torch.promote_types(x.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(source, dim=(-2, -1), keepdim=True, dtype=least)
             rough = ~((norm > SAFE[0]) & (norm < SAFE[1]))
             divide_(source, norm.masked_fill(rough, 1), target)
             for i in rough.flatten().nonzero()[:, 0].tolist():
@@ -280,10 +281,3 @@ def is_bounded(
     # Summed in float32, and rounded to the dtype at the end: several times faster on a CPU.
     norm: Tensor = torch.linalg.vector_norm(square, dim=(-2, -1))
     return norm <= abs(c) * limit
-
-
-def _frobenius(x: Tensor) -> Tensor:
-    """Frobenius norms `[batch]` of `x` `[batch, rows, rows]`, summed in at least float32."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
-    return norm
