@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
-from .division import Division
+from .division import Division, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -174,8 +175,8 @@ def split_parameters(
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
         elementwise: modules, or one, all of whose parameters go to AdamW.
         units: how parameters are divided, by a pattern of their names such as `*.attention.qkv`;
-            `{"rows": [...], "transposed": ..., "stacked": ...}`, see `Division`,
-            `{}` for one matrix. It goes before what this function finds.
+            `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}`, see
+            `Division`, `{}` for one matrix. It goes before what this function finds.
         lr: learning rate of AdamW.
 
     Raises:
@@ -212,8 +213,7 @@ def split_parameters(
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             groups.setdefault(division, []).append((name, parameter))
-            sides = [n for _, n in boxes[0]][int(division.stacked) :]
-            matrix = tuple(reversed(sides)) if division.transposed else tuple(sides)
+            matrix = tuple(division.matrix(torch.empty(sizes_of(boxes[0]), device="meta")).shape)
             rows.append(Row(name, shape, "spectral", len(boxes), matrix))
             continue
         rows.append(Row(name, shape, "adamw", 1, shape))

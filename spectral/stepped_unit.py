@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .division import Box, Division, narrowed
+from .division import Box, Division, narrowed, sizes_of, span_of
 from .local_part import local_of
 from .rules.base import Rule
 
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     @property
     def box(self) -> Box:
         """Where it lies in the entry."""
-        return ((self.start, self.shape.numel()),)
+        return (span_of(self.start, self.shape.numel()),)
 
     def of(self, value: Tensor) -> Tensor:
         """Return the unit's part, a view."""
@@ -73,7 +73,7 @@ class SteppedUnit:
             division, whole = Division(), local_of(parameter).shape
         units, starts = [], dict[str, int]()
         for box in division.boxes(whole):
-            part = torch.empty([n for _, n in box], device="meta")
+            part = torch.empty(sizes_of(box), device="meta")
             shape = division.matrix(part).shape
             names = entry_shapes(rule, tuple(shape), parameter.dtype)
             entries = {name: Entry(starts.get(name, 0), entry) for name, entry in names.items()}
@@ -93,7 +93,7 @@ class SteppedUnit:
 
     def part(self, unit: Tensor) -> Tensor:
         """Return the unit as the part of the parameter in `box`, a view where there is one."""
-        return self.division.part(unit, [n for _, n in self.box])
+        return self.division.part(unit, sizes_of(self.box))
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the unit's part of a tensor like the parameter, a view where there is one."""

@@ -40,7 +40,7 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.bucket_layout import Span
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.parameter_names import named_buffers
-from spectral.division import Box
+from spectral.division import Box, sizes_of, span_of
 from spectral.grouped import grouped
 
 SCHEMA = 1
@@ -195,18 +195,18 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     Each box is contiguous in the array. With n dimensions there are at most 2 n - 1.
     """
     if len(axes) == 1:
-        return [((start, stop - start),)]
+        return [(range(start, stop),)]
     inner, rest = prod(axes[1:]), axes[1:]
     found: list[Box] = []
     while start < stop:
         row, column = divmod(start, inner)
         if column == 0 and stop - start >= inner:
             rows = (stop - start) // inner
-            found.append(((row, rows), *((0, size) for size in rest)))
+            found.append((span_of(row, rows), *map(range, rest)))
             start += rows * inner
         else:
             end = min(stop - row * inner, inner)
-            found += [((row, 1), *box) for box in boxes(column, end, rest)]
+            found += [(span_of(row, 1), *box) for box in boxes(column, end, rest)]
             start = row * inner + end
     return found
 
@@ -215,8 +215,8 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
     """The boxes of a span of a unit's local piece, whose elements are `flat` `[span.length]`."""
     axes, cut, position = unit.local_axes(tensor.size), unit.shard_axis, 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
-        sizes = [length for _, length in box]
-        offset = [start for start, _ in box]
+        sizes = sizes_of(box)
+        offset = [places.start for places in box]
         if cut is not None:
             offset[cut] += tensor.rank * axes[cut]
         value = flat.narrow(0, position, prod(sizes)).view(sizes)

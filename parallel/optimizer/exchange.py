@@ -18,6 +18,7 @@ from models.units import ALL, Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.storage.bucket_layout import BucketLayout
+from spectral.division import span_of
 from spectral.sharded.copies import add_all_, copy_all_
 from spectral.sharded.exchange import Exchange, Held, Part, Transfer, local_pairs, unpacked
 
@@ -87,8 +88,8 @@ def plan_transfers(
             Part(
                 data * tensor_size + rank,
                 span.bucket,
-                ((span.start - data * bucket_layout.shard_numel(span.bucket), span.length),),
-                ((local * (i % pieces) + span.piece_start, span.length),),
+                (span_of(span.start - data * bucket_layout.shard_numel(span.bucket), span.length),),
+                (span_of(local * (i % pieces) + span.piece_start, span.length),),
             )
             for i, rank in enumerate(tensor_ranks)
             for data, span in cuts

@@ -25,6 +25,7 @@ from parallel.optimizer.exchange import (
 )
 from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.domain_model import DomainModel
+from spectral.division import span_of
 from spectral.gram_penalty import gram_penalty_and_grad
 from spectral.grouped import grouped
 from spectral.sharded.exchange import Exchange, Part, Transfer
@@ -68,7 +69,7 @@ def weight_exchange(
     def parts(transfer: UnitTransfer) -> tuple[Part, ...]:
         size = transfer.unit.numel // transfer.pieces
         return tuple(
-            Part(rank, transfer.matrix, (), ((i * size, size),))
+            Part(rank, transfer.matrix, (), (span_of(i * size, size),))
             for i, rank in enumerate(transfer.tensor_ranks)
         )
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..division import Box, intersection, numel_of
+from ..division import Box, intersection, numel_of, sizes_of
 from ..local_part import local_of
 from .ranks import RankGroup
 
@@ -28,7 +28,7 @@ class TensorLayout:
 
     def parts(self, box: Box) -> dict[int, Box]:
         """Return what each rank holds of the part `box` of the tensor, by rank, if anything."""
-        common = ((rank, intersection(held, box)) for rank, held in enumerate(self.boxes))
+        common = ((rank, intersection(box, held)) for rank, held in enumerate(self.boxes))
         return {rank: part for rank, part in common if part is not None}
 
     @cached_property
@@ -43,8 +43,8 @@ class TensorLayout:
 
 def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """Create zeros `[elements]` that the ranks of a parameter share, as `flat_layout` says."""
-    ((_, length),) = layout.boxes[rank]
-    local = torch.zeros(length, dtype=dtype, device=local_of(parameter).device)
+    device = local_of(parameter).device
+    local = torch.zeros(sizes_of(layout.boxes[rank]), dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
         return local
     mesh, shape = parameter.device_mesh, torch.Size((layout.numel,))
@@ -66,7 +66,7 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
         raise ValueError(
             f"placements {parameter.placements} of a parameter of shape {tuple(parameter.shape)} "
             f"are not supported: this rank holds {tuple(local.shape)}, expected "
-            f"{tuple(n for _, n in box)}"
+            f"{sizes_of(box)}"
         )
     return layout
 
@@ -83,7 +83,7 @@ def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout
 
 
 def _copies(shape: Sequence[int], size: int) -> TensorLayout:
-    return TensorLayout((tuple((0, n) for n in shape),) * size, tuple(range(size)))
+    return TensorLayout((tuple(map(range, shape)),) * size, tuple(range(size)))
 
 
 def _layout(
@@ -118,12 +118,11 @@ def _box(
     dims = range(len(placements))
     plain = [i for i in dims if not isinstance(placements[i], _StridedShard)]
     strided = [i for i in reversed(dims) if isinstance(placements[i], _StridedShard)]
-    box = [(0, n) for n in shape]
+    box = [*map(range, shape)]
     for i in (*plain, *strided):
         placement = placements[i]
         if isinstance(placement, (Shard, _StridedShard)):
-            start, length = box[placement.dim]
-            size = -(-length // mesh[i])
-            first = min(size * coordinate[i], length)
-            box[placement.dim] = (start + first, min(size, length - first))
+            whole = box[placement.dim]
+            size = -(-len(whole) // mesh[i])
+            box[placement.dim] = whole[size * coordinate[i] :][:size]
     return tuple(box)

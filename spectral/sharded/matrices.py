@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..division import Box, Division, numel_of, relative
+from ..division import Box, Division, numel_of, relative, sizes_of
 from ..grouped import grouped
 from ..host_values import surely_finite, unless_all
 from ..local_part import local_of
@@ -327,7 +327,7 @@ class SharedMatrices:
         for key in exchange.owned_matrices:
             unit = self.parameters[key[0]].units[key[1]]
             box = unit.entries[key[2]].box if key[2] in unit.entries else unit.box
-            owned[key] = like.new_empty([n for _, n in box])
+            owned[key] = like.new_empty(sizes_of(box))
         exchange.gather(local, owned, like, wire)
         return owned
 

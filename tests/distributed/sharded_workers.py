@@ -25,6 +25,11 @@ ROWS = 5  # of a matrix that four ranks share unevenly: one has nothing
 TOKENS = 10
 BLOCKS = ["q_proj", "o_proj", "up", "down"]
 """Blocks with PC layers, if there are any."""
+UNITS = {
+    "*.up.*weight*": {"stride": 2, "rows": [3, 2]},
+    "*.down.*weight*": {"groups": 2, "transposed": True},
+}
+"""Divisions whose matrices lie in every other row, and in parts of both axes."""
 HALF, STEPS = 2, 4
 
 
@@ -116,13 +121,16 @@ def sharded(model: Model, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def optimizer_of(model: nn.Module, rule: str, **options: Any) -> SpectralOptimizer:
+def optimizer_of(
+    model: nn.Module, rule: str, units: dict[str, Any] = UNITS, **options: Any
+) -> SpectralOptimizer:
     if rule == "adamw":
         return SpectralOptimizer(model.parameters(), rule="adamw", lr=1e-2, **options)
     rule, _, cautious = rule.partition(" ")
     if cautious:
         options["cautious_decay"] = True
-    return SpectralOptimizer(split_parameters(model, lr=1e-2), rule=rule, lr=2e-2, **options)
+    split = split_parameters(model, units=units, lr=1e-2)
+    return SpectralOptimizer(split, rule=rule, lr=2e-2, **options)
 
 
 def train(model: nn.Module, optimizer: SpectralOptimizer, how: str, first: int, last: int) -> None:
@@ -265,7 +273,7 @@ def rounded_by(rule: str) -> list[float]:
     start, runs = whole(build("fsdp")), []
     for dtype in (None, torch.bfloat16):
         model = build("fsdp")
-        optimizer = optimizer_of(model, rule, exchange_dtype=dtype)
+        optimizer = optimizer_of(model, rule, units={}, exchange_dtype=dtype)
         train(model, optimizer, "fsdp", 0, 1)
         before = optimizer.sent_bytes
         train(model, optimizer, "fsdp", 1, 2)

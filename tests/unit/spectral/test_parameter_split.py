@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from spectral import Muon, SpectralOptimizer, SpectralSphere, split_parameters
+from spectral import Muon, SpectralSphere, split_parameters
 from spectral.division import Division
 
 HEADS, HEAD, HIDDEN, INNER, EXPERTS = 4, 8, 24, 40, 3
@@ -157,29 +157,6 @@ def test_the_matrices_of_known_models(name: str) -> None:
     assert all(apart.search(names[id(p)]) for p in split.others)
     assert not any(apart.search(full) for full in found)
     assert [sum(p is q for p in split.matrices) for q in split.matrices] == [1] * len(found)
-
-
-def test_a_divided_parameter_equals_its_matrices_apart() -> None:
-    """Rows, transposed and stacked, under every rule of matrices, in float64."""
-    torch.manual_seed(0)
-    units = {"rows": [4, 2], "transposed": True, "stacked": True}
-    start = torch.randn(2, 5, 12, dtype=torch.float64)
-    for rule in ("muon", "muon_sphere", "spectral_sphere", "muon_plus_plus", "spectral_descent"):
-        together = nn.Parameter(start.clone())
-        apart = [nn.Parameter(m.clone()) for m in matrices(start, {"units": units})]
-        assert [tuple(p.shape) for p in apart] == [(4, 5), (2, 5)] * 4
-        one = SpectralOptimizer([{"params": [together], "units": units}], rule=rule, lr=0.01)
-        each = [SpectralOptimizer([p], rule=rule, lr=0.01) for p in apart]
-        for _ in range(3):
-            together.grad = torch.randn_like(start)
-            one.step()
-            for optimizer, p, g in zip(
-                each, apart, matrices(together.grad, {"units": units}), strict=True
-            ):
-                p.grad = g.clone()
-                optimizer.step()
-        found = matrices(together, {"units": units})
-        torch.testing.assert_close(found, apart, rtol=1e-9, atol=1e-11)
 
 
 class Fused(nn.Module):

@@ -26,7 +26,7 @@ def layout(unit: Unit, data_ranks: int) -> BucketLayout:
 def positions(parts: tuple[Part, ...], tensor_rank: int) -> list[int]:
     """The elements of the flattened pieces in the parts of a tensor rank, one of two."""
     own = (box for part in parts if part.rank % 2 == tensor_rank for box in part.whole)
-    return sorted(i for start, length in own for i in range(start, start + length))
+    return sorted(i for places in own for i in places)
 
 
 @pytest.mark.parametrize("data_ranks", [1, 3])
