@@ -394,6 +394,7 @@ def build_trainer(
         groups,
         model,
         optimizer,
+        data,
         partial(training_batches, config, groups, data),
         validation,
         sampler=build_sampler(config, validation),
@@ -441,7 +442,8 @@ def training_batches(
         data_size=groups.data.size,
         left_out=progress.left_out,
     )
-    return without_worker_traces(training_loader(data, sampler, workers=config.data.workers))
+    loader = training_loader(data.since(progress.phase), sampler, workers=config.data.workers)
+    return without_worker_traces(loader)
 
 
 def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

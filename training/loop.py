@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.ieee_products import ieee_products
 from training.checkpoint.progress import Progress
 from training.config import Config
-from training.config.binding import bind
 from training.config.optimizer import GROUPS
 from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.control.penalty_schedule import GramPenalty
-from training.data.order import ValidationData, Windows
+from training.data.order import TrainingData, ValidationData, Windows
+from training.data.phase import SetCount
 from training.evaluate import as_batch, evaluate
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import Pace
@@ -64,6 +64,7 @@ class Trainer:
         groups: Groups,
         model: ParallelModel,
         optimizer: DistributedOptimizer,
+        data: TrainingData,
         batches: Callable[[Progress], Iterator[Tensor]],
         validation: Sequence[ValidationData],
         *,
@@ -72,6 +73,7 @@ class Trainer:
     ) -> None:
         """Build everything that a step needs beside model and optimizer.
 
+        data       the training data, whose counts checkpoints keep
         batches    function from the progress to an iterator of the micro-batches that follow on
                    this rank, `[micro_batch, sequence_length + 1]`
         sampler    writes the samples of text that are due, None if none are
@@ -84,6 +86,7 @@ class Trainer:
         self.groups = groups
         self.model = model
         self.optimizer = optimizer
+        self.data = data
         self.make_batches = batches
         self.validation = validation
         self.sampler = sampler
@@ -244,7 +247,7 @@ class Trainer:
             self.weights.check()
         return {
             "step": self.progress.step,
-            "progress": asdict(self.progress),
+            "progress": asdict(replace(self.progress, read=self.read())),
             "trainer": {
                 "guard": self.guard.state(),
                 "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
@@ -252,9 +255,13 @@ class Trainer:
             },
         }
 
-    def restore(self, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Continue from what `checkpoint` returned."""
-        self.progress = bind(Progress, progress)
+    def read(self) -> dict[str, SetCount]:
+        """Return what the run has read of each set."""
+        return self.data.since(self.progress.phase).read(self.progress.sample)
+
+    def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
+        """Continue from `progress` and what `checkpoint` returned as `trainer`."""
+        self.progress = progress
         self.batches = self.make_batches(self.progress)
         self.guard.restore(state["guard"])
         self.spikes.restore(state["spikes"])

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,9 +15,12 @@ from parallel.observe.weight_watch import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
 from training.checkpoint.identity import new_run
+from training.checkpoint.progress import Progress
 from training.checkpoint.resume import check_content
 from training.checkpoint.saving import set_rng_state
+from training.config.binding import bind
 from training.control.guard import NonFiniteError
+from training.data.order import TrainingData
 from training.loop import Trainer
 from training.run_log import RunLog
 
@@ -29,6 +33,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
     rng, meta = info.path / checkpoint.RNG, info.path / checkpoint.META
     with refusing(rng, Exception):  # of any kind: the file may be anything
         generators = torch.load(rng, weights_only=True)
+    progress = resumed_progress(info, trainer.data)
     try:
         extra = load_state(info.state, trainer.model, trainer.optimizer)
     except StateError as error:
@@ -40,10 +45,29 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         )
     check_replicas(trainer.model)
     with refusing(meta, KeyError, TypeError, ValueError):
-        trainer.restore(info.meta["progress"], info.meta["trainer"])
+        trainer.restore(progress, info.meta["trainer"])
     with refusing(rng, LookupError, TypeError, ValueError, RuntimeError):
         if len(generators) == dist.get_world_size():
             set_rng_state(generators[dist.get_rank()])
+
+
+def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
+    """Return the progress at a checkpoint, in the next phase if its data was other than `data`.
+
+    Raises ResumeError if the data has changed and the checkpoint does not state its counts.
+    """
+    with refusing(info.path / checkpoint.META, KeyError, TypeError, ValueError):
+        progress = bind(Progress, info.meta["progress"])
+        same = info.meta["identity"]["data"]["fingerprint"] == data.fingerprint()
+    if same:
+        return progress
+    if progress.read is None and progress.sample:
+        raise ResumeError(
+            f"{info.path} does not state what was read of each set, as an earlier version saved "
+            "it: continue with its data to the next checkpoint, and change the data then"
+        )
+    phase = data.phase_after(progress.sample, progress.read or {})
+    return replace(progress, phase=phase)
 
 
 @contextlib.contextmanager

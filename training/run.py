@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import WriterError, first_rank
@@ -180,7 +179,7 @@ def open_log(
         progress,
     )
     trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
-    for kind, text in opening_notes(config, trainer.groups.device, beginning, kernel):
+    for kind, text in opening_notes(config, trainer, beginning, kernel):
         log.note(kind, progress.step, text)
     if not any(row.lr for row in routes):
         text = "warning: all learning rates are 0, so no weight will change"
@@ -189,9 +188,10 @@ def open_log(
 
 
 def opening_notes(
-    config: Config, device: torch.device, beginning: Beginning, kernel: str | None
+    config: Config, trainer: Trainer, beginning: Beginning, kernel: str | None
 ) -> Iterator[tuple[str, str]]:
     """Yield kind and text of what a log says first: device, kernels, origin, what has changed."""
+    device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
     slow = slow_precision(config.train.precision, device)
     if slow is not None:
@@ -202,6 +202,10 @@ def opening_notes(
     if start is not None:
         for text in announced(start, config, beginning.facts):
             yield "changed", f"changed since step {start.step}: {text}"
+        if 0 < phase.sample == trainer.progress.sample:
+            counts = (f"{s.name} after {phase.tokens(s.name):,}" for s in trainer.data.sets)
+            where = f"from sample {phase.sample:,} on each set goes on at its own count of tokens"
+            yield "changed", f"data: {where}: {', '.join(counts)}"
     loss = "liger" if fused_loss(config, device) else "the engine's"
     yield "loss", f"loss kernels: {loss}"
     yield "compile", f"compiled parts: {compile_backend(config, device)[1]}"

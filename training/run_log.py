@@ -30,7 +30,8 @@ class RunLog:
 
     config.yaml     the resolved config
     routing.jsonl   a line per unit
-    data.json       fingerprint and use of every token set
+    data.json       fingerprint, use of every token set in the whole run, first sample of the
+                    present mixture, and the tokens of sets that it leaves out
     metrics.jsonl   a line per logged step
     monitors.jsonl  a line per monitored step
     events.jsonl    a line per event: time, step that it followed, kind and text
@@ -74,15 +75,20 @@ class RunLog:
         train = config.train
         ahead = (train.steps - progress.step) * train.global_batch
         tokens = progress.tokens + ahead * train.sequence_length
-        used = data.describe(progress.sample + ahead, tokens)
+        present = data.since(progress.phase)
+        used = present.describe(progress.sample + ahead)
         facts = {
             "fingerprint": data.fingerprint(),
             "tokens": tokens,
             "sets": [asdict(use) for use in used],
+            "since": progress.phase.sample,
+            "earlier": present.earlier(),
         }
         (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
         for use in used:
             print(f"data {use}", flush=True)
+        for name, count in present.earlier().items():
+            print(f"data {name}: not in the mixture any more, {count:,} tokens before", flush=True)
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
         self.trackers = Trackers(config, run_id=run_id, step=step)

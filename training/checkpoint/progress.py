@@ -5,6 +5,7 @@ from typing import Any
 
 from models.section import Whole
 from training.data.order import Windows, batch_start
+from training.data.phase import Phase, SetCount
 
 
 @dataclass
@@ -16,6 +17,9 @@ class Progress:
     tokens      tokens that the steps taken have predicted
     left_out    [first, end) of the samples that rewinds leave out
     unreported  metrics of the last step that a stop kept from being reported
+    phase       the present mixture's first sample, and what was read of each set before it
+    read        of a checkpoint: what was read of each set so far; None in those of versions that
+                did not count
     """
 
     step: Whole = 0
@@ -23,6 +27,8 @@ class Progress:
     tokens: Whole = 0
     left_out: Windows = ()
     unreported: dict[str, Any] = field(default_factory=dict)
+    phase: Phase = field(default_factory=Phase)
+    read: dict[str, SetCount] | None = None
 
     def advance(self, global_batch: int, sequence_length: int) -> int:
         """Advance by one step and return its first sample."""

@@ -1,10 +1,12 @@
 """The order of training samples, and validation data.
 
-Sample k of a run is a pure function of (seed, k): the weights determine its set, and a permutation
-per epoch its window of the set. Nothing depends on the number of steps, the batch size or the
-number of ranks, so a run can stop, resume and change its layout at any sample.
+Sample k of a phase of a run is a pure function of the seed, of the counts of each set at the start
+of the phase, and of k: the weights determine its set, and a permutation per epoch its window of the
+set. Nothing depends on the number of steps, the batch size or the number of ranks, so a run can
+stop, resume and change its layout at any sample. A change of the mixture begins the next phase.
 """
 
+import copy
 import hashlib
 import math
 import os
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from training.data.phase import Counts, Phase, SetCount
 from training.data.shuffle import Permutation
 from training.data.token_set import TokenSet
 from training.errors import ConfigError, DataError
@@ -42,10 +45,10 @@ BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repea
 
 @dataclass(frozen=True)
 class SetUse:
-    """How much of one set the samples of a run use."""
+    """How much of one set the samples of a run use, in all its phases."""
 
     name: str
-    weight: float  # share of the samples; those of all sets sum to 1
+    weight: float  # share of the samples of the present phase; those of all sets sum to 1
     windows: int
     samples: int
     tokens: int
@@ -135,38 +138,72 @@ class TrainingData(Dataset[Tensor]):
         self.sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
         self.sequence_length = sequence_length
         self.seed = seed
+        self.phase = Phase()
+
+    def since(self, phase: Phase) -> "TrainingData":
+        """Return the data of a phase that has these sets and weights; its first sample is
+        `data[phase.sample]`."""
+        data = copy.copy(self)
+        data.phase = phase
+        return data
 
     def __getitem__(self, sample: int) -> Tensor:
         chosen, window = self.source(sample)
         return torch.from_numpy(self.sets[chosen].window(window))
 
     def source(self, sample: int) -> tuple[int, int]:
-        """Return (index in `sets`, window) of a sample."""
-        chosen, earlier = self.blend.locate(sample)
+        """Return (index in `sets`, window) of a sample of the phase."""
+        chosen, earlier = self.blend.locate(sample - self.phase.sample)
         token_set = self.sets[chosen]
-        epoch, place = divmod(earlier, len(token_set))
+        before = self.phase.tokens(token_set.name) // self.sequence_length
+        epoch, place = divmod(before + earlier, len(token_set))
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
 
-    def describe(self, samples: int, tokens: int) -> list[SetUse]:
-        """Return how much of each set the first `samples` samples use, by name.
+    def read(self, samples: int) -> dict[str, SetCount]:
+        """Return what the first `samples` samples of a run, up to this phase, read of each set."""
+        counts = dict(self.phase.read)
+        used = self.blend.used(samples - self.phase.sample).tolist()
+        for each, new in zip(self.sets, used, strict=True):
+            counts[each.name] = SetCount(
+                samples=self.phase.samples(each.name) + new,
+                tokens=self.phase.tokens(each.name) + new * self.sequence_length,
+                content=each.digest,
+            )
+        return counts
 
-        `tokens` are those of all of them: they may have had other lengths before.
+    def phase_after(self, sample: int, read: Counts) -> Phase:
+        """Return the phase of these sets from `sample` on, where a run has `read` so much of each.
+
+        A set with other content than the one that was read under its name begins at its start.
         """
+        present = {each.name: each.digest for each in self.sets}
+        same = {n: c for n, c in read.items() if present.get(n, c.content) == c.content}
+        return Phase(sample=sample, read=same)
+
+    def describe(self, samples: int) -> list[SetUse]:
+        """Return how much of each set the first `samples` samples of the run use, by name."""
         shares = self.blend.quotas / len(self.blend.choice)
+        counts = self.read(samples)
         return [
             SetUse(
                 name=each.name,
                 weight=float(share),
                 windows=len(each),
-                samples=int(used),
-                tokens=round(tokens * int(used) / samples) if samples else 0,
-                epochs=int(used) / len(each),
+                samples=counts[each.name].samples,
+                tokens=counts[each.name].tokens,
+                epochs=counts[each.name].tokens / (len(each) * self.sequence_length),
             )
-            for each, share, used in zip(self.sets, shares, self.blend.used(samples), strict=True)
+            for each, share in zip(self.sets, shares, strict=True)
         ]
 
+    def earlier(self) -> dict[str, int]:
+        """Return, by name, the tokens that earlier phases read of sets that this one leaves out."""
+        present = {each.name for each in self.sets}
+        return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
+
     def fingerprint(self) -> str:
-        """Return a sha256 of all that determines the tokens of sample k, which paths do not."""
+        """Return a sha256 of all that determines the samples of a phase beside its counts; paths do
+        not."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

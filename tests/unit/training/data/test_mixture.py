@@ -1,0 +1,174 @@
+"""A mixture that changes in mid-run: each set goes on at its own count."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from tests.unit.training.checkpoint.test_checkpoint import reseal
+from tests.unit.training.data.test_data import training_data
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import ResumeError
+from training.data.order import GlobalBatchSampler, TrainingData, training_loader, window_order
+from training.data.phase import Phase
+from training.report.metrics import read_metrics
+from training.run import train
+
+SIZES = {"big": 3_000, "middle": 2_000, "small": 1_000}
+LENGTH = 8
+FIRST = {"big": 0.6, "middle": 0.3, "small": 0.1}
+THEN = {"big": 0.1, "middle": 0.9, "small": 0.1}
+
+Read = list[tuple[str, int]]
+"""Set and window of each sample, in the order in which a run has read them."""
+
+
+@pytest.fixture
+def start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Read]:
+    """Trains to a step under weights by set and returns what this start has read."""
+    for i, (name, tokens) in enumerate(SIZES.items()):
+        write_token_set(tmp_path / name, tokens=tokens, vocab=120, seed=i)
+    write_token_set(tmp_path / "tokens", tokens=1_000, vocab=120, seed=9)
+    read: Read = []
+    source = TrainingData.source
+
+    def noted(data: TrainingData, sample: int) -> tuple[int, int]:
+        chosen, window = source(data, sample)
+        read.append((data.sets[chosen].name, window))
+        return chosen, window
+
+    monkeypatch.setattr(TrainingData, "source", noted)
+
+    def started(step: int, weights: dict[str, float], **keys: Any) -> Read:
+        sets = {f"data__train__{name}__path": tmp_path / name for name in weights}
+        sets |= {f"data__train__{name}__weight": weight for name, weight in weights.items()}
+        common = {"train__steps": 30, "train__exit_step": step, "train__sequence_length": LENGTH}
+        common |= {"checkpoint__interval": 100, "data__train__walk": "null"}
+        common |= {"train__global_batch": 32, "train__micro_batch": 8, "log__interval": 1}
+        read.clear()
+        train(tiny_config(str(tmp_path), "muon", **{**common, **sets, **keys}), world)
+        return list(read)
+
+    return started
+
+
+def windows_of(read: Read, name: str) -> list[int]:
+    """The windows of a set in the order in which they were read."""
+    return [window for each, window in read if each == name]
+
+
+def expected(name: str, count: int) -> list[int]:
+    """The first windows of a set, epoch after epoch, as a run that reads nothing else has them."""
+    size = (SIZES[name] - 1) // LENGTH
+    epochs = range(-(-count // size))
+    orders = (window_order(name, size, 7, epoch) for epoch in epochs)
+    return [order[place] for order in orders for place in range(size)][:count]
+
+
+def test_each_set_goes_on_at_its_own_count(start, tmp_path: Path, capsys) -> None:
+    """Two changes, the second of which leaves a set out, and a stop inside each phase."""
+    change = {"checkpoint__allow_change": "[data]"}
+    read = start(5, FIRST) + start(8, FIRST)
+    read += start(12, THEN, **change)
+    assert "from sample 256 on each set goes on at its own count" in capsys.readouterr().out
+    read += start(16, THEN, **change)
+    without = {"big": 1.0, "small": 3.0}
+    read += start(20, without, **change) + start(22, without)
+    assert len(read) == 22 * 32
+    for name in SIZES:
+        windows = windows_of(read, name)
+        assert windows == expected(name, len(windows))
+    stated = json.loads((tmp_path / "run" / "data.json").read_text())
+    read += start(30, without)
+    counts = Counter(name for name, _ in read)
+    told = {each["name"]: each for each in stated["sets"]}
+    assert {name: each["samples"] for name, each in told.items()} == {
+        name: counts[name] for name in without
+    }
+    for name, each in told.items():
+        windows = (SIZES[name] - 1) // LENGTH
+        assert each["tokens"] == counts[name] * LENGTH
+        assert each["epochs"] == pytest.approx(counts[name] / windows)
+    assert stated["earlier"] == {"middle": counts["middle"] * LENGTH}
+    assert stated["tokens"] == 30 * 32 * LENGTH
+
+
+def test_a_stop_after_a_change_is_as_if_the_run_had_not_stopped(start, tmp_path: Path) -> None:
+    change = {"checkpoint__allow_change": "[data]"}
+    start(6, FIRST)
+    other = shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    whole = start(14, THEN, **change, run__dir=other)
+    cut = start(9, THEN, **change) + start(14, THEN)
+    assert cut == whole
+    assert losses(tmp_path / "run") == losses(other)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The logged losses by step."""
+    return {line["step"]: line["train/loss"] for line in read_metrics(folder)}
+
+
+def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(
+    start, tmp_path: Path
+) -> None:
+    change = {"checkpoint__allow_change": "[data]"}
+    start(8, FIRST)
+    write_token_set(tmp_path / "small", tokens=1_000, vocab=120, seed=17)
+    read = start(12, FIRST, **change)
+    for name, before in (("small", 0), ("big", 153)):
+        windows = windows_of(read, name)
+        assert windows == expected(name, before + len(windows))[before:]
+    state = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]
+    tokens = {name: each["tokens"] for name, each in state["read"].items()}
+    start(14, FIRST, **change, train__sequence_length=2 * LENGTH)
+    phase = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]["phase"]
+    assert phase["sample"] == 12 * 32
+    assert {name: each["tokens"] for name, each in phase["read"].items()} == tokens
+
+
+def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(
+    start, tmp_path: Path
+) -> None:
+    read = start(4, FIRST)
+    path = checkpoint.read_checkpoint(tmp_path / "run").path
+    for key in ("read", "phase"):  # as a version that did not keep them has written it
+        reseal(path, lambda meta, key=key: meta["progress"].pop(key))
+    with pytest.raises(ResumeError, match="does not state what was read of each set"):
+        start(6, THEN, checkpoint__allow_change="[data]")
+    read += start(6, FIRST)
+    read += start(8, THEN, checkpoint__allow_change="[data]")
+    for name in SIZES:
+        windows = windows_of(read, name)
+        assert windows == expected(name, len(windows))
+
+
+@pytest.mark.parametrize("data_size", [1, 2])
+def test_ranks_and_workers_read_on_together(prefixes: dict[str, Path], data_size: int) -> None:
+    before = training_data(prefixes)
+    phase = Phase(sample=40, read=before.read(40))
+    data = training_data(prefixes).since(phase)
+    batches = []
+    for rank in range(data_size):
+        sampler = GlobalBatchSampler(
+            consumed=40, global_batch=8, micro_batch=2, data_rank=rank, data_size=data_size
+        )
+        loader = training_loader(data, sampler, workers=1)
+        batches.append(list(islice(loader, 3 * 4 // data_size)))
+    per_step = 4 // data_size
+    rows = [
+        row
+        for step in range(3)
+        for rank in batches
+        for batch in rank[step * per_step : (step + 1) * per_step]
+        for row in batch.tolist()
+    ]
+    assert rows == [data[k].tolist() for k in range(40, 64)]
+    counts = {name: each.samples for name, each in data.read(64).items()}
+    assert sum(counts.values()) == 64
