@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from .rules import RULES, rule_named
+from .rules import RULES
 from .rules.accepted_values import nearest
 
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -61,7 +61,7 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 
     Raises ValueError for an unknown rule.
     """
-    own = {field.name: field.default for field in fields(rule_named(rule))}
+    own = {field.name: field.default for field in fields(RULES[rule])}
     library = {} if exact else DEFAULTS.get(rule, {})
     return own | {name: value for name, value in library.items() if name in own}
 
@@ -73,7 +73,7 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
     all as far as the rule has such fields. Raises TypeError for betas that are not two, and
     ValueError for an unknown rule.
     """
-    known = rule_named(rule).__dataclass_fields__
+    known = RULES[rule].__dataclass_fields__
     for alias in [name for name in named if name in ALIASES and name not in known]:
         names = ALIASES[alias]
         if not known.keys() >= {*names}:

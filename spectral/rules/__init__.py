@@ -1,18 +1,20 @@
 """Update rules, one file each, and the registry by which configs and optimizers name them.
 
-An installed package adds rules by an entry point of the group `spectrain.rules`, which is loaded
-when a name is not known: the package may be what imports this one. A program that uses the library
-alone may call `register_rule`.
+An installed package adds rules by an entry point of the group `spectrain.rules`. A program that
+uses the library alone may call `register_rule`.
 """
 
 import warnings
+from collections import UserDict
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from .accepted_values import require_choice
 from .adamuon import AdaMuonRule
 from .adamw import AdamWRule
-from .base import Report, Rule, Stack, State, Step, class_problems, take_step
+from .base import Report, Rule, Stack, State, Step, class_problems, decay_, subtract_, take_step
 from .momentum import MomentumRule
+from .msign_rule import MsignRule
 from .muon import MuonRule
 from .muon_plus_plus import MuonPlusPlusRule
 from .muon_sphere import MuonSphereRule
@@ -20,18 +22,61 @@ from .normuon import NorMuonRule
 from .spectral_descent import SpectralDescentRule
 from .spectral_sphere import SpectralSphereRule
 
-RULES: dict[str, type[Rule]] = {
-    "adamw": AdamWRule,
-    "muon": MuonRule,
-    "normuon": NorMuonRule,
-    "adamuon": AdaMuonRule,
-    "muon_sphere": MuonSphereRule,
-    "spectral_sphere": SpectralSphereRule,
-    "muon_plus_plus": MuonPlusPlusRule,
-    "spectral_descent": SpectralDescentRule,
-}
-
 ENTRY_POINTS = "spectrain.rules"
+
+
+class Registry(UserDict[str, type[Rule]]):
+    """Rules by name. Those of installed packages are loaded when the names are listed, or one of
+    them is missing: such a package may be what imports this one."""
+
+    loading = False
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield all names, those of installed packages last."""
+        self.load()
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        """Count the names."""
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a rule of this name is known or installed."""
+        return name in self.data or name in list(self)
+
+    def __missing__(self, name: str) -> type[Rule]:
+        """Return an installed package's rule; raises ValueError for an unknown name."""
+        require_choice("rule", name, tuple(self))
+        return self.data[name]
+
+    def load(self) -> None:
+        """Register the rules of installed packages, with a warning for each unusable one."""
+        if self.loading:  # by a package that lists the rules while it is imported
+            return
+        self.loading = True
+        try:
+            for entry in entry_points(group=ENTRY_POINTS):
+                try:
+                    register_rule(entry.name, entry.load())
+                except (
+                    Exception
+                ) as error:  # another package's code, which most programs do not need
+                    text = f"{entry.value} is left out, as it is no rule of {__name__}: {error}"
+                    warnings.warn(text, stacklevel=3)
+        finally:
+            self.loading = False
+
+
+RULES = Registry(
+    adamw=AdamWRule,
+    muon=MuonRule,
+    normuon=NorMuonRule,
+    adamuon=AdaMuonRule,
+    muon_sphere=MuonSphereRule,
+    spectral_sphere=SpectralSphereRule,
+    muon_plus_plus=MuonPlusPlusRule,
+    spectral_descent=SpectralDescentRule,
+)
 
 
 def register_rule(name: str, rule: type[Rule]) -> None:
@@ -45,26 +90,8 @@ def register_rule(name: str, rule: type[Rule]) -> None:
         raise TypeError(f"rule {name!r} must be a class derived from {__name__}.Rule, got {rule!r}")
     if problem := next(class_problems(rule), None):
         raise TypeError(f"rule {name!r} {problem}")
-    if RULES.setdefault(name, rule) is not rule:
+    if RULES.data.setdefault(name, rule) is not rule:
         raise ValueError(f"rule {name!r} is registered already, as {RULES[name].__name__}")
-
-
-def load_rules() -> None:
-    """Register the rules of installed packages, with a warning for each that cannot be used."""
-    for entry in entry_points(group=ENTRY_POINTS):
-        try:
-            register_rule(entry.name, entry.load())
-        except Exception as error:  # another package's code, which most programs do not need
-            text = f"{entry.value} is left out, as it is no rule of {__name__}: {error}"
-            warnings.warn(text, stacklevel=2)
-
-
-def rule_named(name: str) -> type[Rule]:
-    """Return the rule of a name; raises ValueError for an unknown one."""
-    if name not in tuple(RULES):
-        load_rules()
-    require_choice("rule", name, tuple(RULES))
-    return RULES[name]
 
 
 __all__ = [
@@ -72,6 +99,7 @@ __all__ = [
     "AdaMuonRule",
     "AdamWRule",
     "MomentumRule",
+    "MsignRule",
     "MuonPlusPlusRule",
     "MuonRule",
     "MuonSphereRule",
@@ -83,8 +111,8 @@ __all__ = [
     "Stack",
     "State",
     "Step",
-    "load_rules",
+    "decay_",
     "register_rule",
-    "rule_named",
+    "subtract_",
     "take_step",
 ]

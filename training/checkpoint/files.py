@@ -42,7 +42,7 @@ from parallel.disk import delete, sync
 from parallel.errors import described
 from training.checkpoint.progress import Progress
 from training.checkpoint.stored_tensors import StoredTensors
-from training.config import Config, InvalidConfigError, load_saved_config
+from training.config import Config, InvalidConfigError, MissingRuleError, load_saved_config
 from training.config.binding import bind
 from training.errors import BrokenCheckpointError, InputError
 from training.json_file import parse_json, read_regular
@@ -141,6 +141,8 @@ class CheckpointInfo:
             raise BrokenCheckpointError(changed(self.path, CONFIG))
         try:
             return load_saved_config(path)
+        except MissingRuleError as error:
+            raise ResumeError(f"{path} cannot be used here: {error}") from None
         except InvalidConfigError as error:
             raise ResumeError(
                 f"{path} is of another version: {'; '.join(error.problems)}"

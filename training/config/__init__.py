@@ -12,13 +12,14 @@ from pathlib import Path
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
 from training.config.files import read_merged, read_saved, to_text
-from training.config.optimizer import group_of
+from training.config.optimizer import MissingRuleError, group_of, of_installed_rules
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config
 
 __all__ = [
     "Config",
     "InvalidConfigError",
+    "MissingRuleError",
     "check",
     "group_of",
     "load_config",
@@ -39,10 +40,12 @@ def load_saved_config(path: str | Path) -> Config:
     """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
 
     An absent key has its default, and only keys, types and bounds are checked: a rule that a later
-    version has must not make a checkpoint unreadable. Raises InvalidConfigError for a file that is
-    not a run config or that has other keys.
+    version has must not make a checkpoint unreadable. Raises MissingRuleError for a run of a rule
+    that is not installed, InvalidConfigError for a file that is not a run config or that has other
+    keys.
     """
-    return with_paper_choices(bind(Config, read_saved(Path(path)), check=False))
+    content = of_installed_rules(read_saved(Path(path)))
+    return with_paper_choices(bind(Config, content, check=False))
 
 
 def check(config: Config, world_size: int) -> None:

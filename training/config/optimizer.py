@@ -1,17 +1,18 @@
 """The optimizer section of a run config: rules, learning rates, and distribution over ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
 from models.layout import QKVUnits
 from models.section import AtLeast0, Check, Positive, Section, problems
-from spectral.rules import RULES, Rule, load_rules
+from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
 from spectral.rules.muon_sphere import RadiusRule
 from spectral.sharded.placement import Strategy
+from training.config.binding import InvalidConfigError
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
 GROUPS: Final[tuple[Group, ...]] = get_args(Group)
@@ -20,6 +21,10 @@ GROUPS: Final[tuple[Group, ...]] = get_args(Group)
 ROUTERS: Final = ("router", "shared_router")
 """Roles whose matrices score tokens. AdamW steps them unless a config says otherwise; the published
 code of SSO steps them with SSO."""
+
+
+class MissingRuleError(InvalidConfigError):
+    """A saved config with rules of packages that are not installed."""
 
 
 LARGEST_OF_RULES: Final = 1000
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
         """Settings of the update rules, a section for each."""
 
 else:
-    load_rules()
     RuleName = Literal[tuple(RULES)]
     RulesConfig = type(
         "RulesConfig",
@@ -199,6 +203,26 @@ class OptimizerConfig(Section):
             waits = waiting_field(self.rule(name))
             why = "must not be true with distributed.cuda_graph, as it waits for the device"
             yield f"rules.{name}.{waits}", waits, why
+
+
+def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a saved config without the settings of rules that are neither used nor installed.
+
+    Raises MissingRuleError for a rule that is used and not installed.
+    """
+    match content:
+        case {"optimizer": {"rules": dict() as rules, **others} as optimizer}:
+            roles = optimizer.get("roles") or {}
+            sections = [*others.values(), *(roles.values() if isinstance(roles, dict) else ())]
+            used = {str(own.get("rule")) for own in sections if isinstance(own, dict)}
+            missing = rules.keys() - RULES.keys()
+            if wanted := sorted(used & missing):
+                raise MissingRuleError(
+                    [f"rule {name} is in no installed package" for name in wanted]
+                )
+            kept = {name: section for name, section in rules.items() if name not in missing}
+            return {**content, "optimizer": {**optimizer, "rules": kept}}
+    return content
 
 
 def group_of(role: str) -> Group:

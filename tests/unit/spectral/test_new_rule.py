@@ -17,8 +17,10 @@ pytestmark = pytest.mark.slow
 FIRST_STEP = """
 import numpy, pytest, torch
 from normalized import NormalizedRule  # before the library, which loads the entry point later
-from spectral import SpectralOptimizer
-from spectral.rules import MomentumRule, register_rule
+from spectrain import SpectralOptimizer
+from spectral.rules import RULES, MomentumRule, register_rule
+
+assert list(RULES)[-1] == "normalized" and len(RULES) == len(list(RULES))
 
 weight = torch.nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
 weight.grad = torch.randn_like(weight)

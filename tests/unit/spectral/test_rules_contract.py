@@ -8,12 +8,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectral.host_values import unless_all
-from spectral.rules import RULES, Report, Rule, State, load_rules, register_rule
+from spectral.rules import RULES, Report, Rule, State, register_rule
 from spectral.rules.base import class_problems, take_step, waiting_field
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
 
-load_rules()
 SHAPE = (3, 24, 40)
 # Within one step Muon++ also rescales to the radius; its update alone is that of algorithm 1. SSO
 # takes a step as on a GPU, which does not look whether to stop.

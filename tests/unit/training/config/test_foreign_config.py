@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from tests.minimal_config import MINIMAL, problems
 from tests.run_configs import tiny_config
-from training.config import InvalidConfigError, load_config, load_saved_config, to_yaml
+from training.config import (
+    InvalidConfigError,
+    MissingRuleError,
+    load_config,
+    load_saved_config,
+    to_yaml,
+)
 from training.config.files import LARGEST, escaped, unescaped
 from training.report.opening import first_line, next_commands
 
@@ -160,3 +166,21 @@ def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
     config = tiny_config(str(tmp_path), run__dir="a; b", checkpoint__interval=5)
     assert "`touch 'a; b/STOP'`" in first_line(config)
     assert all("'a; b'" in command for command in next_commands(config))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("rule: adamw\n", "rule: elsewhere\n"), ("roles: {}", "roles: {o: {rule: elsewhere}}")],
+)
+def test_a_run_needs_the_packages_of_the_rules_that_it_uses(
+    minimal: Path, old: str, new: str
+) -> None:
+    """Settings of rules that were installed beside them are no obstacle."""
+    config = load_config(minimal)
+    text = to_yaml(config).replace("  rules:\n", "  rules:\n    elsewhere: {strength: 2}\n")
+    minimal.write_text(text)
+    assert load_saved_config(minimal) == config
+    assert old in text
+    minimal.write_text(text.replace(old, new))
+    with pytest.raises(MissingRuleError, match="^rule elsewhere is in no installed package$"):
+        load_saved_config(minimal)
