@@ -23,9 +23,10 @@ sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 from parallel.errors import described
 from scripts.command import command, whole_number
 from scripts.data.catalogue import read_corpora
-from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs
+from scripts.data.documents import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan
+from scripts.data.sources import KNOWN, Found, find_inputs
 from training.errors import InputError, fail
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
@@ -58,13 +59,17 @@ def _prepare(options: argparse.Namespace) -> None:
 
     output = Path(options.output).expanduser().resolve()
     preparation = chosen(options)
-    preparation.check()  # before anything that takes long
+    warnings = preparation.check()  # before anything that takes long
     fingerprint = preparation.fingerprint()
     if holds_preparation(output, fingerprint, overwrite=options.overwrite):
         clean_up(output)
         print(f"{options.output} already holds this preparation")
         return
     check_replaceable(output, options.overwrite)
+    for plan in preparation.sets:
+        print(f"set {plan.name} {plan.found()}")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
@@ -148,7 +153,7 @@ def _demo() -> Preparation:
         sets=[
             SetPlan(
                 name=name,
-                train=[Portion(find_inputs(str(_ROOT / file)))],
+                train=[Portion(find_inputs(str(_ROOT / file)).inputs)],
                 train_source=[file],
                 fraction=_DEMO_FRACTION,
             )
@@ -184,17 +189,22 @@ def _set_plans(
     train_sources, validation_sources = _named(train), _named(validation)
     for name in validation_sources.keys() - train_sources.keys():
         raise InputError(f"--validation {name}=... has no training set {name}=...")
-    return [
-        SetPlan(
-            name=name,
-            train=[Portion(_inputs(sources), tokens)],
-            train_source=[*map(str, sources)],
-            validation=_inputs(validation_sources.get(name, [])),
-            validation_source=[*map(str, validation_sources.get(name, []))],
-            fraction=Fraction(0) if name in validation_sources else fraction,
+    plans = []
+    for name, sources in train_sources.items():
+        held_out = validation_sources.get(name, [])
+        found, found_held_out = _found(sources), _found(held_out)
+        plans.append(
+            SetPlan(
+                name=name,
+                train=[Portion(found.inputs, tokens)],
+                train_source=[*map(str, sources)],
+                validation=found_held_out.inputs,
+                validation_source=[*map(str, held_out)],
+                fraction=Fraction(0) if held_out else fraction,
+                ignored=[*found.ignored, *found_held_out.ignored],
+            )
         )
-        for name, sources in train_sources.items()
-    ]
+    return plans
 
 
 @dataclass(frozen=True)
@@ -208,8 +218,8 @@ class _Source:
         return self.text if self.key is None else f"{self.text} (key {self.key})"
 
 
-def _inputs(sources: list[_Source]) -> list[Input]:
-    return [each for source in sources for each in find_inputs(source.text, source.key)]
+def _found(sources: list[_Source]) -> Found:
+    return sum((find_inputs(source.text, source.key) for source in sources), Found())
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:

@@ -8,18 +8,25 @@ from typing import Final
 
 import yaml
 
-from scripts.data.documents import find_inputs
 from scripts.data.plan import Portion, SetPlan
+from scripts.data.sources import FileInput, Found, find_inputs
+from training.errors import DataError
 
 FILE: Final = Path(__file__).with_name("corpora.yaml")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A source as `find_inputs` takes it, and what it gives in relation to the other parts."""
+    """A source as `find_inputs` takes it, and what it gives in relation to the other parts.
+
+    source  on the hub
+    share   of the tokens, in relation to the other parts' shares
+    folder  of its files in a snapshot of the dataset, if it is not that of the part's name
+    """
 
     source: str
     share: float
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,30 +52,51 @@ class Corpus:
 
         Args:
             tokens: to write instead of `self.tokens`.
-            local: a file or folder to read instead of the hub: for each part the subfolder of its
-                name, or the whole of it where there is none.
+            local: a file or folder to read instead of the hub, laid out as the hub's: each part
+                in the folder of its name or `data/NAME`. A corpus of one part may also be a file,
+                or a folder of its files.
 
-        Raises DataError if `local` has nothing to read.
+        Raises DataError if `local` has nothing to read, or no folder of a part.
         """
         total = self.tokens if tokens is None else tokens
         shares = sum(part.share for part in self.parts.values())
         sources = {
-            name: part.source if local is None else _local(local, name)
+            name: part.source if local is None else self._local(local, name)
             for name, part in self.parts.items()
         }
+        found = {name: find_inputs(source) for name, source in sources.items()}
         return SetPlan(
             name=self.name,
             train=[
-                Portion(find_inputs(sources[name]), max(1, round(total * part.share / shares)))
+                Portion(found[name].inputs, max(1, round(total * part.share / shares)))
                 for name, part in self.parts.items()
             ],
             train_source=list(sources.values()),
             fraction=self.validation,
+            ignored=sum(found.values(), Found()).ignored,
+        )
+
+    def _local(self, place: Path, name: str) -> str:
+        """Return where the files of a part are in a local copy."""
+        names = [self.parts[name].folder or name, f"data/{name}", name]
+        folders = [place / each for each in dict.fromkeys(names)]
+        for folder in folders:
+            if folder.is_dir():
+                return str(folder)
+        if len(self.parts) == 1 and (place.is_file() or _holds_rows(place)):
+            return str(place)
+        raise DataError(
+            f"--from {place} has no folder of {name}, a part of {self.name}: looked for "
+            f"{', '.join(map(str, folders))}"
         )
 
 
-def _local(folder: Path, part: str) -> str:
-    return str(folder / part if (folder / part).is_dir() else folder)
+def _holds_rows(folder: Path) -> bool:
+    """Whether files of rows lie in a folder, not only below it."""
+    return folder.is_dir() and any(
+        isinstance(each, FileInput) and each.has_keys and each.path.parent == folder
+        for each in find_inputs(str(folder)).inputs
+    )
 
 
 @cache

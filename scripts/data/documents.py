@@ -7,14 +7,9 @@ and takes a .zst file that was cut for a whole one.
 """
 
 import glob
-import gzip
-import io
-import lzma
-import re
-import zlib
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -22,44 +17,15 @@ from typing import Final
 import pyarrow
 from pyarrow import parquet
 
-from scripts.data.hub import HubInput, parse_hub_input, row_documents
-from scripts.data.text import first_line, row_text
+from scripts.data.compression import read_lines, rewritten
+from scripts.data.hub import HubInput, row_documents
+from scripts.data.sources import Input
+from scripts.data.text import row_text
 from training.errors import DataError
 from training.json_file import parse_json
 
-NAMES: Final = re.compile(
-    r".*(?P<kind>\.txt|\.md|\.jsonl)(\.gz|\.xz|\.zst)?|.*\.parquet", re.DOTALL
-)
-KNOWN = ".txt, .md and .jsonl (each also .gz, .xz or .zst), .parquet"
 CHECKED: Final = 1000
 """Documents of each input that are checked before anything is made of them."""
-_READ = 1 << 20
-
-
-@dataclass(frozen=True)
-class FileInput:
-    """One file of documents, whose name matches `NAMES`."""
-
-    path: Path
-    text_key: str | None = None  # field that holds the text; None: that of the options
-
-    @property
-    def kind(self) -> str:
-        """Its suffix before that of a compression."""
-        found = NAMES.fullmatch(self.path.name)
-        assert found is not None
-        return found["kind"] or ".parquet"
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether its documents are fields of rows."""
-        return self.kind in (".jsonl", ".parquet")
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
-Input = FileInput | HubInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,44 +34,6 @@ class ReadOptions:
 
     text_key: str = "text"  # field that holds the text in inputs without a key of their own
     document_bytes: int = 2048  # size after which a text document ends at a blank line; 0: never
-
-
-def find_inputs(source: str, text_key: str | None = None) -> list[Input]:
-    """The inputs of a file, a folder, a glob pattern or `hf:NAME`, files in sorted order.
-
-    A folder stands for all files below it with a known suffix; other files are ignored. Those
-    whose documents are fields of rows have their text under `text_key` if it is given.
-
-    Raises:
-        DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
-    """
-    inputs: list[Input] = (
-        [parse_hub_input(source)] if source.startswith("hf:") else [*map(FileInput, _paths(source))]
-    )
-    if text_key is not None and not any(each.has_keys for each in inputs):
-        raise DataError(f"key {text_key}: no file of {source} has keys")
-    return [replace(each, text_key=text_key) if each.has_keys else each for each in inputs]
-
-
-def _paths(source: str) -> list[Path]:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        paths = [each for each in sorted(path.rglob("*")) if each.is_file() and _is_known(each)]
-        if not paths:
-            raise DataError(f"no file under {source} has a known suffix: {KNOWN}")
-        return paths
-    matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
-    paths = sorted(match for match in matches if match.is_file())
-    if not paths:
-        raise DataError(f"no file, folder or pattern {source}")
-    for each in paths:
-        if not _is_known(each):
-            raise DataError(f"unknown suffix of {each}: known are {KNOWN}")
-    return paths
-
-
-def _is_known(path: Path) -> bool:
-    return NAMES.fullmatch(path.name) is not None
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
@@ -119,12 +47,13 @@ def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[s
             yield from (text for text in documents if not _is_blank(text))
 
 
-def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> None:
-    """Check the first `CHECKED` documents of every input, and that one of them all is not blank.
+def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[Input]:
+    """Check the first `CHECKED` documents of every input; return the inputs without a document.
 
     Raises:
         DataError: as `read_documents`, or a file of rows has no text at all.
     """
+    empty = []
     for each in inputs:
         number, blank = 0, True
         with closing(_documents(each, options)) as documents:
@@ -137,6 +66,9 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> None
                 f"{each}: {_key(each, options)!r} is blank in all {number:,} documents; "
                 "name the key that holds the text, or leave this out"
             )
+        if blank:
+            empty.append(each)
+    return empty
 
 
 def _is_blank(text: str) -> bool:
@@ -159,9 +91,9 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
                 batch_size=1024, cache_dir=cache,
             )  # fmt: skip
     elif each.kind == ".jsonl":
-        yield from _json_documents(_lines(each.path), each.path, key)
+        yield from _json_documents(read_lines(each.path), each.path, key)
     else:
-        yield from _text_documents(_lines(each.path), each.path, options.document_bytes)
+        yield from _text_documents(read_lines(each.path), each.path, options.document_bytes)
 
 
 def _columns(path: Path, key: str) -> list[str] | None:
@@ -171,30 +103,6 @@ def _columns(path: Path, key: str) -> list[str] | None:
     except (OSError, pyarrow.ArrowException):  # the reader says why
         return None
     return [key] if key in names else None
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a text file, decompressed, each with its line end.
-
-    Raises:
-        DataError: the file is missing, or its compressed content is corrupt or cut short.
-    """
-    try:
-        with _opened(path) as lines:
-            yield from lines
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"cannot read {path}: {first_line(error)}") from None
-
-
-def _opened(path: Path) -> AbstractContextManager[Iterable[bytes]]:
-    match path.suffix:
-        case ".gz":
-            return gzip.open(path)
-        case ".xz":
-            return lzma.open(path)
-        case ".zst":
-            return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), _READ)
-    return path.open("rb")
 
 
 def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> Iterator[str]:
@@ -240,5 +148,24 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
         try:
             row = parse_json(line)
         except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
-            raise DataError(f"{where}: not JSON: {error}; mend or remove the line") from None
+            raise DataError(f"{where}: not JSON: {error}; {_remedy(number, line, path)}") from None
+        if isinstance(row, list):
+            raise DataError(f"{where}: one JSON list, not a row; {_rewrite('.[]', path)}")
         yield row_text(row, where, key)
+
+
+def _remedy(number: int, line: bytes, path: Path) -> str:
+    """Return what to do with a line that is not JSON, or of JSON that is over several lines."""
+    line = line.strip()
+    if number == 1 and line.startswith(b"["):
+        return f"the file is one list over several lines; {_rewrite('.[]', path)}"
+    if number == 1 and not line.endswith(b"}"):
+        return (
+            f"if rows are over several lines, {_rewrite('.', path)}; else mend or remove the line"
+        )
+    return "mend or remove the line"
+
+
+def _rewrite(rows: str, path: Path) -> str:
+    command = rewritten(path, f"jq -c '{rows}'", "rows.jsonl")
+    return f"write a row a line: {command}"

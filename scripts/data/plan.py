@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from scripts.data.documents import FileInput, Input, ReadOptions, check_first_documents
+from scripts.data.documents import ReadOptions, check_first_documents
+from scripts.data.sources import FileInput, Found, Input
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
@@ -33,10 +34,15 @@ class SetPlan:
     fraction: Fraction = Fraction(0)
     train_source: list[str] = field(default_factory=list)  # as given, for the manifest
     validation_source: list[str] = field(default_factory=list)
+    ignored: list[Path] = field(default_factory=list)  # files of its folders that are not read
 
     def inputs(self) -> list[Input]:
         """All inputs of the set, those of training first."""
         return [*(each for portion in self.train for each in portion.inputs), *self.validation]
+
+    def found(self) -> Found:
+        """Return its inputs and ignored files."""
+        return Found(self.inputs(), self.ignored)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +55,21 @@ class Preparation:
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
 
-    def check(self) -> None:
-        """Check the first documents of every input.
+    def check(self) -> list[str]:
+        """Check the first documents of every input; return warnings.
 
         Raises:
             DataError: one cannot be read, or its text is missing, no string or blank throughout.
         """
+        warnings = []
         for plan in self.sets:
-            check_first_documents(plan.inputs(), self.reading)
+            empty = check_first_documents(plan.inputs(), self.reading)
+            if empty:
+                more = f" and {len(empty) - 1:,} more inputs give" if empty[1:] else " gives"
+                warnings.append(f"set {plan.name}: {empty[0]}{more} no document")
+            if mixture := plan.found().mixture():
+                warnings.append(f"set {plan.name}: {mixture}")
+        return warnings
 
     def fingerprint(self) -> str:
         """sha256 of the options and the content of every input file; of the hub, of its name."""

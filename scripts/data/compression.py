@@ -1,0 +1,192 @@
+"""Decompression of text files, by their content: a name may say something else."""
+
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import pyarrow
+
+from scripts.data.text import first_line
+from training.errors import DataError
+
+SUFFIXES: Final = {".gz": "gzip", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+_MAGIC: Final = {
+    b"\x1f\x8b": "gzip",
+    b"\xfd7zXZ\0": "xz",
+    b"\x5d\0\0": "xz",  # the older .lzma
+    b"\x28\xb5\x2f\xfd": "zstd",
+    **{bytes((0x50 + i, 0x2A, 0x4D, 0x18)): "zstd" for i in range(16)},  # a skippable frame
+}
+_HEAD: Final = 512
+"""Bytes by which a kind of file is told."""
+_READ: Final = 1 << 20
+_ERRORS: Final = (OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a text file, decompressed, each with its line end.
+
+    Raises:
+        DataError: the file is missing; its compressed content is corrupt, cut short or empty; or
+            it is not text.
+    """
+    try:
+        with _opened(path) as lines:
+            _check_text(lines.peek(_HEAD)[:_HEAD], path)
+            yield from lines
+    except _ERRORS as error:
+        raise DataError(_unreadable(path, error)) from None
+
+
+def compression(path: Path) -> str | None:
+    """Return the compression of a file by its first bytes, None if it has none."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def _opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
+    kind, named = compression(path), SUFFIXES.get(path.suffix)
+    if named is not None and kind is None:
+        empty = path.stat().st_size == 0
+        raise DataError(
+            f"cannot read {path}: 0 bytes, as a failed download leaves: fetch it again or delete it"
+            if empty
+            else f"cannot read {path}: not {named}; if it is plain text, rename it without "
+            f"{path.suffix}"
+        )
+    match kind:
+        case "gzip":
+            return io.BufferedReader(gzip.open(path), _READ)
+        case "xz":
+            return closing(io.BufferedReader(_XzStreams(path), _READ))
+        case "zstd":
+            return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), _READ)
+    return io.BufferedReader(path.open("rb", 0), _READ)
+
+
+def _unreadable(path: Path, error: BaseException) -> str:
+    said = first_line(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot read {path}: {said}"
+    if "too much memory" in said:
+        return (
+            f"cannot read {path}: its zstd window is over 128 MiB (made with --long); write it "
+            f"again: zstd -dc --long=31 {path} | zstd -o {path.with_name(f'short.{path.name}')}"
+        )
+    return f"cannot read {path}: corrupt: {said}"
+
+
+class _XzStreams(io.RawIOBase):
+    """The streams of an .xz file as one, with the padding that the format allows between them.
+
+    Python's `lzma.open` ends in silence at padding and at a damaged later stream.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._blocks = _xz_blocks(self._file)
+        self._pending = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True: it can be read."""
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+        """Fill the buffer as far as the next block does; 0 at the end."""
+        if not self._pending:
+            self._pending = memoryview(next(self._blocks, b""))
+        size = min(len(buffer), len(self._pending))
+        buffer[:size] = self._pending[:size]
+        self._pending = self._pending[size:]
+        return size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def _xz_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield what the streams of an .xz file hold, in pieces that are not empty."""
+    stream: lzma.LZMADecompressor | None = None
+    padding = 0
+    while content := file.read(_READ):
+        while content:
+            if stream is None:
+                begin = content.lstrip(b"\0")
+                padding += len(content) - len(begin)
+                if not (content := begin):
+                    break
+                _check_padding(padding)
+                stream, padding = lzma.LZMADecompressor(), 0
+            if block := stream.decompress(content, _READ):
+                yield block
+            while not stream.eof and not stream.needs_input:
+                if block := stream.decompress(b"", _READ):
+                    yield block
+            content = stream.unused_data if stream.eof else b""
+            stream = None if stream.eof else stream
+    if stream is not None:
+        raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+    _check_padding(padding)
+
+
+def _check_padding(size: int) -> None:
+    if size % 4:
+        raise lzma.LZMAError(f"{size} zero bytes after a stream, which must be a multiple of 4")
+
+
+def rewritten(path: Path, program: str, end: str) -> str:
+    """Return the command that sends a file's content through a program into a file beside it."""
+    kind = SUFFIXES.get(path.suffix)
+    plain = path if kind is None else path.with_suffix("")
+    command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
+    return f"{command} > {plain.with_suffix('')}.{end}"
+
+
+def _check_text(head: bytes, path: Path) -> None:
+    """Raise DataError if the first bytes of a file's content are those of something not text."""
+    if encoding := _encoding(head):
+        plain = path.with_suffix("") if path.suffix in SUFFIXES else path
+        command = rewritten(path, f"iconv -f {encoding} -t UTF-8", f"utf8{plain.suffix}")
+        raise DataError(f"{path} is {encoding}, not UTF-8: {command}")
+    what = next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
+    if head[257:262] == b"ustar":
+        what = "a tar archive: tar -xf {path}"
+    if what is not None:
+        raise DataError(f"{path} is {what.format(path=path, parquet=path.with_suffix('.parquet'))}")
+
+
+def _encoding(head: bytes) -> str | None:
+    """Return the encoding other than UTF-8 that a text begins in, by its mark or, as in UTF-16 of
+    ASCII, as every second byte is zero."""
+    for mark, encoding in ((b"\xff\xfe\0\0", "UTF-32"), (b"\xff\xfe", "UTF-16"),
+                           (b"\xfe\xff", "UTF-16")):  # fmt: skip
+        if head.startswith(mark):
+            return encoding
+    for zeros, encoding in ((0, "UTF-16BE"), (1, "UTF-16LE")):
+        if len(head) >= 4 and not any(head[zeros:64:2]) and all(head[1 - zeros : 64 : 2]):
+            return encoding
+    return None
+
+
+_FOREIGN: Final = {
+    b"PAR1": "a Parquet file: mv {path} {parquet}",
+    b"ARROW1": "an Arrow file: write it as Parquet with datasets or pyarrow",
+    b"PK\x03\x04": "a zip archive: unzip {path}",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive: 7z x {path}",
+    b"BZh91AY&SY": "compressed by bzip2: bunzip2 {path}",
+    b"%PDF-": "a PDF: pdftotext {path}",
+    **{
+        magic: kind + ", compressed twice: decompress {path} once"
+        for magic, kind in _MAGIC.items()
+        if magic != b"\x5d\0\0"
+    },
+}
+"""First bytes of what is no text, by what it is and what to do."""

@@ -1,0 +1,180 @@
+"""Inputs of a source: a file, the files of a folder or a glob pattern, or a dataset of the hub."""
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from scripts.data.hub import HubInput, parse_hub_input
+from training.errors import DataError
+
+NAMES: Final = re.compile(
+    r".*(?P<kind>\.txt|\.md|\.jsonl|\.ndjson|\.json)(\.gz|\.xz|\.zst|\.zstd)?|.*\.parquet",
+    re.DOTALL,
+)
+KNOWN = (
+    ".txt and .md, .jsonl, .ndjson and .json (one row a line), each also .gz, .xz, .zst or .zstd; "
+    ".parquet"
+)
+DESCRIPTIONS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Names of files that `datasets` writes about a dataset; they have no rows."""
+
+
+@dataclass(frozen=True)
+class FileInput:
+    """One file of documents, whose name matches `NAMES`."""
+
+    path: Path
+    text_key: str | None = None  # field that holds the text; None: that of the options
+
+    @property
+    def kind(self) -> str:
+        """Its suffix before that of a compression; `.jsonl` for all files of a row a line."""
+        found = NAMES.fullmatch(self.path.name)
+        assert found is not None
+        kind = found["kind"] or ".parquet"
+        return ".jsonl" if kind in (".ndjson", ".json") else kind
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its documents are fields of rows."""
+        return self.kind in (".jsonl", ".parquet")
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Input = FileInput | HubInput
+
+
+@dataclass(frozen=True)
+class Found:
+    """The inputs of a source, and the files of its folder that are none."""
+
+    inputs: list[Input] = field(default_factory=list)
+    ignored: list[Path] = field(default_factory=list)
+
+    def __add__(self, other: "Found") -> "Found":
+        return Found([*self.inputs, *other.inputs], [*self.ignored, *other.ignored])
+
+    def __str__(self) -> str:
+        files = [each.path for each in self.inputs if isinstance(each, FileInput)]
+        hub = [str(each) for each in self.inputs if isinstance(each, HubInput)]
+        text = ", ".join([*([_by_suffix(files)] if files else []), *hub])
+        if self.ignored:
+            text += f"; ignores {_by_suffix(self.ignored)}, such as {self.ignored[0]}"
+        return f"reads {text}"
+
+    def mixture(self) -> str | None:
+        """Return a warning if files of rows and of text mix, as a README beside its data does."""
+        files = [each for each in self.inputs if isinstance(each, FileInput)]
+        text = [each.path for each in files if not each.has_keys]
+        if not text or len(text) == len(files):
+            return None
+        names = ", ".join(path.name for path in text[:3])
+        return (
+            f"files of rows and {len(text):,} of plain text ({names}) mix: the text is read as "
+            "documents; leave it out with a quoted glob, such as 'FOLDER/**/*.parquet'"
+        )
+
+
+def find_inputs(source: str, text_key: str | None = None) -> Found:
+    """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`, files in sorted order.
+
+    A folder stands for all files below it with a known suffix. Names that begin with a dot are
+    skipped, and links to folders are not followed. Files whose documents are fields of rows have
+    their text under `text_key` if it is given.
+
+    Raises:
+        DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
+    """
+    found = Found([parse_hub_input(source)]) if source.startswith("hf:") else _found(source)
+    if text_key is not None and not any(each.has_keys for each in found.inputs):
+        raise DataError(f"key {text_key}: no file of {source} has keys")
+    keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in found.inputs]
+    return replace(found, inputs=keyed)
+
+
+def _found(source: str) -> Found:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _in_folder(path)
+    matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+    paths = sorted(match for match in matches if match.is_file())
+    if not paths:
+        raise DataError(f"no file, folder or pattern {source}")
+    for each in paths:
+        if NAMES.fullmatch(each.name) is None:
+            raise DataError(f"unknown suffix of {each}: known are {KNOWN}")
+    return Found([FileInput(each) for each in paths])
+
+
+def _in_folder(folder: Path) -> Found:
+    paths = _visible(folder)
+    _check_not_saved(folder, paths)
+    known = [path for path in paths if _has_documents(path)]
+    if not known:
+        there = f"; there are {_by_suffix(paths)}" if paths else ""
+        raise DataError(f"no file under {folder} has a known suffix: {KNOWN}{there}")
+    read = set(known)
+    return Found([FileInput(each) for each in known], [each for each in paths if each not in read])
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Return the files below a folder, and its links to folders, without names that begin with a
+    dot. Raises OSError for a folder that cannot be listed, DataError for a link that leads nowhere.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    paths: list[Path] = []
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        names = [name for name in files if not name.startswith(".")]
+        paths += [Path(parent, name) for name in [*links, *names]]
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path} is a link that leads nowhere: fetch its file or delete it")
+    return sorted(paths)
+
+
+def _has_documents(path: Path) -> bool:
+    return (
+        path.is_file() and NAMES.fullmatch(path.name) is not None and path.name not in DESCRIPTIONS
+    )
+
+
+def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
+    """Raise DataError for a folder that `save_to_disk` of `datasets` wrote."""
+    for path in paths:
+        if path.name == "dataset_dict.json" or (
+            path.name == "state.json" and any(path.parent.glob("*.arrow"))
+        ):
+            saved = path.parent
+            part = "['train']" if path.name == "dataset_dict.json" else ""
+            raise DataError(
+                f"{saved} was written by save_to_disk of datasets; write it as Parquet: python -c "
+                f"\"import datasets; datasets.load_from_disk('{saved}'){part}"
+                f".to_parquet('{folder.name}.parquet')\""
+            )
+
+
+def _by_suffix(paths: Iterable[Path]) -> str:
+    """Return how many files have each suffix, the most frequent first: `3 .jsonl.gz, 1 .md`."""
+    counts = Counter(_suffix(path) for path in paths)
+    return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
+
+
+def _suffix(path: Path) -> str:
+    found = NAMES.fullmatch(path.name)
+    if path.is_dir():
+        return "linked folder"
+    if found is None or found["kind"] is None:
+        return path.suffix or "without a suffix"
+    return path.name[found.start("kind") :]

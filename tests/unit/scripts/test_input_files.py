@@ -1,0 +1,304 @@
+"""Files that people bring to scripts/prepare_data.py: what is read, left out, said and refused."""
+
+import gzip
+import json
+import lzma
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from scripts.data.catalogue import read_corpora
+from scripts.data.compression import read_lines
+from scripts.data.documents import ReadOptions, read_documents
+from scripts.data.sources import find_inputs
+from scripts.prepare_data import main
+from tests.text_files import TEXTS, lines, write_jsonl
+from training.errors import DataError
+
+
+def read(source: Path) -> list[str]:
+    """The documents of a file or folder."""
+    return list(read_documents(find_inputs(str(source)).inputs, ReadOptions()))
+
+
+def zst(content: bytes) -> bytes:
+    packed: bytes = pyarrow.compress(content, codec="zstd", asbytes=True)
+    return packed
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress, "xz": lzma.compress, "zst": zst
+}  # fmt: skip
+
+# --- files of a folder --------------------------------------------------------------------------
+
+
+def mixed_folder(folder: Path) -> None:
+    (folder / ".cache").mkdir(parents=True)
+    for i, (name, pack) in enumerate(
+        {"a.jsonl.gz": gzip.compress, "b.json.gz": gzip.compress, "c.jsonl.zstd": zst,
+         "d.ndjson": bytes, "e.json": bytes, "f.ndjson.xz": lzma.compress}.items()
+    ):  # fmt: skip
+        (folder / name).write_bytes(pack(lines([TEXTS[i]])))
+    for name in (".hidden.jsonl", ".cache/z.txt", "data.csv", "more.csv", "dataset_info.json"):
+        (folder / name).write_text("not a document")
+
+
+def test_rows_are_read_by_every_name_and_hidden_files_are_not(tmp_path: Path) -> None:
+    mixed_folder(tmp_path / "in")
+    assert read(tmp_path / "in") == TEXTS[:6]
+
+
+def test_what_is_read_and_ignored_is_one_line_a_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed_folder(tmp_path / "in")
+    (tmp_path / "README.md").write_text("About the data.\n")
+    command = [f"web={tmp_path}/in", f"notes={tmp_path}/README.md", "--train-tokenizer", "257"]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    ignored = f"2 .csv, 1 .json, such as {tmp_path}/in/data.csv"
+    assert (
+        "set web reads 1 .jsonl.gz, 1 .json.gz, 1 .jsonl.zstd, 1 .ndjson, 1 .json, 1 .ndjson.xz; "
+        f"ignores {ignored}\n" in said.out
+    )
+    assert "set notes reads 1 .md\n" in said.out
+    assert "warning" not in said.err
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE.txt", "sub/CITATION.md.gz"])
+def test_text_beside_rows_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    mixed_folder(tmp_path / "in")
+    (tmp_path / "in/sub").mkdir()
+    content = b"About the data.\n"
+    (tmp_path / "in" / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    command = [f"web={tmp_path}/in", "--train-tokenizer", "257", "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert f"warning: set web: files of rows and 1 of plain text ({Path(name).name}) mix" in (
+        capsys.readouterr().err
+    )
+
+
+def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    mixed_folder(tmp_path / "elsewhere")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", TEXTS[:1])
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "b.jsonl").symlink_to(tmp_path / "elsewhere/e.json")
+    found = find_inputs(str(folder))
+    assert len(found.inputs) == 2
+    assert "1 linked folder" in str(found)
+    (folder / "c.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"c\.jsonl is a link that leads nowhere"):
+        find_inputs(str(folder))
+
+
+def test_files_of_save_to_disk_are_named_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    rows.save_to_disk(str(tmp_path / "plain"))
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "dict"))
+    for name in ("plain", "dict"):
+        command = [f"a={tmp_path}/{name}", "--train-tokenizer", "257"]
+        assert main([*command, "--output", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert "was written by save_to_disk of datasets; write it as Parquet: python -c " in said
+        code = re.search('python -c "(.*)"', said)
+        assert code is not None
+        os.chdir(tmp_path)
+        exec(code[1], {})  # the line that is advised works
+        assert read(tmp_path / f"{name}.parquet") == TEXTS
+
+
+# --- compressed content -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json.zst", "rows.ndjson.xz"])
+def test_content_decides_where_a_suffix_is_wrong(tmp_path: Path, suffix: str, name: str) -> None:
+    (tmp_path / name).write_bytes(COMPRESS[suffix](lines(TEXTS)))
+    assert read(tmp_path / name) == TEXTS
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_streams_follow_each_other(tmp_path: Path, suffix: str) -> None:
+    path, pack = tmp_path / f"rows.jsonl.{suffix}", COMPRESS[suffix]
+    parts = [lines(TEXTS[:9]), b"", lines(TEXTS[9:])]
+    path.write_bytes(b"".join(map(pack, parts)))
+    assert read(path) == TEXTS
+
+
+@pytest.mark.parametrize("padding", [0, 4, 8, 1 << 21])
+def test_padding_between_xz_streams_is_skipped(tmp_path: Path, padding: int) -> None:
+    path, zeros = tmp_path / "rows.jsonl.xz", bytes(padding)
+    path.write_bytes(
+        lzma.compress(lines(TEXTS[:9])) + zeros + lzma.compress(lines(TEXTS[9:])) + zeros
+    )
+    assert read(path) == TEXTS
+
+
+def test_a_skippable_zstd_frame_is_skipped(tmp_path: Path) -> None:
+    frame = struct.pack("<II", 0x184D2A5E, 3) + b"abc"
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(frame + zst(lines(TEXTS[:9])) + frame + zst(lines(TEXTS[9:])) + frame)
+    assert read(path) == TEXTS
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["second", "cut", "garbage", "one byte", "half a head"])
+def test_no_stream_ends_early(tmp_path: Path, suffix: str, damage: str) -> None:
+    path, pack = tmp_path / f"rows.jsonl.{suffix}", COMPRESS[suffix]
+    second = pack(lines(TEXTS))
+    middle = len(second) // 2
+    path.write_bytes(pack(lines(TEXTS[:9])) + {
+        "second": second[:middle] + bytes([second[middle] ^ 0xFF]) + second[middle + 1 :],
+        "cut": second[:-1],
+        "garbage": b"garbage",
+        "one byte": b"\n",
+        "half a head": second[:3],
+    }[damage])  # fmt: skip
+    with pytest.raises(DataError, match=r"cannot read .*: corrupt: "):
+        read(path)
+
+
+@pytest.mark.parametrize("zeros", [1, 2, 3, 5])
+def test_padding_of_another_size_is_refused(tmp_path: Path, zeros: int) -> None:
+    for rest in (b"", lzma.compress(b"")):
+        (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text") + bytes(zeros) + rest)
+        with pytest.raises(DataError, match=rf"corrupt: {zeros} zero bytes"):
+            read(tmp_path / "a.txt.xz")
+
+
+def test_xz_content_is_what_the_program_writes(tmp_path: Path) -> None:
+    """Blocks larger than a read, of several streams, as `xz -T` and `cat` make them."""
+    content = b"".join(b"%d " % i * 40 + b"\n" for i in range(40_000))
+    assert len(content) > 1 << 22
+    packed = subprocess.run(["xz", "-0", "-T2", "--block-size=65536"], input=content,
+                            capture_output=True, check=True).stdout  # fmt: skip
+    path = tmp_path / "a.txt.xz"
+    path.write_bytes(packed + packed)
+    assert b"".join(read_lines(path)) == content + content
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz", "zst", "zstd"])
+def test_an_empty_compressed_file_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows.jsonl.{suffix}"
+    path.touch()
+    with pytest.raises(DataError, match="0 bytes, as a failed download leaves"):
+        read(path)
+
+
+def test_inputs_without_a_document_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in/a.jsonl", TEXTS)
+    (tmp_path / "in/b.jsonl").touch()
+    (tmp_path / "in/c.jsonl.gz").write_bytes(gzip.compress(b""))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [""]})[:0], tmp_path / "in/d.parquet")
+    command = [f"a={tmp_path}/in", "--train-tokenizer", "257", "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    expected = f"warning: set a: {tmp_path}/in/b.jsonl and 2 more inputs give no document"
+    assert expected in capsys.readouterr().err
+
+
+# --- what is no text or no rows -----------------------------------------------------------------
+
+FOREIGN: dict[str, tuple[bytes, str]] = {
+    "a.txt": ("text\n".encode("utf-16"), r"UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 .*a\.txt"),
+    "b.jsonl": ('{"text": "a"}\n'.encode("utf-16-be"), "UTF-16BE, not UTF-8"),
+    "c.jsonl.gz": (gzip.compress('{"text": "a"}\n'.encode("utf-16")), "UTF-16, not UTF-8"),
+    "d.txt": ("text\n".encode("utf-32"), "UTF-32, not UTF-8"),
+    "e.jsonl.gz": (gzip.compress(gzip.compress(b"{}")), "gzip, compressed twice"),
+    "f.txt": (b"PK\x03\x04rest", "a zip archive: unzip"),
+    "g.jsonl": (b"PAR1rest", r"a Parquet file: mv .*g\.jsonl .*g\.parquet"),
+    "h.json": (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n', r"one list over .* jq -c '\.\[\]' "),
+    "i.json": (b'[{"text": "a"}, {"text": "b"}]', r"one JSON list, not a row; .*jq -c '\.\[\]' "),
+    "k.json.gz": (gzip.compress(b'[\n{"text": "a"}]'), "one list over .* gzip -dc .* jq -c"),
+    "j.json": (b'{\n  "text": "a"\n}\n{\n  "text": "b"}\n', r"over several lines, .* jq -c '\.' "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_text_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    content, message = FOREIGN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        read(tmp_path / name)
+    command = re.search(r"((?:jq|iconv|gzip) -.*?)(?:; else.*)?$", str(error.value))
+    if command is None or shutil.which(command[1].split()[0]) is None:
+        return
+    subprocess.run(command[1], shell=True, check=True)  # what it says works
+    (tmp_path / name).unlink()
+    assert read(tmp_path) in (["text\n"], ["a"], ["a", "b"])
+
+
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd")
+def test_a_long_window_is_named_with_what_to_do(tmp_path: Path) -> None:
+    """Of a frame of unknown size the window that it asks for counts, not its content."""
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(subprocess.run(["zstd", "-q", "--long=31"], input=lines(TEXTS),
+                                    capture_output=True, check=True).stdout)  # fmt: skip
+    with pytest.raises(DataError, match=r"its zstd window is over 128 MiB") as error:
+        read(path)
+    command = re.search(r"zstd -dc .* -o (\S+)$", str(error.value))
+    assert command is not None
+    subprocess.run(command[0], shell=True, check=True, stderr=subprocess.DEVNULL)
+    assert read(Path(command[1])) == TEXTS
+
+
+# --- a local copy of a corpus -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["", "data"])
+def test_parts_are_found_in_a_snapshot_of_the_hub(tmp_path: Path, layout: str) -> None:
+    corpus = read_corpora()["olmo_mix"]
+    (tmp_path / "README.md").write_text("The card.\n")
+    for part in corpus.parts:
+        folder = tmp_path / layout / part / "0"
+        folder.mkdir(parents=True)
+        (folder / "part.json.gz").write_bytes(gzip.compress(lines([part])))
+    plan = corpus.set_plan(100_000, tmp_path)
+    for portion, part in zip(plan.train, corpus.parts, strict=True):
+        assert list(read_documents(portion.inputs, ReadOptions())) == [part]
+    shutil.rmtree(tmp_path / layout / "wiki")
+    looked = f"looked for {tmp_path}/wiki, {tmp_path}/data/wiki"
+    with pytest.raises(DataError, match=f"no folder of wiki, a part of olmo_mix: {looked}"):
+        corpus.set_plan(100_000, tmp_path)
+
+
+def test_a_sample_is_not_taken_for_another(tmp_path: Path) -> None:
+    for size in ("10BT", "100BT", "350BT"):
+        (tmp_path / "sample" / size).mkdir(parents=True)
+        write_jsonl(tmp_path / "sample" / size / "a.jsonl", [size])
+    for name, size in (("fineweb", "350BT"), ("fineweb_gpt2", "100BT")):
+        portions = read_corpora()[name].set_plan(1000, tmp_path).train
+        assert list(read_documents(portions[0].inputs, ReadOptions())) == [size]
+
+
+def test_a_corpus_of_one_part_is_read_from_its_files(tmp_path: Path) -> None:
+    corpus = read_corpora()["c4"]
+    (tmp_path / "README.md").write_text("The card.\n")
+    (tmp_path / "realnewslike").mkdir()
+    write_jsonl(tmp_path / "realnewslike/a.json", TEXTS)
+    with pytest.raises(DataError, match="no folder of en, a part of c4"):
+        corpus.set_plan(1000, tmp_path)
+    for place in (tmp_path / "realnewslike", tmp_path / "realnewslike/a.json"):
+        assert len(corpus.set_plan(1000, place).train[0].inputs) == 1
+    (tmp_path / "en").mkdir()
+    (tmp_path / "en/b.json.gz").write_bytes(gzip.compress(json.dumps({"text": "b"}).encode()))
+    (portion,) = corpus.set_plan(1000, tmp_path).train
+    assert list(read_documents(portion.inputs, ReadOptions())) == ["b"]
