@@ -79,7 +79,8 @@ class MoEConfig(Section):
     sequence_aux_loss: AtLeast0 = 0.0
     """Coefficient of the load-balancing loss over each sequence; 0 = none."""
     global_aux_loss: AtLeast0 = 0.0
-    """Coefficient of the load-balancing loss over the global batch; 0 = none."""
+    """Coefficient of the load-balancing loss over the global batch, whose load is that of the step
+    before; 0 = none."""
     z_loss: AtLeast0 = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"

@@ -74,5 +74,4 @@ def balance_(
             if router.expert_bias is not None:
                 move = rate * torch.sign(load.mean() - load)
                 router.expert_bias += move if active is None else move * active
-            router.tokens_per_expert.zero_()
-            router.reset_global_aux_loss_tracker()
+            router.note_load(load, active)

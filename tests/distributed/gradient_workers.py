@@ -41,6 +41,9 @@ def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
         )
         for name, whole in zip(("tokens", "labels"), tokens_of(SAMPLES, LENGTH, 60), strict=True)
     }
+    for router in routers(model.chunks):
+        if router.earlier_load is not None:  # uneven, as even shares give no gradient
+            router.earlier_load.copy_(torch.arange(len(router.earlier_load)).square())
     model.zero_gradients()
     figures = figures_of(model, batch)
     loss = sum((figure["loss"].double() for figure in figures), torch.zeros(()).double())
@@ -51,6 +54,8 @@ def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
     balance_(model.chunks, counts, rate=0.1)
     layers = layer_numbers(model.chunks)
     biases = [router.expert_bias for router in routers(model.chunks)]
+    for router, load in zip(routers(model.chunks), counts, strict=True):
+        assert router.earlier_load is None or torch.equal(router.earlier_load, load)
     return {
         "loss": loss.item() / (groups.data.size * groups.context.size),
         "gradients": whole_gradients(model),

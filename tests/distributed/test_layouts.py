@@ -48,7 +48,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "experts": (
         "muon",
-        ROUTED | WATCHED | {"gram_penalty__roles": "[v,o,down,expert_up,expert_down]"},
+        ROUTED
+        | WATCHED
+        | {"gram_penalty__roles": "[v,o,down,expert_up,expert_down]"}
+        | {"model__moe__global_aux_loss": 0.1},
     ),
     "experts, PC layers": (
         "muon",

@@ -117,10 +117,7 @@ def _beside(config: Config) -> dict[str, Any]:
     """What is not part of the identity but changes the metrics of a run."""
     spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
     sets = {f"validation.{name}": "there" for name in config.data.validation}
-    moe = config.model.moe
-    # The engine's loss counts the tokens of the micro-batches of a step so far.
-    cut = {"train.micro_batch": config.train.micro_batch} if moe and moe.global_aux_loss else {}
-    return {**spikes, **cut, "validation.samples": config.validation.samples, **sets}
+    return {**spikes, "validation.samples": config.validation.samples, **sets}
 
 
 def comparable(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.export_cases import MOE
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.checkpoint.files import ResumeError
@@ -63,13 +62,6 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
         assert f"changed since step 2: {text}" in printed and text in events
     run(6, **keys)
     assert "changed since" not in capsys.readouterr().out
-
-
-def test_a_loss_over_micro_batches_makes_their_size_a_change(run, capsys) -> None:
-    keys = {**MOE, "model__moe__global_aux_loss": 0.01}
-    run(2, **keys)
-    run(3, **keys, train__micro_batch=4)
-    assert "changed since step 2: train.micro_batch was 2, is 4" in capsys.readouterr().out
 
 
 def overwrite_between_samples(path: Path) -> None:

@@ -49,6 +49,11 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(
 
     router.routing = keep
     trainer.step(0)
+    # Even shares before the first step, of mean scores that sum to 1.
+    assert trainer.experts.metrics()["moe/global_aux_loss"] == pytest.approx(1.0, rel=1e-6)
+    before = torch.cat([each.flatten(0, 1) for each in logits])
+    logits.clear()
+    trainer.step(1)
     found = trainer.experts.metrics()
     assert [tuple(each.shape) for each in logits] == [(32, 2, 4)] * 4
     z = torch.stack([each.logsumexp(-1).square().mean() for each in logits]).mean()
@@ -58,10 +63,32 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(
     assert found["moe/sequence_aux_loss"] == pytest.approx(
         torch.stack([imbalance(each) for each in sequences]).mean().item(), rel=1e-5
     )
-    # Megatron compares the scores of each micro-batch with the load up to it.
-    flat = [each.flatten(0, 1) for each in logits]
-    parts = [imbalance(part, torch.cat(flat[: i + 1])) for i, part in enumerate(flat)]
-    assert found["moe/global_aux_loss"] == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
+    # The scores of the step are compared with the load of the one before.
+    scores = torch.cat([each.flatten(0, 1) for each in logits])
+    expected = imbalance(scores, before).item()
+    assert found["moe/global_aux_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_global_loss_does_not_depend_on_micro_batches(folder: str, world: Groups) -> None:
+    norms = []
+    for micro_batch in (8, 4, 1):
+        keys = {"model__moe__global_aux_loss": 0.1, "train__micro_batch": micro_batch}
+        trainer = trainer_of(folder, world, **keys)
+        norms.append([trainer.step(step).norm.total.item() for step in range(4)])
+    # Sums of float32 in another order.
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_a_step_that_is_not_taken_leaves_the_load(folder: str, world: Groups) -> None:
+    trainer = trainer_of(folder, world, model__moe__global_aux_loss=0.1)
+    (router,) = routers(trainer.model.chunks)
+    trainer.step(0)
+    load = router.earlier_load.clone()
+    assert load.sum() == 8 * 32 * 2
+    next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
+    assert not trainer.step(1).active
+    assert torch.equal(router.earlier_load, load)
 
 
 def imbalance(logits: Tensor, load_of: Tensor | None = None) -> Tensor:
