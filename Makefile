@@ -6,7 +6,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup data corpus study train reproduce pages lint clean \
+.PHONY: help setup data corpus study train reproduce pages site lint clean \
     test test-all test-cluster
 
 VENV := .venv

@@ -206,9 +206,14 @@ def opening_notes(
             counts = (f"{s.name} after {phase.tokens(s.name):,}" for s in trainer.data.sets)
             where = f"from sample {phase.sample:,} on each set goes on at its own count of tokens"
             yield "changed", f"data: {where}: {', '.join(counts)}"
-    loss = "liger" if fused_loss(config, device) else "the engine's"
-    yield "loss", f"loss kernels: {loss}"
-    yield "compile", f"compiled parts: {compile_backend(config, device)[1]}"
+    train = config.train
+    if fused_loss(config, device):
+        yield "loss", "loss kernels: liger-kernel's"
+    elif device.type == "cuda" and train.fused_loss == "auto" and train.loss_chunk is None:
+        yield "loss", "loss kernels: the engine's, which are slower: liger-kernel is not installed"
+    backend, described_backend = compile_backend(config, device)
+    if backend is not None or device.type == "cuda":
+        yield "compile", f"compiled parts: {described_backend}"
     if kernel is not None:
         slow = slow_attention(kernel, device)
         yield "attention", f"attention kernel: {kernel if slow is None else f'{kernel}; {slow}'}"

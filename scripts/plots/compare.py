@@ -27,7 +27,7 @@ MOST = 12
 SHOWN_KEYS = 8
 """Keys of a config that the table names, of those in which the runs differ."""
 
-ABOUT = "By {}; below a run's name its model, and where configs differ its values."
+ABOUT = "By {}. Below each run: its model, and its values of the keys in which configs differ."
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
 """Keys that say nothing of how a model learns."""
@@ -120,7 +120,8 @@ def table(compared: Sequence[Compared]) -> dict[str, Any]:
     runs = [
         {
             "name": each.run.name,
-            "about": [subtitle(each.run), *([" · ".join(own)] if own else [])],
+            "about": subtitle(each.run),
+            "settings": own,
             "status": each.status,
             "figures": each.figures(),
         }

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from scripts.plots.run_status import RunStatus
-from scripts.plots.style import enlarge_text
+from scripts.plots.style import enlarge_text, mark_single_points
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
@@ -57,6 +57,7 @@ def page(
 def drawn(figure: Figure, key: str) -> str:
     """Return the figure as an SVG element whose ids differ from those of other figures."""
     enlarge_text(figure)
+    mark_single_points(figure)
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
     buffer, dpi = io.StringIO(), figure.dpi

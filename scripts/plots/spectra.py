@@ -35,7 +35,7 @@ def quantiles(runs: Sequence[RunData]) -> Figure | None:
 
 def evolution(run: RunData) -> Figure | None:
     """Singular values of each role's matrices, mean over its units: the median, the middle 80% and
-    the full range."""
+    the full range. A run with one monitored step has bars and a point."""
     if not run.monitors:
         return None
     roles = [role for role in run.roles() if deciles(run, run.monitors[-1], role) is not None]
@@ -48,8 +48,12 @@ def evolution(run: RunData) -> Figure | None:
         tokens = [x for x, _ in known]
         values = np.stack([d for _, d in known])
         color = COLORS[i % len(COLORS)]
-        axis.fill_between(tokens, values[:, 0], values[:, 10], color=color, alpha=0.15, linewidth=0)
-        axis.fill_between(tokens, values[:, 1], values[:, 9], color=color, alpha=0.3, linewidth=0)
+        for low, high, alpha in ((0, 10, 0.15), (1, 9, 0.3)):
+            ends = values[:, low], values[:, high]
+            if len(tokens) > 1:
+                axis.fill_between(tokens, *ends, color=color, alpha=alpha, linewidth=0)
+            else:
+                axis.vlines(tokens, *ends, color=color, alpha=alpha, linewidth=16)
         axis.plot(tokens, values[:, 5], color=color)
         axis.set(title=role, ylim=(0, None))
         count_tokens(axis)

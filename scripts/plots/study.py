@@ -31,6 +31,7 @@ def plot_study(path: Path) -> Figure:
     axes.axvline(0, color="0.3", linewidth=0.8)
     labels = [literal(f"{row.variant}  -  {row.against}") for row in compared.itertuples()]
     axes.set_yticks(range(len(compared)), labels)
+    axes.set_ylim(-0.6, len(compared) - 0.4)
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
     # Over the whole figure: the names of variants take half of its width.
     figure.suptitle(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -121,6 +122,13 @@ def enlarge_text(figure: Figure) -> None:
         text.set_fontsize(max(LEAST_POINTS, text.get_fontsize()))
 
 
+def mark_single_points(figure: Figure) -> None:
+    """Give each curve of one point a marker: a line through one point is invisible."""
+    for line in (line for axis in figure.axes for line in axis.lines):
+        if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":
+            line.set_marker("o")
+
+
 def check_target(path: Path) -> None:
     """Raise InputError unless a figure can be written to `path`."""
     if path.suffix not in SUFFIXES:
@@ -131,5 +139,6 @@ def check_target(path: Path) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure without a date, so that equal figures are equal files."""
+    mark_single_points(figure)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
     figure.savefig(path, dpi=160, metadata=undated)

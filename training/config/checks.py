@@ -67,7 +67,9 @@ def length_checks(config: Config) -> Iterator[Check]:
     """Check that samples and schedule fit into the run."""
     steps, length = config.train.steps, config.train.sequence_length
     warmup, schedule = config.schedule.warmup_steps, config.schedule
-    yield "schedule.warmup_steps", warmup >= steps, f"must be below train.steps = {steps}"
+    rule = f"must be below train.steps = {steps}, got {warmup}"
+    help_ = f"schedule.warmup_steps={steps // 10}, or a longer train.steps with exit_step={steps}"
+    yield "schedule.warmup_steps", warmup >= steps, f"{rule}; override {help_}"
     decaying = schedule.cooldown_steps(steps) if schedule.kind == "wsd" else 0
     apart = f"of {steps} steps must not overlap schedule.warmup_steps = {warmup}"
     yield "schedule.cooldown_fraction", warmup < steps < warmup + decaying, apart

@@ -11,10 +11,11 @@ import pytest
 
 from parallel.comm import groups as process_groups
 from scripts.plot import main
-from scripts.plots import curves
+from scripts.plots import curves, spectra
 from scripts.plots.figures import FIGURES
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import run_status
+from scripts.plots.style import mark_single_points
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from training.run import train
@@ -67,6 +68,28 @@ def test_curves_are_what_was_logged(folder):
     drawn = {line.get_label(): line for line in curves.condition_numbers([run]).axes[0].lines}
     means = [m["monitor/effective_condition_number/o"] for m in logged if m["step"] % 2 == 0]
     assert list(drawn["o, PC(W)"].get_ydata()) == means
+
+
+def test_one_monitored_step_is_drawn(folder, tmp_path):
+    """As bars and points: a curve or an area of one step would be an empty panel."""
+    copy = shutil.copytree(folder / "pc", tmp_path / "run")
+    for name, lines in (("metrics", 2), ("monitors", 1)):
+        path = copy / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+    assert main([str(copy), "--html"]) == 0
+    run = read_run(copy)
+    evolution = spectra.evolution(run)
+    assert evolution is not None
+    for axis in (axis for axis in evolution.axes if axis.get_visible()):
+        low, high = axis.collections[0].get_segments()[0][:, 1]
+        (median,) = axis.lines[0].get_ydata()
+        assert low < median < high
+    for kind in FIGURES:
+        figure = kind.draw(run)
+        if figure is not None:
+            mark_single_points(figure)
+            lines = [line for axis in figure.axes for line in axis.lines]
+            assert all(line.get_marker() != "None" for line in lines if len(line.get_xdata()) == 1)
 
 
 def ids(page: str) -> list[str]:
@@ -156,7 +179,8 @@ def test_what_is_no_json_is_left_out_and_a_name_is_no_mathematics(folder, tmp_pa
 def test_runs_are_compared_by_validation_loss(folder):
     assert main(["compare", str(folder)]) == 0
     page = (folder / "compare.html").read_text()
-    rows = re.findall(r"<td data-label=\"run\"><div><b>(.*?)</b>(.*?)</div>", page)
+    row = r"<td data-label=\"run\"><b>(.*?)</b>.*?<tr class=\"about\">(.*?)</tr>"
+    rows = re.findall(row, page, re.DOTALL)
     ends = {
         name: json_lines(folder / name / "metrics.jsonl")[-1]["val/loss"]
         for name in ("pc", "plain")
