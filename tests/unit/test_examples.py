@@ -60,7 +60,9 @@ def test_an_example_trains_on_two_ranks(root: Path, tmp_path: Path, name: str) -
 def test_the_cells_of_the_notebook_run(root: Path, tmp_path: Path) -> None:
     notebook = json.loads((root / "examples" / "first_look.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] for cell in cells)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    stored = "".join("".join(output.get("text", [])) for output in outputs)
     script = tmp_path / "cells.py"
     lines = ["import matplotlib", "matplotlib.use('Agg')"]
     lines += ["".join(cell["source"]) for cell in cells]
@@ -71,6 +73,11 @@ def test_the_cells_of_the_notebook_run(root: Path, tmp_path: Path) -> None:
     for _, first, last in found:
         check([float(first), float(last)])
     assert "figures 2" in text
+    # The stored outputs are of these cells, on another processor.
+    shown = re.findall(r"^(\w+) loss ([\d.]+) ([\d.]+)", stored, re.MULTILINE)
+    assert [float(last) for *_, last in shown] == pytest.approx(
+        [float(last) for *_, last in found], rel=0.05
+    )
     largest = re.search(r"^SSO largest [\d.]+ ([\d.]+)", text, re.MULTILINE)
     # On the sphere of radius sqrt(256 / 64), to what power iteration leaves after few steps.
     assert largest is not None and float(largest[1]) == pytest.approx(2, rel=0.02)
