@@ -9,6 +9,7 @@ import errno
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
@@ -65,11 +66,15 @@ def _import(options: argparse.Namespace) -> None:
     from scripts.huggingface.importing import import_model, write_config
 
     config = options.config
+    with ExitStack() as stack:
+        if options.write_config is not None:
+            write_config(options.source, config, options.write_config)
+            config = options.write_config
+            stack.callback(config.unlink)
+        dtype = import_model(options.source, options.target, config, options.overrides)
+        stack.pop_all()
     if options.write_config is not None:
-        write_config(options.source, config, options.write_config)
-        config = options.write_config
         print(f"wrote {config}: the model of {options.source}, on top of {options.config}")
-    dtype = import_model(options.source, options.target, config, options.overrides)
     beginning = f"checkpoint.initialize_from={options.target}"
     keys = " ".join([f"run.dir=runs/{options.target.name}", *options.overrides, beginning])
     print(f"wrote {options.target}: {dtype} weights; to train them:")

@@ -80,6 +80,8 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     rope = settings.get("rope_parameters") or settings
     section = {
         "family": kind,
+        "activation": FAMILIES[kind].activation,
+        "qk_norm": FAMILIES[kind].qk_norm,
         "layers": settings["num_hidden_layers"],
         "hidden": settings["hidden_size"],
         "heads": settings["num_attention_heads"],
@@ -92,7 +94,6 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kind == "gemma2":
         section |= {
-            "activation": "geglu",
             "query_pre_attn_scalar": settings["query_pre_attn_scalar"],
             "attention_softcap": settings["attn_logit_softcapping"],
             "final_softcap": settings["final_logit_softcapping"],

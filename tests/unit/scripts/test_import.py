@@ -8,7 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.huggingface.config import config_json, differences, model_section, model_settings
+from models.huggingface.config import (
+    READABLE,
+    config_json,
+    differences,
+    model_section,
+    model_settings,
+)
 from scripts.convert_hf import main
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
@@ -124,8 +130,8 @@ def their_loss(model: torch.nn.Module, tokens: Path) -> float:
     return float(loss)
 
 
-def refused(capsys, source: Path, run: Path, config: Path) -> str:
-    assert main(["import", str(source), str(run), "--config", str(config)]) == 2
+def refused(capsys, source: Path, run: Path, config: Path, *more: str) -> str:
+    assert main(["import", str(source), str(run), "--config", str(config), *more]) == 2
     error = capsys.readouterr().err
     [line] = [text for text in error.splitlines() if text.startswith("error: ")]
     assert "Traceback" not in error
@@ -191,15 +197,20 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
     assert wanted in refused(capsys, source, tmp_path / "imported", config)
 
 
-@pytest.mark.parametrize("keys", [{}, GEMMA2], ids=["llama", "gemma2"])
+@pytest.mark.parametrize("family", READABLE)
 def test_the_section_of_the_model_is_written_from_config_json(
-    keys, tokens, tmp_path, capsys
+    family, tokens, tmp_path, capsys
 ) -> None:
-    config = config_in(tmp_path, tokens, **keys)
+    config = config_in(tmp_path, tokens, **MODELS[family])
     source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
     their_model(source, config)
     wanted = load_config(config).model
     other = config_in(tmp_path, tokens, model__layers=3, model__hidden=128)
+    written = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**written, "attention_bias": True}))
+    assert "attention_bias" in refused(capsys, source, run, other, "--write-config", str(new))
+    assert not new.exists()
+    (source / "config.json").write_text(json.dumps(written))
     line = ["import", str(source), str(run), "--config", str(other), "--write-config", str(new)]
     assert main(line) == 0
     said = capsys.readouterr().out
