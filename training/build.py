@@ -66,6 +66,12 @@ def data_manifest(config: Config) -> Manifest | None:
     return read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
 
 
+def tokenizer_path(config: Config) -> Path | None:
+    """Return the tokenizer.json of the config or its data's manifest, None if neither names one."""
+    source = config.data.tokenizer or data_manifest(config)
+    return None if source is None else tokenizer_file(source)
+
+
 def with_vocabulary(config: Config) -> Config:
     """Return `config` with model.vocab_size, from the data manifest if it is null.
 

@@ -25,6 +25,7 @@ from training.build import (
     data_manifest,
     fused_loss,
     kernel_of,
+    tokenizer_path,
 )
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.identity import announced, data_facts, identity, modification_times
@@ -119,8 +120,8 @@ def train(
             first_rank(lambda: chosen.settle(run_dir))
             return nothing_to_do(config, groups, start)
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
-        tokenizer = facts["tokenizer"]["sha256"]
-        weights = initial_weights(config, tokenizer) if start is None else None
+        tokenizer = facts["tokenizer"]["sha256"], tokenizer_path(config)
+        weights = initial_weights(config, *tokenizer) if start is None else None
         if weights is not None:
             check_content(weights.info)
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
@@ -199,6 +200,10 @@ def opening_notes(
     weights, start = beginning.weights, beginning.start
     if weights is not None:
         yield "initialized", f"weights of step {weights.info.step} from {weights.info.path}"
+        if not weights.compared:
+            whose = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
+            text = f"the tokenizer of {whose} is not known: the same ids may mean other tokens"
+            yield "warning", f"warning: checkpoint.initialize_from: {text}"
     if start is not None:
         for text in announced(start, config, beginning.facts):
             yield "changed", f"changed since step {start.step}: {text}"

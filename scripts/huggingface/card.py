@@ -16,9 +16,14 @@ tags: [spectrain]
 """
 
 
-def card(info: CheckpointInfo, *, name: str, architecture: str, dtype: str) -> str:
-    """Return the text of README.md."""
+def card(
+    info: CheckpointInfo, *, name: str, architecture: str, dtype: str, tokenizer: bool = True
+) -> str:
+    """Return the text of README.md; `tokenizer` says whether there is one in the folder."""
     config = info.config
+    classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
+    loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""
+    none = "" if tokenizer else "No tokenizer comes with it. "
     rows = "".join(f"| {key} | {value} |\n" for key, value in _facts(info, config, dtype))
     losses = "".join(f"| {key} | {value:.4f} |\n" for key, value in validation(info).items())
     measured = f"\n| validation | nats per token |\n|---|---|\n{losses}" if losses else ""
@@ -26,11 +31,19 @@ def card(info: CheckpointInfo, *, name: str, architecture: str, dtype: str) -> s
         f"{HEADER}\n# {name}\n\n"
         f"A `{architecture}` pretrained with Spectrain, run `{config.run.name}`, "
         f"step {info.step:,} of {config.train.steps:,}. It continues text; it was not tuned to "
-        "follow instructions. Documents are separated by the end-of-sequence token, and there is "
-        f"no beginning-of-sequence token.\n\n| | |\n|---|---|\n{rows}{measured}\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
+        f"follow instructions. {none}{_documents(info)}\n\n| | |\n|---|---|\n{rows}{measured}\n"
+        f"```python\nfrom transformers import {', '.join(classes)}\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n{loaded}```\n'
+    )
+
+
+def _documents(info: CheckpointInfo) -> str:
+    """How documents were joined, as far as that is known of the model."""
+    if info.meta.get("weights_only"):
+        return "What separates its documents is that of its source."
+    return (
+        "Documents are separated by the end-of-sequence token, and there is no "
+        "beginning-of-sequence token."
     )
 
 

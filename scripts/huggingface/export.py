@@ -80,7 +80,8 @@ def export(
     with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, their_weights(weights, model), options.shard_bytes)
         write_settings(folder.path, weights, tokenizer, dtype)
-        text = card(info, name=target.name, architecture=name, dtype=dtype)
+        there = tokenizer is not None
+        text = card(info, name=target.name, architecture=name, dtype=dtype, tokenizer=there)
         (folder.path / "README.md").write_text(text, encoding="utf-8")
         if verify is not None:
             verify(weights, folder.path)

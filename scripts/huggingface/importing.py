@@ -162,6 +162,8 @@ class TheirFiles:
 
     def _paths(self) -> list[Path]:
         index, whole = self.source / INDEX_FILE, self.source / "model.safetensors"
+        if not index.is_file() and not whole.is_file():
+            raise InputError(f"{self.source} has no {whole.name}{_other_weights(self.source)}")
         if not index.is_file():
             return [whole]
         if whole.exists():
@@ -230,6 +232,18 @@ class TheirFiles:
         return tensor
 
 
+def _other_weights(source: Path) -> str:
+    """What to say of the weights of a folder that are not in the files that are read."""
+    kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
+    names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
+    if not names:
+        return f" or {INDEX_FILE}"
+    return (
+        f", only {named(names)}, which is not read: convert it with transformers, "
+        f'AutoModelForCausalLM.from_pretrained("{source}", dtype="auto").save_pretrained("NEW")'
+    )
+
+
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     """Copy the tokenizer's files to `folder`; return what the checkpoint's identity says of it.
 
@@ -249,6 +263,11 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     if TOKENIZER_FILE not in files:
+        print(
+            f"no tokenizer: {source} has no {TOKENIZER_FILE}, so an export of the import needs "
+            f"--tokenizer PATH; if it has one of another kind, first write its {TOKENIZER_FILE}: "
+            f'AutoTokenizer.from_pretrained("{source}").save_pretrained("{source}")'
+        )
         return {}
     return {"tokenizer": {"sha256": sha256(files[TOKENIZER_FILE]).hexdigest()}}
 

@@ -1,10 +1,13 @@
 """The tokenizer files of an exported model: those that made its tokens, for transformers."""
 
 import json
+import sys
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import TOKENIZER_FILE, PreparedTokenizer, load_tokenizer
 from training.build import data_manifest
@@ -29,9 +32,19 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     if not source.exists():
         raise InputError(f"no tokenizer at {source}: name it with --tokenizer PATH")
     found = load_tokenizer(source, end)
+    if end is None and not info.meta.get("weights_only"):
+        print(
+            f"no manifest of the data is here: {found.eod_token} of {source} ends a document",
+            file=sys.stderr,
+        )
     content = found.files[TOKENIZER_FILE]
     wanted = info.meta.get("identity", {}).get("tokenizer", {}).get("sha256")
-    if wanted is not None and sha256(content).hexdigest() != wanted:
+    if wanted is None:
+        print(
+            f"tokenizer {source} is not compared: the checkpoint does not state its sha256",
+            file=sys.stderr,
+        )
+    elif sha256(content).hexdigest() != wanted:
         raise InputError(
             f"tokenizer {source} is not the one of the run: its sha256 must be {wanted}, "
             f"got {sha256(content).hexdigest()}"
@@ -43,8 +56,29 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
         )
     files = dict(found.files)
     length = config.train.sequence_length
-    files[SETTINGS_FILE] = settings_of(files.get(SETTINGS_FILE), found.eod_token, length)
+    trained = not info.meta.get("weights_only")
+    if trained:
+        files[TOKENIZER_FILE] = as_trained(content)
+    existing = files.get(SETTINGS_FILE)
+    files[SETTINGS_FILE] = settings_of(existing, found.eod_token, length, trained=trained)
     return replace(found, files=files)
+
+
+def as_trained(content: bytes) -> bytes:
+    """Return a tokenizer.json without the template that adds tokens to a text.
+
+    Data is prepared without them: a `<s>` in front would be a token that training never saw.
+    """
+    tokenizer = Tokenizer.from_str(content.decode())
+    with_template, without = (tokenizer.encode("a", add_special_tokens=x) for x in (True, False))
+    if with_template.ids == without.ids:
+        return content
+    names = ", ".join(dict.fromkeys(t for t in with_template.tokens if t not in without.tokens))
+    print(
+        f"left out of the tokenizer: its template, which adds {names} that training never saw",
+        file=sys.stderr,
+    )
+    return json.dumps({**json.loads(content), "post_processor": None}, ensure_ascii=False).encode()
 
 
 def _manifest(config: Config) -> Manifest | None:
@@ -64,6 +98,11 @@ def _source(
         return given, end
     if (info.path / TOKENIZER_FILE).exists():
         return info.path, None
+    if info.meta.get("weights_only"):
+        raise InputError(
+            f"{info.path} has no tokenizer, as the model that it was imported from had none; "
+            "give --tokenizer PATH, or --no-tokenizer to go without"
+        )
     if info.config.data.tokenizer is not None:
         return Path(info.config.data.tokenizer), end
     if manifest is not None:
@@ -75,14 +114,22 @@ def _source(
     )
 
 
-def settings_of(existing: bytes | None, end_token: str, length: int) -> bytes:
-    """Return a tokenizer_config.json that transformers 4 and 5 both read."""
+def settings_of(
+    existing: bytes | None, end_token: str, length: int, *, trained: bool = True
+) -> bytes:
+    """Return a tokenizer_config.json that transformers 4 and 5 both read.
+
+    `trained` says that the tokens of tokenizer.json were trained on as they are: other classes of
+    tokenizers make rules of their own from its vocabulary.
+    """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:
         settings |= json.loads(existing)
     # transformers 5 writes TokenizersBackend, which transformers 4 does not know.
-    if settings.get("tokenizer_class") in (None, "TokenizersBackend"):
+    if trained or settings.get("tokenizer_class") in (None, "TokenizersBackend"):
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if trained:
+        settings |= {key: False for key in ("add_bos_token", "add_eos_token") if key in settings}
     settings["eos_token"] = end_token
     settings.setdefault("pad_token", end_token)
     settings["model_max_length"] = length

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +73,46 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 
     with offline():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    own = Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder().values()
-    more = {str(token) for token in tokenizer.added_tokens_decoder.values()} - set(map(str, own))
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = own.get_added_tokens_decoder().values()
+    more = {str(token) for token in tokenizer.added_tokens_decoder.values()} - set(map(str, added))
     if more:
         raise DifferentError(
             f"the tokenizer_config.json in {folder} adds {named(more)} to the tokens of its "
             "tokenizer.json: texts would get other tokens than in training"
         )
+    check_tokens(tokenizer, own, with_template=bool(weights.info.meta.get("weights_only")))
     text = {"truncation": True, "max_length": length, "add_special_tokens": False}
-    found = tokenizer(TEXT, **text)["input_ids"]
-    if tokenizer.decode(found[:4]) not in TEXT:
+    return torch.tensor([tokenizer(TEXT, **text)["input_ids"]])
+
+
+def check_tokens(theirs: Any, own: Tokenizer, *, with_template: bool) -> None:
+    """Check that transformers encodes and decodes a text as the tokenizer.json does.
+
+    Data is prepared without the tokens that a template adds to a text; an imported model keeps
+    them. Raises DifferentError.
+    """
+    found, expected = theirs(TEXT)["input_ids"], own.encode(TEXT, add_special_tokens=False).ids
+    if with_template:
+        found = theirs(TEXT, add_special_tokens=False)["input_ids"]
+    if found != expected:
+        place = next(i for i, pair in enumerate(zip_longest(found, expected)) if len({*pair}) > 1)
         raise DifferentError(
-            f"the tokenizer in {folder} does not decode its own tokens: {found[:4]}"
+            f"transformers' {type(theirs).__name__} encodes a text as {found[place : place + 4]} "
+            f"from token {place} on, its tokenizer.json, which training used, as "
+            f"{expected[place : place + 4]}"
         )
-    return torch.tensor([found])
+    text, wanted = theirs.decode(found), own.decode(expected, skip_special_tokens=False)
+    if text != wanted:
+        raise DifferentError(
+            f"transformers' {type(theirs).__name__} decodes a text as {text[:40]!r}, its "
+            f"tokenizer.json as {wanted[:40]!r}"
+        )
+    if text != TEXT:
+        print(
+            f"the tokenizer does not give a text back: {TEXT[:20]!r} becomes {text[:20]!r}",
+            file=sys.stderr,
+        )
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +19,22 @@ from training.checkpoint.identity import BACKENDS, changes
 from training.checkpoint.weights import CheckpointWeights
 from training.config import Config
 from training.config.files import flat
+from training.json_file import read_json
+
+TOKENIZER = "tokenizer.json"
 
 
 class InitialWeights:
     """Units and buffers of a config's model, from a checkpoint of any layout and unit split."""
 
-    def __init__(self, config: Config, weights: CheckpointWeights, digest: str) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json."""
+    def __init__(
+        self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool = True
+    ) -> None:
+        """`digest` is the sha256 of the checkpoint's meta.json, `compared` whether its tokenizer
+        and the run's are known."""
         self.weights = weights
         self.digest = digest
+        self.compared = compared
         units = all_units(config.model, **unit_options(config))
         self._whole = {unit.name: unit for unit in units}
         self._last: tuple[str, Tensor] | None = None  # units of one parameter follow each other
@@ -65,24 +73,29 @@ def check_beginning(config: Config, start: CheckpointInfo) -> None:
         )
 
 
-def initial_weights(config: Config, tokenizer: str | None = None) -> InitialWeights | None:
+def initial_weights(
+    config: Config, tokenizer: str | None = None, file: Path | None = None
+) -> InitialWeights | None:
     """Return the weights that `checkpoint.initialize_from` names, None if it is null; collective.
 
-    `tokenizer` is the sha256 of the data's, None if it is not known. Rank 0 chooses the checkpoint
-    for all: the run that it is of may save another meanwhile. Raises BrokenCheckpointError or
-    ResumeError for one that cannot be read or has another model or tokenizer.
+    `tokenizer` is the sha256 of the data's `file`, None if it is not known. Rank 0 chooses the
+    checkpoint for all: the run that it is of may save another meanwhile. Raises
+    BrokenCheckpointError or ResumeError for one that cannot be read or has another model or
+    tokenizer.
     """
     path = config.checkpoint.initialize_from
     if path is None:
         return None
-    info, digest = first_rank(partial(_chosen, path, config, tokenizer))
+    info, digest, compared = first_rank(partial(_chosen, path, config, tokenizer, file))
     weights = CheckpointWeights(info)
     weights.check()
-    return InitialWeights(config, weights, digest)
+    return InitialWeights(config, weights, digest, compared=compared)
 
 
-def _chosen(path: str, config: Config, tokenizer: str | None) -> tuple[CheckpointInfo, str]:
-    """The checkpoint to begin from, and the sha256 of its meta.json."""
+def _chosen(
+    path: str, config: Config, tokenizer: str | None, file: Path | None
+) -> tuple[CheckpointInfo, str, bool]:
+    """The checkpoint to begin from, the sha256 of its meta.json, whether tokenizers are known."""
     info = read_checkpoint(path)
     digest = (info.path / COMPLETE).read_text().strip()
     theirs, ours = (
@@ -95,11 +108,21 @@ def _chosen(path: str, config: Config, tokenizer: str | None) -> tuple[Checkpoin
             f"checkpoint.initialize_from: {info.path} has another model: {', '.join(different)}"
         )
     known = info.meta["identity"].get("tokenizer", {}).get("sha256")
-    another = None not in (known, tokenizer) and known != tokenizer
+    compared = None not in (known, tokenizer)
+    another = compared and known != tokenizer and not same_tokens(info.path / TOKENIZER, file)
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} has another tokenizer: sha256 was {known}, "
             f"is {tokenizer}; there the same ids mean other tokens. To use its weights "
             "anyway, set checkpoint.allow_change=[tokenizer]"
         )
-    return info, digest
+    return info, digest, compared
+
+
+def same_tokens(theirs: Path, ours: Path | None) -> bool:
+    """Return whether two tokenizer.json differ in nothing but the template around a text, which
+    exports leave out as data is prepared without it."""
+    if ours is None or not (theirs.is_file() and ours.is_file()):
+        return False
+    first, second = ({**read_json(path), "post_processor": None} for path in (theirs, ours))
+    return bool(first == second)

@@ -1,0 +1,175 @@
+"""Tokenizers of exports: the tokens of training, whatever a file adds, or none and that is said."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer
+
+from scripts.convert_hf import main
+from tests.run_configs import tiny_config
+from tests.token_files import write_stream
+from training.run import train
+
+LINES = [
+    f"A norm is the largest singular value of matrix {i * i}; é is a letter.\n" for i in range(300)
+]
+SPECIAL = ["<unk>", "<s>", "</s>"]
+SIZE = 330
+
+
+def byte_level(prefix_space: bool = False) -> Tokenizer:
+    """As GPT-2's file."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def with_template(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer that puts `<s>` in front of a text."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def llama2() -> Tokenizer:
+    """As Llama 2's file: a normaliser marks spaces."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return with_template(tokenizer)
+
+
+def bert() -> Tokenizer:
+    """Tokens on both sides of a text."""
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 1))
+    return tokenizer
+
+
+KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, object]]] = {
+    "template": (lambda: with_template(byte_level()), {}),
+    "both sides": (bert, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    "llama 2": (llama2, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}),
+    "prefix space": (lambda: byte_level(True), {"add_prefix_space": True}),
+}
+"""A tokenizer of each kind, and what its tokenizer_config.json says."""
+
+
+def tokenizer_in(folder: Path, kind: str) -> Tokenizer:
+    """Write the folder of a trained tokenizer."""
+    make, settings = KINDS[kind]
+    tokenizer = make()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind != "llama 2" else []
+    trainer = BpeTrainer(
+        vocab_size=SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **named}))
+    return tokenizer
+
+
+@pytest.fixture
+def trained(tmp_path: Path, world: Any) -> Callable[..., Path]:
+    """Trains a step on data of a kind of tokenizer, in tmp_path/NAME, which it returns."""
+
+    def start(kind: str, name: str = "run", **keys: object) -> Path:
+        if not (tmp_path / "source").exists():
+            tokenizer = tokenizer_in(tmp_path / "source", kind)
+            ids = [tokenizer.encode(line, add_special_tokens=False).ids + [2] for line in LINES]
+            write_stream(tmp_path / "tokens", np.concatenate(ids).astype(np.uint16))
+        common = {"model__vocab_size": SIZE, "data__tokenizer": tmp_path / "source"}
+        common |= {"train__exit_step": 1, "checkpoint__interval": 1, "validation__samples": 2}
+        common |= {"run__dir": tmp_path / name, "log__interval": 1}
+        train(tiny_config(str(tmp_path), "adamw", **{**common, **keys}), world)
+        return tmp_path / name
+
+    return start
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> None:
+    run, out = trained(kind), tmp_path / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    said = capsys.readouterr().err
+    own = Tokenizer.from_file(str(tmp_path / "source" / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(out)
+    for text in (LINES[7], "é", LINES[3].strip() + "\n\nB"):
+        assert theirs(text)["input_ids"] == own.encode(text, add_special_tokens=False).ids
+    assert theirs.eos_token_id == 2
+    if kind == "prefix space":
+        assert "does not give a text back: 'In the beginning God' becomes ' In the begin" in said
+    else:
+        left_out = "adds <s>, </s> that" if kind == "both sides" else "adds <s> that training never"
+        assert left_out in said
+
+
+def test_an_import_of_an_export_has_the_tokenizer_of_the_run(trained, tmp_path, capsys) -> None:
+    """The template that an export leaves out is no other tokenizer."""
+    out, weights = tmp_path / "out", tmp_path / "imported"
+    assert main(["export", str(trained("template")), str(out), "--no-verify"]) == 0
+    config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
+    assert main(["import", str(out), str(weights), *config]) == 0
+    capsys.readouterr()
+    trained("template", "new", checkpoint__initialize_from=weights)
+    assert "warning" not in capsys.readouterr().out
+    assert main(["export", str(weights), str(tmp_path / "again"), "--no-verify"]) == 0
+
+
+def test_an_imported_model_keeps_its_template(trained, tmp_path) -> None:
+    out, weights, again = (tmp_path / name for name in ("out", "imported", "again"))
+    assert main(["export", str(trained("template")), str(out), "--no-verify"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).write_bytes((tmp_path / "source" / name).read_bytes())
+    config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
+    assert main(["import", str(out), str(weights), *config]) == 0
+    assert main(["export", str(weights), str(again)]) == 0
+    assert AutoTokenizer.from_pretrained(again)("A")["input_ids"][0] == 1
+
+
+def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> None:
+    """Neither by the base config's nor by nothing."""
+    out, weights, again = (tmp_path / name for name in ("out", "imported", "again"))
+    assert main(["export", str(trained("template")), str(out), "--no-tokenizer"]) == 0
+    assert "No tokenizer comes with it." in (out / "README.md").read_text()
+    assert "AutoTokenizer" not in (out / "README.md").read_text()
+    config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
+    config.append(f"data.tokenizer={tmp_path}/source")
+    assert main(["import", str(out), str(weights), *config]) == 0
+    assert f"no tokenizer: {out} has no tokenizer.json" in capsys.readouterr().out
+    assert main(["export", str(weights), str(again)]) == 2
+    assert "had none; give --tokenizer PATH, or --no-tokenizer" in capsys.readouterr().err
+    trained("template", "new", checkpoint__initialize_from=weights)
+    said = "the tokenizer of the weights is not known: the same ids may mean other tokens"
+    assert f"warning: checkpoint.initialize_from: {said}" in capsys.readouterr().out
+    assert said in (tmp_path / "new" / "events.jsonl").read_text()
+    given = ["--tokenizer", str(tmp_path / "source")]
+    assert main(["export", str(weights), str(again), *given]) == 0
+    assert "is not compared: the checkpoint does not state its" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", None])
+def test_weights_in_other_files_are_named(name, trained, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(trained("template")), str(out), "--no-verify"]) == 0
+    (out / "model.safetensors").rename(tmp_path / "elsewhere")
+    if name is not None:
+        (out / name).write_bytes(b"weights")
+    config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
+    assert main(["import", str(out), str(tmp_path / "imported"), *config]) == 2
+    said = capsys.readouterr().err
+    assert f"{out} has no model.safetensors" in said
+    assert name is None or f"only {name}, which is not read: convert it with tr" in said
