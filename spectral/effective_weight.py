@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .cost import product_flops, triplet_cost
 from .differentiation import differentiable_once, wide_matrices
+from .ieee_products import without_autocast
 from .odd_polynomial import Level, apply_stage, inner, stage_vjp, stages
 from .power_iteration import cold_start, top_singular
 
@@ -227,7 +228,7 @@ class _EffectiveWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         w, u, v, gamma = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(w.device):
             dw, dgamma = ctx.pc._backward(grad, ctx.pc._normalize(w, u, v), gamma)
             dgamma = dgamma.sum_to_size(gamma.shape)
         dw, dgamma = (differentiable_once(g, "precondition", w, gamma, grad) for g in (dw, dgamma))

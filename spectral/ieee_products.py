@@ -1,13 +1,15 @@
 """IEEE products: float32 means float32, whatever a process or its environment has set.
 
-TF32 has 11 bits where float32 has 24. msign's singular values and the solver of the Spectral Sphere
-then miss their tolerances without a word. A process gets it from
-`torch.set_float32_matmul_precision("high")` or from TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, meant for
-the forward pass; the mathematics of an optimizer runs inside `ieee_products()`.
+TF32 has 11 bits where float32 has 24, and bfloat16, to which `torch.autocast` rounds the factors of
+products, has 8. msign's singular values and the solver of the Spectral Sphere then miss their
+tolerances silently. A process gets TF32 from `torch.set_float32_matmul_precision("high")` or from
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1. Both are meant for the forward pass; the mathematics of an
+optimizer runs inside `ieee_products()`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -31,27 +33,61 @@ REDUCTIONS = [
 """Settings of 16-bit products on GPUs that sum in less than float32."""
 
 
+AUTOCAST = ("cpu", "cuda")
+"""Devices whose autocast is switched off."""
+
+_lock = Lock()
+_inside = 0  # calls of all threads: the settings belong to the process
+_restore: Callable[[], None] | None = None
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Return a context in which `torch.autocast` casts nothing on a device."""
+    return torch.autocast(device.type if device.type in AUTOCAST else "cpu", enabled=False)
+
+
 @contextmanager
 def ieee_products() -> Iterator[None]:
     """Context in which float32 products are IEEE and 16-bit products sum in float32.
 
-    The settings of before hold again afterwards, however they were made.
+    The settings of before hold again afterwards, however they were made. Threads may enter it
+    together: the last to leave restores them.
     """
+    global _inside, _restore
+    with _lock:
+        if not _inside:
+            _restore = _set_ieee()
+        _inside += 1
+    try:
+        with ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, AUTOCAST):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside and _restore is not None:
+                _restore()
+
+
+def _set_ieee() -> Callable[[], None]:
+    """Make products IEEE and return a function that restores the settings."""
     legacy = _legacy_precision()
     precisions = [place.fp32_precision for place in MATMUL]
     reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
-    try:
-        # The older call sets every place; cuBLAS refuses places that disagree with it.
-        torch.set_float32_matmul_precision("highest")
-        for name in REDUCTIONS:
-            setattr(torch.backends.cuda.matmul, name, False)
-        yield
-    finally:
+    # The older call sets every place; cuBLAS refuses places that disagree with it.
+    torch.set_float32_matmul_precision("highest")
+    for name in REDUCTIONS:
+        setattr(torch.backends.cuda.matmul, name, False)
+
+    def restore() -> None:
         torch.set_float32_matmul_precision(legacy)
         for place, precision in zip(MATMUL, precisions, strict=True):
             place.fp32_precision = precision
         for name, value in reductions.items():
             setattr(torch.backends.cuda.matmul, name, value)
+
+    return restore
 
 
 def is_ieee() -> bool:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import compress
+from numbers import Number
 from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -26,12 +27,24 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .division import Division
+from .gradients import are_finite, check_gradients
 from .grouped import grouped
 from .host_values import surely_finite
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of, placed_like
-from .options import check_options, describe, fields_of, rate_of, rename_, signature_of
+from .options import FIXED, check_options, describe, fields_of, rate_of, rename_, signature_of
 from .parameter_split import ParameterSplit, check_name
+from .parameter_state import (
+    HALF,
+    MASTER,
+    complete_numbers,
+    entry_names,
+    entry_problems,
+    entry_shapes,
+    follow,
+    initial_state,
+    loaded,
+)
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.accepted_values import check_value
 from .rules.adamw import ENTRIES
@@ -45,9 +58,11 @@ if TYPE_CHECKING:
     from .sharded.matrices import SharedMatrices
     from .sharded.ranks import RankGroup
 
-HALF = {torch.bfloat16, torch.float16}
-MASTER = "master"
-"""Entry of the state of a 16-bit parameter: its weight in float32."""
+FOREIGN = "foreign"
+"""Entry of a saved state for what other programs keep under numbers and tensors, which torch takes
+for parameters."""
+Kind = tuple[str, Division]
+"""Rule and division of a parameter, of which its state is."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -130,8 +145,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         name = self.default_rule if rule is None else rule
         rename_(name, options)
         check_options(name, options)
+        fixed = FIXED.keys() - fields_of(name).keys()
+        options = {key: value for key, value in options.items() if key not in fixed}
         check_fields(RULES[name], options)
-        self._chosen = options if lr is None else {"lr": lr, **options}
         defaults = {
             "rule": name,
             "lr": rate_of(name) if lr is None else lr,
@@ -142,6 +158,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             **options,
         }
         _check_rates(defaults, least=0.0)
+        self._chosen = options if lr is None else {"lr": defaults["lr"], **options}
         if "beta1" in defaults:  # where schedulers that cycle the momentum look for it
             defaults.setdefault("momentum", defaults["beta1"])
         self._reset_figures()
@@ -160,8 +177,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._ranks: RankGroup | None = None
         # Parameters and entries of states of the last step, for which owners are up to date, with
         # what AdamW takes of them: by the parameters of a group, columns of each dtype and device.
-        self._held: list[Tensor] = []
-        self._dtypes: list[torch.dtype] = []  # of those parameters
+        self._held: list[object] = []
+        self._forms: list[object] = []  # dtypes and shapes of those parameters, and their groups
+        self._kinds: dict[Tensor, Kind] = {}
         self._columns: dict[tuple[int, ...], dict[Any, list[list[Tensor]]]] = {}
         self._wide = False  # whether nothing was in 16 bits
         self._sharded = False  # whether a parameter is a DTensor
@@ -179,6 +197,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_figures()
+        self._kinds = self._current_kinds()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with all fields of its rule and initialise its state."""
@@ -188,6 +207,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         check_options(name, given, foreign=True)
         params = given["params"]
         given["params"] = [params] if isinstance(params, Tensor) else list(params)
+        self._check_names(given)
         own = fields_of(name, exact=_are_float64(given["params"]))
         rate: Any = rate_of(name)
         if isinstance(self.defaults["lr"], Tensor):
@@ -202,6 +222,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         problem = None if isinstance(decay, Tensor) else decay_problem(rule, decay)
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
+        known = {*self.state}
         super().add_param_group(group)
         for key in self.defaults.keys() - own.keys() - common.keys() - given.keys():
             group.pop(key, None)
@@ -211,21 +232,48 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 _check_parameter(rule, division, parameter, name)
                 if rule.whole_matrix and group["units"] is None:
                     check_name(name)
+            self._check_entries([group])
             self._initialise(group)
-        except ValueError:
+        except (ValueError, TypeError):
             for parameter in self.param_groups.pop()["params"]:
-                self.state.pop(parameter, None)
+                if parameter not in known:
+                    self.state.pop(parameter, None)
             raise
+        self._kinds |= dict.fromkeys(group["params"], (group["rule"], division))
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError unless all groups name their parameters, or none does."""
+        named = "param_names" in given or any(isinstance(p, tuple) for p in given["params"])
+        if all(named is ("param_names" in group) for group in self.param_groups):
+            return
+        if named:
+            raise ValueError(
+                "a group must not name its parameters where the others do not; make the optimizer "
+                "from split_parameters(model)"
+            )
+        raise ValueError(
+            "a group must name its parameters as the others do: call optimizer.add_param_group for "
+            "each group of split_parameters(module)"
+        )
 
     def _initialise(self, group: dict[str, Any]) -> None:
-        """Create the state of a group's parameters that have none; that of others follows them."""
-        new = [p for p in group["params"] if p not in self.state]
+        """Match the state of a group's parameters to them, and create what it lacks."""
+        rule, masters = rule_of(group), self.defaults["master_weights"]
         for parameter in group["params"]:
-            _follow(parameter, self.state[parameter], self.defaults["master_weights"])
-        if new:
-            for parameter, state in self._initial_states(group, new).items():
-                self.state[parameter] |= state
+            follow(parameter, self.state[parameter], rule, masters=masters)
+        self._complete(group, group["params"])
 
+    def _complete(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
+        """Create the entries that states of a group's parameters lack, from the weights."""
+        names, lacking = entry_names(rule_of(group)), {}
+        for parameter in parameters:
+            if missing := [name for name in names if name not in self.state[parameter]]:
+                lacking[parameter] = missing
+        fresh = self._initial_states(group, [*lacking]) if lacking else {}
+        for parameter, missing in lacking.items():
+            self.state[parameter] |= {name: fresh[parameter][name] for name in missing}
+
+    @ieee_products()
     def _initial_states(
         self, group: dict[str, Any], parameters: Sequence[Tensor]
     ) -> dict[Tensor, State]:
@@ -233,7 +281,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         rule, division = rule_of(group), Division.of(group["units"])
         shared = [p for p in parameters if self._is_shared(p, rule)]
         alone = [p for p in parameters if not self._is_shared(p, rule)]
-        begun = {p: _initial_state(rule, division, p, self._weight) for p in alone}
+        begun = {p: initial_state(rule, division, p, self._weight) for p in alone}
         if shared:
             from .sharded.matrices import SharedMatrices
 
@@ -246,22 +294,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
                 begun[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
         return begun
-
-    def _recreate(self, group: dict[str, Any]) -> None:
-        """Create what a loaded state lacks beside momenta, from the weights as they are."""
-        rule, division = rule_of(group), Division.of(group["units"])
-        lacking = {}
-        for parameter in group["params"]:
-            state = self.state.get(parameter)
-            if not state:  # a step begins it
-                continue
-            entries = SteppedUnit.of(parameter, rule, division)[0].entries
-            if missing := [name for name in entries if name not in state]:
-                lacking[parameter] = missing
-        fresh = self._initial_states(group, [*lacking])
-        for parameter, names in lacking.items():
-            for name in names:
-                self.state[parameter][name] = fresh[parameter][name]
 
     def _weight(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of the weight that is stepped: the master, if there is one."""
@@ -284,17 +316,24 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return ranks
 
     def _share(self) -> None:
-        """Bring state and owners up to date with the parameters, which may have been replaced."""
+        """Bring state and owners up to date with the parameters, which may have been replaced.
+
+        Raises ValueError or TypeError, before anything has changed, where a state is not that of
+        its parameter and rule.
+        """
         listed = _listed_in(self.param_groups, "params")
-        dtypes = [p.dtype for p in listed]  # a model that is cast keeps its parameters
-        same = self._wide and dtypes == self._dtypes
-        if same and _same([*listed, *_entries_of(self.state)], self._held):
+        forms = self._current_forms(listed)
+        if forms == self._forms and _same([*listed, *self._entries()], self._held):
+            if not self._wide:  # others may have written a weight
+                for group in self.param_groups:
+                    self._initialise(group)
             return
+        self._check_kinds()
+        self._check_entries(self.param_groups)
         for group in self.param_groups:
             self._initialise(group)
-        held = set(listed)
-        for parameter in [p for p in self.state if p not in held]:
-            del self.state[parameter]
+        kinds = self._current_kinds()
+        self._forget(self._kinds.keys() - kinds.keys())
         members = [
             (p, rule, Division.of(group["units"]))
             for group in self.param_groups
@@ -303,17 +342,78 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if self._is_shared(p, rule)
         ]
         known = () if self._matrices is None else self._matrices.index
-        if [p for p, *_ in members] != [*known]:
+        if forms != self._forms or [p for p, *_ in members] != [*known]:
+            self._matrices = None
+        if members and self._matrices is None:
             from .sharded.matrices import SharedMatrices
 
             ranks = self._matrix_ranks([p for p, *_ in members])
             self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
         if self._ranks is None:
-            self._ranks = self._all_ranks(held)
-        self._held, self._columns = [*listed, *_entries_of(self.state)], {}
-        self._dtypes = dtypes
-        self._wide = HALF.isdisjoint([x.dtype for x in self._held])
+            self._ranks = self._all_ranks(listed)
+        self._held, self._columns = [*listed, *self._entries()], {}
         self._sharded = any(map(is_dtensor, listed))
+        self._forms, self._kinds = self._current_forms(listed), kinds
+        self._wide = HALF.isdisjoint([x.dtype for x in self._held if isinstance(x, Tensor)])
+
+    def _current_forms(self, listed: Sequence[Tensor]) -> list[object]:
+        """List what states and owners depend on besides the identity of parameters."""
+        placements = [p.placements for p in listed if is_dtensor(p)] if self._sharded else []
+        kinds = [(group["rule"], Division.of(group["units"])) for group in self.param_groups]
+        return [[p.dtype for p in listed], [p.shape for p in listed], placements, kinds]
+
+    def _current_kinds(self) -> dict[Tensor, Kind]:
+        """Return rule and division of every parameter."""
+        return {
+            parameter: (group["rule"], Division.of(group.get("units")))
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+
+    def _check_kinds(self) -> None:
+        """Raise ValueError for a parameter whose state is of another rule or other units."""
+        for parameter, kind in self._current_kinds().items():
+            before = self._kinds.get(parameter, kind)
+            if kind != before and self.state.get(parameter):
+                raise ValueError(
+                    f"rule and units of a parameter must stay {before[0]!r} and "
+                    f"{before[1].settings()}, of which its state is, got {kind[0]!r} and "
+                    f"{kind[1].settings()}; make an optimizer or a group for it"
+                )
+
+    def _check_entries(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError for entries of the state that do not fit their parameter."""
+        for group in groups:
+            rule, division = rule_of(group), Division.of(group["units"])
+            for i, parameter in enumerate(group["params"]):
+                state = self.state.get(parameter)
+                if not state:
+                    continue
+                name = group["param_names"][i] if "param_names" in group else f"parameter {i}"
+                shapes = entry_shapes(parameter, rule, division)
+                numbers = complete_numbers(state, shapes, local_of(parameter).device)
+                for problem in entry_problems(numbers, shapes, parameter, name):
+                    raise ValueError(f"{problem}; was the parameter cut without its state?")
+                state |= numbers
+
+    def _forget(self, parameters: Iterable[Tensor]) -> None:
+        """Remove the own entries of the states of parameters that are in no group any more."""
+        for parameter in parameters:
+            state, (rule, _) = self.state.get(parameter, {}), self._kinds[parameter]
+            for name in (*entry_names(RULES[rule]()), MASTER):
+                state.pop(name, None)
+            if not state:
+                self.state.pop(parameter, None)
+
+    def _entries(self) -> list[object]:
+        """List the own entries of the states of all parameters, None for one that lacks."""
+        found: list[object] = []
+        for group in self.param_groups:
+            names = (*entry_names(rule_of(group)), MASTER)
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                found += map(state.get, names)
+        return found
 
     def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
         """Return all ranks that share any parameter, None if there are none."""
@@ -335,35 +435,81 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 )
         return RankGroup(group_of(largest))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as `torch.optim.Optimizer` does.
+
+        What other programs keep under numbers, and tensors that are no parameters, is in the entry
+        "foreign" of the state, as torch would take it for that of parameters.
+        """
+        own = {*_listed_in(self.param_groups, "params")}
+        foreign = {
+            key: value
+            for key, value in self.state.items()
+            if isinstance(key, Number) or (isinstance(key, Tensor) and key not in own)
+        }
+        for key in foreign:
+            del self.state[key]
+        try:
+            saved = super().state_dict()
+        finally:
+            self.state.update(foreign)
+        if foreign:
+            saved["state"][FOREIGN] = foreign
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
 
         Hyper-parameters that an earlier version did not save stay as they are, or are the rule's
         defaults where the rule was another. A state of momenta alone is enough: singular vectors
-        and the like are found again, and means of squares start at zero.
+        and the like are found again, and means of squares start at zero. Entries of other programs
+        are kept as they are.
 
         Raises:
-            ValueError: a state of other rules, units or shapes, or of another order of parameters;
-                nothing has changed then.
+            ValueError: a state of other rules, units or shapes, or of another order of parameters,
+                or one that is not finite, on any rank; nothing has changed then.
         """
-        self._check_state(state_dict)
         settings = [dict(group) for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        self._held = []
+        given: dict[str, Any] = {}
+
+        def check(_: object, changed: dict[str, Any]) -> dict[str, Any]:
+            given.update(changed)  # by hooks
+            self._check_state(given)
+            return {**given, "state": {}}
+
+        def restore(_: object) -> None:
+            self._restore(given, settings)
+
+        # Hooks of our own, so that those of others run before and afterwards.
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        with before, after:
+            super().load_state_dict(state_dict)
+
+    def _restore(self, saved: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> None:
+        """Fill in the state that was saved, and what an earlier version did not save."""
         for group, before in zip(self.param_groups, settings, strict=True):
             own = fields_of(group["rule"], exact=True)
             if group["rule"] == before["rule"]:
                 own = {name: before[name] for name in own}
             for name, value in own.items():
                 group.setdefault(name, value)
-        names = _listed_in(state_dict["param_groups"], "params")
-        parameters = _listed_in(self.param_groups, "params")
-        for name, parameter in zip(names, parameters, strict=True):
-            for key, value in state_dict["state"].get(name, {}).items():
-                if value.dtype != self.state[parameter][key].dtype:  # cast to the parameter's
-                    self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
+        entries = {**saved["state"]}
+        self.state.update(entries.pop(FOREIGN, {}))
+        ids = iter(_listed_in(saved["param_groups"], "params"))
         for group in self.param_groups:
-            self._recreate(group)
+            rule, division = rule_of(group), Division.of(group["units"])
+            for parameter, key in zip(group["params"], ids, strict=False):
+                shapes = entry_shapes(parameter, rule, division)
+                device = local_of(parameter).device
+                self.state[parameter] = {
+                    name: loaded(value, parameter, own=name in shapes)
+                    for name, value in complete_numbers(
+                        entries.pop(key, {}), shapes, device
+                    ).items()
+                }
+            self._complete(group, [p for p in group["params"] if self.state[p]])
+        self.state.update(entries)
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         """Raise ValueError for a state that belongs to other parameters or rules."""
@@ -379,15 +525,28 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for i, name in enumerate(_listed_in(groups, "param_names")):
             if places.get(name, i) != i:
                 raise ValueError(f"parameter {i} of the state is {name}, here it is {places[name]}")
+        problem = self._entry_problem(state_dict["state"], _listed_in(groups, "params"))
         parameters = _listed_in(self.param_groups, "params")
-        for key, parameter in zip(_listed_in(groups, "params"), parameters, strict=False):
-            own = self.state.get(parameter, {})
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name in own and value.shape != own[name].shape:
-                    raise ValueError(
-                        f"{name} of parameter {key} must have shape {tuple(own[name].shape)}, got "
-                        f"{tuple(value.shape)}"
-                    )
+        ranks, sound = self._all_ranks(parameters), problem is None
+        if ranks is not None:
+            sound, _ = ranks.agree(sound, 0, local_of(parameters[0]).device)
+        if not sound:
+            raise ValueError(problem or "another rank cannot load its part of the state")
+
+    def _entry_problem(self, saved: Mapping[Any, Any], ids: Sequence[Any]) -> str | None:
+        """Return what is wrong with an entry of a saved state, None if nothing is."""
+        keys = iter(ids)
+        for group in self.param_groups:
+            rule, division = rule_of(group), Division.of(group["units"])
+            for parameter, key in zip(group["params"], keys, strict=False):
+                name, shapes = f"parameter {key}", entry_shapes(parameter, rule, division)
+                own = complete_numbers(saved.get(key, {}), shapes, local_of(parameter).device)
+                for problem in entry_problems(own, shapes, parameter, name):
+                    return problem
+                for entry in (key for key in shapes if key in own):
+                    if not are_finite([local_of(own[entry])]):
+                        return f"{entry} of {name} must be finite"
+        return None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -489,7 +648,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 p: Stack(
                     self._weight(p),
                     local_gradient(p).to(dtype, copy=True),  # for rules may overwrite gradients
-                    {k: local_of(v) for k, v in self.state[p].items() if k != MASTER},
+                    {k: local_of(self.state[p][k]) for k in entry_names(rule)},
                     steps[p],
                 )
                 for p in members
@@ -506,18 +665,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
         finite with `nonfinite="raise"`, and ValueError if ranks have gradients of other parameters.
         """
         parameters = _listed_in(self.param_groups, "params")
-        grads = [grad for p in parameters if (grad := p.grad) is not None]
+        pairs = [(p, grad) for p in parameters if (grad := p.grad) is not None]
+        check_gradients(pairs)
+        grads = [grad for _, grad in pairs]
         if self._sharded:
+            if not all(is_dtensor(grad) is is_dtensor(p) for p, grad in pairs):
+                raise ValueError("the gradient of a DTensor, and of no other, must be a DTensor")
             grads = [local_of(g) for g in grads]
-        if any(grad.is_sparse for grad in grads):
-            raise ValueError("gradients must be dense, got a sparse one")
         if self.defaults["nonfinite"] == "raise":
             self._raise_unless_finite(parameters, grads)
             return None
-        if not grads:
+        if not grads and self._ranks is None:
             return None
-        device = grads[0].device
-        finite = are_finite(grads)
+        device = local_of(parameters[0]).device
+        finite = are_finite(grads, device)
         if self._ranks is not None:
             finite = self._ranks.all_true(finite)
         if self.skipped_steps.device != device:  # at the first step only
@@ -534,6 +695,7 @@ def parameter_units(
     `state` is the optimizer's, by parameter. Gradients are accumulated in it.
     """
     first, names = units[0].parameter, rule.elementwise_state
+    others = [k for k in (*entry_names(rule), MASTER) if k in state[first] and k not in names]
 
     def take(part: slice) -> Stack:
         """Stack weights, gradients, states and rates; of a single unit they are views."""
@@ -541,7 +703,7 @@ def parameter_units(
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in members])
         stacks = {
             k: _stacked([u.entry(k, local_of(state[u.parameter][k])) for u in members])
-            for k in state[first].keys() - names
+            for k in others
         }
         weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
@@ -557,32 +719,21 @@ def parameter_units(
         """Copy a stack after its step to the parameters and states of its units."""
         for i, unit in enumerate(units[part]):
             unit.write(local_of(unit.parameter), stack.weight[i])
-            for key in state[unit.parameter].keys() - names:
+            for key in others:
                 new = stack.weight if key == MASTER else stack.state[key]
                 unit.write_entry(key, local_of(state[unit.parameter][key]), new[i])
 
     return Units(units[0].shape, first.dtype, first.device, len(units), take, put)
 
 
-def are_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether all elements are finite, a 0-d bool on the device of the first.
-
-    By the extremes, which no size of the others makes overflow, as it would a norm.
-    """
-    device = tensors[0].device
-    filled = [tensor for tensor in tensors if tensor.numel()]  # others have no extremes
-    if not filled:
-        return torch.ones((), dtype=torch.bool, device=device)
-    if device.type == "cpu":
-        extremes = [x for tensor in filled for x in torch.aminmax(tensor)]
-    else:
-        extremes = list(torch._foreach_norm(filled, math.inf))
-    return torch.stack([x.to(device, torch.float64) for x in extremes]).isfinite().all()
-
-
 def rule_of(group: dict[str, Any]) -> Rule:
     """Return the rule of a parameter group with the fields that the group has."""
     kind = RULES[group["rule"]]
+    lacking = [f.name for f in fields(kind) if f.name not in group]
+    if lacking:
+        raise ValueError(
+            f"a group of rule {group['rule']!r} must have {lacking[0]}; call add_param_group"
+        )
     return kind(**{f.name: group[f.name] for f in fields(kind)})
 
 
@@ -596,54 +747,6 @@ def _stacked(units: Sequence[Tensor]) -> Tensor:
     if len(units) == 1 and units[0].is_contiguous():
         return units[0].unsqueeze(0)
     return torch.stack(list(units))
-
-
-def _follow(parameter: Tensor, state: State, masters: bool) -> None:
-    """Match a state to its parameter, which others may have written, cast or replaced.
-
-    Where a 16-bit parameter is no longer its rounded master, the master takes its value.
-    """
-    half = parameter.dtype in HALF
-    if half and MASTER in state:
-        weight, master = local_of(parameter), local_of(state[MASTER])
-        rounded = master.to(weight.dtype)
-        equal_bits = weight.is_cpu and torch.equal(
-            rounded.view(torch.int16), weight.view(torch.int16)
-        )
-        if not equal_bits:  # elsewhere the host would wait to know
-            torch.where(rounded == weight, master, weight, out=master)
-    else:
-        state.pop(MASTER, None)
-        least = torch.float32 if masters else parameter.dtype
-        wide = torch.promote_types(parameter.dtype, least)
-        for name, value in state.items():
-            # Counts stay in float32, as in torch's optimizers.
-            if value.is_floating_point() and (name != "step" or value.dtype in HALF):
-                state[name] = value.to(wide)
-        if half and masters:
-            state[MASTER] = parameter.detach().float()
-
-
-@torch.no_grad()
-def _initial_state(
-    rule: Rule, division: Division, parameter: Tensor, weight_of: Callable[[Tensor], Tensor]
-) -> State:
-    """Create the state of a parameter that this rank steps alone, sharded as it is."""
-    weight = weight_of(parameter)
-    units = SteppedUnit.of(parameter, rule, division)
-    states = [rule.init_state(unit.read(weight)[None]) for unit in units]
-    initial = {}
-    for name in states[0]:
-        if name in units[0].entries:
-            initial[name] = torch.cat([state[name].reshape(-1) for state in states])
-            if not rule.whole_matrix:
-                initial[name] = initial[name].view(units[0].entries[name].shape)
-            continue
-        value = torch.zeros_like(weight)
-        for unit, state in zip(units, states, strict=True):
-            unit.write(value, state[name][0])
-        initial[name] = placed_like(value, parameter)
-    return initial
 
 
 def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
@@ -678,18 +781,20 @@ def _are_float64(params: Sequence[Any]) -> bool:
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
-def _entries_of(states: Mapping[Tensor, State]) -> list[Tensor]:
-    """List all entries of the states."""
-    return [value for state in states.values() for value in state.values()]
-
-
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether two lists have the same objects in the same order; no tensor is compared."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError or TypeError for rates that are none or below `least`; no tensor is read."""
+    """Raise ValueError or TypeError for rates that are none or below `least`; no tensor is read.
+
+    A tensor of one element becomes 0-d.
+    """
+    for name in ("lr", "weight_decay"):
+        rate = group[name]
+        if isinstance(rate, Tensor) and rate.ndim and rate.numel() == 1:
+            group[name] = rate.view(())  # torch's optimizers take these as well
     check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
         check_value(name, Rate, group[name])

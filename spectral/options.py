@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -47,6 +47,24 @@ HOSTS: Final = frozenset(
     ["betas", "eps", "initial_lr", "swa_lr", "base_momentum", "max_momentum", "optimizer", "step"]
 )
 """Keys that schedulers and other programs write into groups of any optimizer."""
+ANY: Final = (True, False, None)
+FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "fused": (ANY, "steps are always joined"),
+    "foreach": (ANY, "steps are always joined"),
+    "decoupled_weight_decay": ((True,), "weight decay is always decoupled"),
+    "capturable": ((False, None), "with nonfinite='skip' and rates that are tensors it is"),
+    "differentiable": ((False, None), "no gradient flows through a step"),
+    "maximize": ((False, None), "minimise the negative loss"),
+    "amsgrad": ((False, None), "torch.optim.AdamW keeps the largest second moment"),
+}
+"""Options of torch's optimizers that are fixed here: which values they may have, and why."""
+HINTS: Final[Mapping[str, str]] = {
+    "adjust_lr_fn": "scale='spectral_kaiming' is torch's 'original', "
+    "scale='align_adam_rms' its 'match_rms_adamw'",
+    "ns_coefficients": "schedule='simple' has torch's coefficients, other schedules better ones",
+    "eps": "it needs none: a zero matrix has a zero update",
+}
+"""What to do instead of the options of torch.optim.Muon."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})
 """Keys by which other libraries' groups, KellerJordan/Muon's and dion's, choose a rule."""
 
@@ -88,19 +106,26 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
         named["msign_dtype"] = str(named["msign_dtype"]).removeprefix("torch.")
 
 
-def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> None:
+def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of a rule; the nearest is suggested.
 
-    With `foreign`, for a group, names that resemble none pass, and those of `HOSTS`: other programs
-    keep their own in groups. What the whole optimizer is told does not.
+    Names of `FIXED` pass with the values that they may have there. With `foreign`, for a group,
+    names that resemble none pass, and those of `HOSTS`: other programs keep their own in groups.
+    What the whole optimizer is told does not.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
-    for name in sorted({*WHOLE} & set(names)):
+    unknown = options.keys() - set(known)
+    for name in sorted({*WHOLE} & options.keys()):
         raise TypeError(f"{name!r} is not for a group; give it to the optimizer")
-    for name in sorted(CHOICES & set(names) - set(known)):
+    for name in sorted(CHOICES & unknown):
         raise TypeError(f"{name!r} chooses no rule here; give the group rule='adamw' or another")
-    for name in sorted(set(names) - set(known) - (HOSTS if foreign else set())):
-        hint = nearest(name, known)
+    for name in sorted(FIXED.keys() & unknown):
+        values, reason = FIXED[name]
+        if not any(options[name] is value for value in values):
+            allowed = " or ".join(map(str, values))
+            raise TypeError(f"{name} must be {allowed}, got {options[name]!r}: {reason}")
+    for name in sorted(unknown - FIXED.keys() - (HOSTS if foreign else set())):
+        hint = f"; {HINTS[name]}" if name in HINTS else nearest(name, known)
         if hint or not foreign:
             raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")
 

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from .division import Division, narrowed
 from .effective_weight import Preconditioner
 from .grouped import grouped
+from .ieee_products import without_autocast
 from .local_part import is_dtensor, placed_as, whole_of
 from .odd_polynomial import Level, stages
 from .parameter_split import division_of, weights_of
@@ -73,7 +74,8 @@ class EffectiveWeight(nn.Module):
             wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
             # Without a list of indices, which would have to come to the device.
             gamma = torch.cat([self.gamma[i : i + 1] for i in members]).to(wide.dtype)
-            new = preconditioner.effective(wide, *self.pairs(members, wide), gamma)
+            with without_autocast(wide.device):
+                new = preconditioner.effective(wide, *self.pairs(members, wide), gamma)
             effective |= dict(zip(members, new.to(weight.dtype), strict=True))
         return self.assembled([effective[i] for i in range(len(matrices))], weight)
 

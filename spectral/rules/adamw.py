@@ -92,7 +92,8 @@ class AdamWRule(Rule):
             maximize=False,
             found_inf=None if active is None else 1 - taken,
         )
-        for tensors, copies in zip(lists, dense, strict=False):
+        for i in (0, 2, 3):  # not gradients, which may be expanded
+            tensors, copies = lists[i], dense[i]
             if not all(map(is_, tensors, copies)):
                 torch._foreach_copy_(tensors, copies)
 

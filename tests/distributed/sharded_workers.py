@@ -1,7 +1,9 @@
 """What the ranks of the tests of sharded parameters run: a small model under FSDP2 and others."""
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,6 +249,35 @@ def refusals() -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def unfit(how: str, rules: list[str]) -> list[list[str]]:
+    """What is said by each rule, on every rank, to a weight that is cut, and to a NaN in rank 1's
+    part of a state that is loaded, and whether anything has changed; then of a rank without
+    gradients that skips."""
+    found = []
+    for rule in rules:
+        model = build(how)
+        optimizer = optimizer_of(model, rule)
+        train(model, optimizer, how, 0, 1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        if dist.get_rank() == 1:
+            local_of(saved["state"][1]["momentum"]).view(-1)[-1] = torch.nan
+        cut = dict(model.named_parameters())["blocks.0.up.weight"]
+        whole_cut = cut.full_tensor()[: INNER - 4].detach()
+        before, said = whole(model), []
+        for attempt in (partial(optimizer.load_state_dict, saved), optimizer.step):
+            try:
+                attempt()
+            except ValueError as error:
+                said.append(str(error))
+            cut.data = distribute_tensor(whole_cut, cut.device_mesh, cut.placements)
+            cut.grad = None
+        before.pop("blocks.0.up.weight")
+        after = whole(model)
+        said += [name for name, value in before.items() if not torch.equal(value, after[name])]
+        found.append(said)
+    return found
 
 
 def merged(how: str) -> list[Any]:

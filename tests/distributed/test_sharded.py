@@ -99,6 +99,16 @@ def test_wrong_use_is_one_clear_error() -> None:
         assert gradients == 2 * ["all ranks must have gradients of the same parameters"]
 
 
+def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed() -> None:
+    found = run_on_ranks(2, WORKERS, "unfit", {"how": "fsdp", "rules": RULES})
+    for rank, results in enumerate(found):
+        for loaded, *cut in results:
+            own = "momentum of parameter 1 must be finite"
+            assert loaded == (own if rank else "another rank cannot load its part of the state")
+            (said,) = cut
+            assert said.startswith("momentum of ") and "cut without its state" in said
+
+
 def test_momenta_are_sent_in_16_bits() -> None:
     """Instead of 64: a quarter of Muon's bytes. SSO sends weights and vectors besides, exactly, and
     NorMuon mean squares."""

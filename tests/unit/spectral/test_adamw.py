@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.optimizer import AdamW, Muon, SpectralOptimizer, are_finite
+from spectral import AdamW, Muon, SpectralOptimizer
+from spectral.gradients import are_finite
 
 
 def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:

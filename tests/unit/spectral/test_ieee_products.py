@@ -1,6 +1,7 @@
 """The precision of products inside the optimizer and outside, whatever the process has set."""
 
 from collections.abc import Callable, Iterator
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectral import SpectralSphere
+from spectral import SpectralOptimizer, SpectralSphere, preconditioned
 from spectral.ieee_products import MATMUL, REDUCTIONS, ieee_products, is_ieee
+from spectral.rules import RULES
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
@@ -83,3 +85,61 @@ def test_a_step_of_the_library_asks_for_ieee_and_the_forward_pass_for_what_was_s
         optimizer.step()
     assert forward.seen and not any(forward.seen)
     assert step.seen and all(step.seen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_that_overlap_leave_the_process_as_it_was(way: str) -> None:
+    """The first to enter is the first to leave."""
+    WAYS[way]()
+    before, barrier, left, inside = state(), Barrier(2, timeout=60), Event(), list[bool]()
+
+    def first() -> None:
+        with ieee_products():
+            barrier.wait()
+        left.set()
+
+    def second() -> None:
+        with ieee_products():
+            barrier.wait()
+            left.wait(60)
+            inside.append(is_ieee())
+
+    threads = [Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside == [True] and state() == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_optimizer_within_autocast_is_the_plain_one(rule: str) -> None:
+    """Made and stepped there."""
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.randn(24, 16, generator=generator) for _ in range(2))
+    weights = []
+    for enabled in (False, True):
+        weights.append(nn.Parameter(start.clone()))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            made = SpectralOptimizer([weights[-1]], rule=rule, lr=1e-2)
+            entries = [value.clone() for value in made.state[weights[-1]].values()]
+            for _ in range(2):
+                weights[-1].grad = grad.clone()
+                made.step()
+            assert torch.is_autocast_enabled("cpu") is enabled
+        weights += entries
+    half = len(weights) // 2
+    assert all(map(torch.equal, weights[:half], weights[half:]))
+
+
+def test_a_pc_layer_within_autocast_has_the_weight_that_is_merged() -> None:
+    layer = nn.Sequential(nn.Linear(16, 24))
+    preconditioned(layer, blocks=["0"])
+    trained = [*layer[0].parametrizations.parameters()]
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            effective = layer[0].weight
+            found += [effective.detach(), *torch.autograd.grad(effective.sin().sum(), trained)]
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))

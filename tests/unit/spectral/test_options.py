@@ -108,8 +108,58 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
     ):
         with pytest.raises(TypeError, match=f"did you mean '{right}'"):
             Muon([weight(8, 12)], **{wrong: 0.9})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="has no field 'fused'$"):
-        Muon([weight(8, 12)], fused=True)
+    with pytest.raises(TypeError, match="has no field 'lookahead'$"):
+        Muon([weight(8, 12)], lookahead=True)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "group"])
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        ("fused", [True, False, None], []),
+        ("foreach", [True, False, None], []),
+        ("decoupled_weight_decay", [True], [False]),
+        *((name, [False, None], [True]) for name in ("capturable", "differentiable", "maximize")),
+        ("amsgrad", [False, None], [True]),
+    ],
+)
+def test_options_of_torch_that_are_fixed_here(
+    kind: type, where: str, name: str, accepted: list[object], refused: list[object]
+) -> None:
+    def step(value: object) -> Parameter:
+        parameter = weight(8, 12)
+        group, options = {"params": [parameter]}, {name: value}
+        if where == "group":
+            group, options = {**group, **options}, {}
+        kind([group], **options).step()  # type: ignore[call-arg]
+        return parameter
+
+    plain = weight(8, 12)
+    kind([plain]).step()  # type: ignore[call-arg]
+    assert all(torch.equal(step(value), plain) for value in accepted)
+    for value in refused:
+        with pytest.raises(TypeError, match=f"{name} must be .*, got {value}: ..."):
+            step(value)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "group"])
+@pytest.mark.parametrize(
+    ("option", "value", "hint"),
+    [
+        ("adjust_lr_fn", "match_rms_adamw", "scale='align_adam_rms' its 'match_rms_adamw'"),
+        ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' has torch's"),
+        ("eps", 1e-7, "it needs none"),
+    ],
+)
+def test_options_of_torchs_muon_have_a_hint(
+    where: str, option: str, value: object, hint: str
+) -> None:
+    if (where, option) == ("group", "eps"):  # which programs write into the groups of Adam
+        return
+    group, options = {"params": [weight(8, 12)]}, {option: value}
+    with pytest.raises(TypeError, match=f"rule 'muon' has no field '{option}'; .*{hint}"):
+        Muon([{**group, **options}]) if where == "group" else Muon([group], **options)
 
 
 def test_groups_keep_the_keys_of_other_programs() -> None:
