@@ -17,7 +17,9 @@ The figure of a run is its last validation loss (nats per token), the mean over 
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
 with Student's 95% interval over the seeds: `level` where it holds 0. A run whose loss was no longer
 finite counts as failed, and so does its variant. Nothing is said of a variant whose chosen setting
-lies at an end of its grid.
+lies at an end of its grid. Keys in which a variant also differs from the one that it is compared
+with, beside those that are tuned, in `overrides` or in `differs`, are named at the start and in
+table.md.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
 candidates of a stage are trained for a `share` of the length that `full` says, the best `keep` for
@@ -39,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.command import command, write_whole
+from scripts.studies.differences import differences, sentences
 from scripts.studies.places import add_places, places
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import Study, read_study
@@ -46,7 +49,7 @@ from scripts.studies.search import Found, Train, run_of, search
 from scripts.studies.tables import markdown
 from scripts.studies.trainer import Run, Trainer
 from scripts.studies.transfer import begin
-from training.config import load_config
+from training.config import Config, load_config
 from training.errors import InputError
 
 RESULTS = "results.json"
@@ -68,12 +71,15 @@ def run_study(
     given = list(extra)
     study, extra = shortened(study, extra)
     check_tokenizers(study, extra)
-    check_candidates(study, start, extra)
+    differ = differences(study, start, check_candidates(study, start, extra))
+    for line in sentences(study, differ):
+        print(line, file=sys.stderr)
     content: dict[str, Any] = {
         **asdict(study),
         "complete": False,
         "command_overrides": given,
         "budget": {name: study.budget(name) for name in study.variants},
+        "differ": differ,
     }
 
     def report(found: Found) -> None:
@@ -135,21 +141,37 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
             )
 
 
-def check_candidates(study: Study, start: dict[str, list[str]], extra: Sequence[str]) -> None:
-    """Raise InputError for a candidate of any stage whose config cannot be read, before the first
-    run. The first candidate of each stage stands for what the stage will choose."""
+def check_candidates(
+    study: Study, start: dict[str, list[str]], extra: Sequence[str]
+) -> dict[str, Config]:
+    """Return the config of each variant with the first candidate of each stage, which stands for
+    what the stage will choose.
+
+    Raises InputError for a candidate of any stage whose config cannot be read, before the first
+    run.
+    """
     stages = study.search.stages if study.search is not None else {}
+    configs = {}
     for name, variant in study.variants.items():
         chosen = list(start.get(name, []))
         for stage in stages:
             candidates = variant.search[stage].candidates(chosen)
             for candidate in candidates:
-                run = run_of(study, name, [*chosen, *candidate], 0, extra=extra)
-                try:
-                    load_config(ROOT / run.config, run.overrides)
-                except InputError as error:
-                    raise InputError(f"{name} {stage} {' '.join(candidate)}: {error}") from None
+                config_of(study, name, [*chosen, *candidate], extra, stage)
             chosen += candidates[0]
+        configs[name] = config_of(study, name, chosen, extra)
+    return configs
+
+
+def config_of(
+    study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
+) -> Config:
+    """Return the config of a variant; raises InputError, which names it, if it cannot be read."""
+    run = run_of(study, name, tuned, 0, extra=extra)
+    try:
+        return load_config(ROOT / run.config, run.overrides)
+    except InputError as error:
+        raise InputError(f"{' '.join(filter(None, (name, stage, *tuned)))}: {error}") from None
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:

@@ -111,11 +111,16 @@ class TunedIn(Section):
 
 class Variant(Section):
     """One way to train; `against` names the variant that it is compared with, `tuned_as` the one of
-    the study in `tuned_in` whose settings it begins with, null = the one of its own name."""
+    the study in `tuned_in` whose settings it begins with, null = the one of its own name.
+
+    `differs` names the keys of its config file in which it is meant to differ from `against`. The
+    study names all others on the screen and in its tables.
+    """
 
     config: str
     overrides: list[str] = field(default_factory=list)
     against: str | None = None
+    differs: list[str] = field(default_factory=list)
     tuned_as: str | None = None
     search: dict[str, Stage] = field(default_factory=dict)
 
@@ -174,6 +179,8 @@ def _problems(study: Study) -> list[str]:
     for name, variant in study.variants.items():
         if variant.against is not None and variant.against not in study.variants:
             found.append(f"{name} is against {variant.against}, which is not a variant")
+        if variant.differs and variant.against is None:
+            found.append(f"{name}.differs needs against, got null")
         found += _search_problems(study, name)
     if not found:
         found += _budget_problems(study)

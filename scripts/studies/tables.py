@@ -67,7 +67,7 @@ def _check_variants(results: Results) -> None:
 
 def tables(results: Results) -> dict[str, pd.DataFrame]:
     """Return the tables that a study has results for, by name."""
-    frames = {"comparison": comparison(results)}
+    frames = {"comparison": comparison(results), "also differ": also_differ(results)}
     for key in searched_keys(results):
         frames[f"loss by {first_key(key)}"] = loss_by(results, key)
     if results.get("points"):
@@ -111,6 +111,18 @@ def comparison(results: Results) -> pd.DataFrame:
             line["verdict"] = verdict(line, ended[name])
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def also_differ(results: Results) -> pd.DataFrame:
+    """Return a line for each key in which a variant differs from the one that it is compared with,
+    though the study neither sets nor declares it."""
+    return pd.DataFrame(
+        [
+            {"variant": name, "key": key, "value": str(value), "in the other": str(other)}
+            for name, keys in results.get("differ", {}).items()
+            for key, (value, other) in keys.items()
+        ]
+    )
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
@@ -232,6 +244,8 @@ def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     for name, frame in frames.items():
         if name == "comparison":
             texts[name] = pd.DataFrame([comparison_cells(line) for line in records(frame)])
+        elif name == "also differ":
+            texts[name] = frame
         elif name == "tokens":
             texts[name] = frame.map(lambda x: x if isinstance(x, str) else number(x, ".2f"))
         else:

@@ -1,0 +1,106 @@
+"""Keys in which variants that a study compares differ, beside those that the study sets itself."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from scripts.studies.schema import Stage, Study, Variant, settings
+from training.config import Config
+from training.config.files import flat
+from training.errors import InputError
+
+Differences = dict[str, tuple[Any, Any]]
+"""By key, the value of a variant and that of the one that it is compared with."""
+
+NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
+"""Beginnings of keys that no result depends on, and the key whose values are compared."""
+
+
+def pairs(study: Study) -> Iterator[tuple[str, str]]:
+    """Yield each variant with the one that it is compared with: `against`, or the first variant in
+    a study that has no `against` and leaves the comparison to the reader."""
+    first = next(iter(study.variants))
+    if any(variant.against for variant in study.variants.values()):
+        yield from ((n, v.against) for n, v in study.variants.items() if v.against is not None)
+    else:
+        yield from ((name, first) for name in study.variants if name != first)
+
+
+def differences(
+    study: Study, start: Mapping[str, list[str]], configs: Mapping[str, Config]
+) -> dict[str, Differences]:
+    """Return the keys in which each variant also differs from the one that it is compared with.
+
+    `start` has what another study tuned, `configs` the config of each variant. Left out are keys
+    that the study tunes, that `overrides` of one of the two set or that `differs` names, and the
+    hyper-parameters of a rule that only one of the two uses.
+
+    Raises InputError for a key of `differs` in which the two do not differ.
+    """
+    found = {}
+    for name, other in pairs(study):
+        unlike = unlike_keys(configs[name], configs[other])
+        for key in study.variants[name].differs:
+            if not any(covered(each, [key]) for each in unlike):
+                raise InputError(f"{name}.differs: {name} and {other} do not differ in {key}")
+        known = {*study.variants[name].differs}
+        for each in (name, other):
+            known |= {*own_keys(study.variants[each]), *settings(start.get(each, []))}
+        if left := {key: value for key, value in unlike.items() if not covered(key, known)}:
+            found[name] = left
+    return found
+
+
+def covered(key: str, known: Collection[str]) -> bool:
+    """Whether a key is among those known, or in a section of them, or is a section that has one."""
+    return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in known)
+
+
+def own_keys(variant: Variant) -> set[str]:
+    """Return the keys that a study gives a variant, as it is or to choose from."""
+    chosen = (key for stage in variant.search.values() for key in stage_keys(stage))
+    return {*settings(variant.overrides), *chosen}
+
+
+def stage_keys(stage: Stage) -> set[str]:
+    """Return the keys among whose values a stage chooses."""
+    keys = {key for keys in (*stage.grid, *stage.factors) for key in keys.split("+")}
+    return keys | {key for choice in stage.choices for key in settings(choice)}
+
+
+def unlike_keys(one: Config, other: Config) -> Differences:
+    """Return the keys with different values in two configs that can change a result; a section that
+    only one of them has is one key."""
+    first, second = dict(flat(asdict(one))), dict(flat(asdict(other)))
+    skipped = [*NOT_TRAINED, *(f"optimizer.rules.{rule}." for rule in unshared_rules(one, other))]
+    found: Differences = {}
+    for key in first.keys() | second.keys():
+        if key.startswith(tuple(skipped)) or first.get(key) == second.get(key):
+            continue
+        lacks = second if key in first else first
+        section = next((each for each in lacks if key.startswith(f"{each}.")), None)
+        if section is not None:
+            found[section] = (first.get(section, "set"), second.get(section, "set"))
+        else:
+            found[key] = (first.get(key), second.get(key))
+    return dict(sorted(found.items()))
+
+
+def unshared_rules(one: Config, other: Config) -> set[str]:
+    """Return the rules that not both configs use."""
+    used = [
+        {str(value) for key, value in flat(asdict(each)) if key.endswith(".rule")}
+        for each in (one, other)
+    ]
+    return {*asdict(one.optimizer)["rules"]} - (used[0] & used[1])
+
+
+def sentences(study: Study, found: Mapping[str, Differences]) -> list[str]:
+    """Return a line for each variant that also differs from the one that it is compared with."""
+    compared = dict(pairs(study))
+    return [
+        f"{name} and {compared[name]} also differ in "
+        + ", ".join(f"{key} ({mine}, {its})" for key, (mine, its) in keys.items())
+        + f"; if that is meant, add differs: [{', '.join(keys)}] to {name}"
+        for name, keys in found.items()
+    ]

@@ -1,0 +1,116 @@
+"""A study names the keys in which its variants differ beside those that it tunes or sets."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.studies.differences import differences, sentences
+from scripts.studies.records import Record
+from scripts.studies.schema import read_study
+from scripts.studies.trainer import Run
+from scripts.study import check_candidates, run_study
+from tests.paths import ROOT
+from training.errors import InputError
+
+ADAMW, SSO = "configs/tiny_adamw.yaml", "configs/tiny_sso.yaml"
+
+
+def found_in(folder: Path, variants: dict[str, Any], **keys: Any) -> dict[str, dict[str, Any]]:
+    """The differences of a study's variants, and each in a sentence of its own."""
+    path = folder / "study.yaml"
+    content = {"title": "t", "seeds": [1], "variants": variants} | keys
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    study = read_study(path)
+    found = differences(study, {}, check_candidates(study, {}, []))
+    assert len(sentences(study, found)) == len(found)
+    return found
+
+
+def searched(key: str) -> dict[str, Any]:
+    return {"rate": {"grid": {key: [0.1, 0.2, 0.3]}}}
+
+
+def test_other_keys_than_those_that_are_tuned_are_named(tmp_path):
+    """The initialisation, which each recipe has; not the rate, nor what one rule alone has."""
+    variants = {
+        "AdamW": {"config": ADAMW, "search": searched("optimizer.matrix.lr")},
+        "SSO": {"config": SSO, "against": "AdamW", "search": searched("optimizer.matrix.lr")},
+    }
+    search = {"seed": 1, "stages": {"rate": [{"share": 1.0, "keep": 1}]}}
+    found = found_in(tmp_path, variants, search=search, full={"train.steps": 40})
+    assert found == {
+        "SSO": {
+            "model.init.depth_scaled": (False, True),
+            "model.init.spectral": (True, False),
+            "optimizer.matrix.weight_decay": (0.0, 0.1),
+        }
+    }
+
+
+def test_keys_that_the_study_sets_or_declares_are_meant(tmp_path):
+    plain = {"config": ADAMW, "overrides": ["optimizer.matrix.weight_decay=0"]}
+    sso = {"config": SSO, "against": "AdamW", "overrides": ["optimizer.matrix.lr=0.003"]}
+    declared = {"differs": ["model.init"]}
+    assert found_in(tmp_path, {"AdamW": plain, "SSO": sso | declared}) == {}
+    one = {"differs": ["model.init.spectral"]}
+    (left,) = found_in(tmp_path, {"AdamW": plain, "SSO": sso | one}).values()
+    assert [*left] == ["model.init.depth_scaled"]
+
+
+def test_a_section_that_one_of_them_has_is_one_key(tmp_path):
+    variants = {"plain": {"config": ADAMW}, "pc": {"config": "configs/tiny_adamw_pc.yaml"}}
+    assert found_in(tmp_path, variants) == {"pc": {"pc": ("set", None)}}
+    variants["pc"] = {"config": ADAMW, "against": "plain", "overrides": ["pc.level=2"]}
+    assert found_in(tmp_path, variants) == {}
+
+
+def test_data_and_batch_are_named_too(tmp_path):
+    longer = tmp_path / "longer.yaml"
+    data = {"train": {"jargon": {"weight": 0.5}}}
+    train = {"global_batch": 64}
+    longer.write_text(yaml.safe_dump({"base": str(ROOT / ADAMW), "data": data, "train": train}))
+    variants = {"plain": {"config": ADAMW}, "other": {"config": str(longer), "against": "plain"}}
+    found = found_in(tmp_path, variants)["other"]
+    assert found == {"data.train.jargon.weight": (0.5, 0.3), "train.global_batch": (64, 32)}
+
+
+def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
+    variants = {"a": {"config": ADAMW}}
+    variants["b"] = {"config": ADAMW, "against": "a", "differs": ["model.layers"]}
+    with pytest.raises(InputError, match="b.differs: b and a do not differ in model.layers"):
+        found_in(tmp_path, variants)
+    variants["b"] = {"config": SSO, "differs": ["model.init"]}
+    with pytest.raises(InputError, match="b.differs needs against, got null"):
+        found_in(tmp_path, variants)
+
+
+def test_the_screen_and_the_table_say_so(tmp_path, capsys):
+    """Before the first run."""
+    path = tmp_path / "study.yaml"
+    variants = {"AdamW": {"config": ADAMW}, "SSO": {"config": SSO, "against": "AdamW"}}
+    path.write_text(yaml.safe_dump({"title": "t", "seeds": [1], "variants": variants}))
+
+    def records(runs: Iterable[Run]) -> list[Record]:
+        figures = {"loss": 1.0, "course": []}
+        return [Record(run.key, run.label, [], False, 1.0, figures) for run in runs]
+
+    def stopped(runs: Iterable[Run]) -> list[Record]:
+        raise InputError("stopped")
+
+    with pytest.raises(InputError, match="stopped"):
+        run_study(read_study(path), tmp_path, stopped, [])
+    said = capsys.readouterr().err
+    assert "SSO and AdamW also differ in model.init.depth_scaled (False, True), " in said
+    run_study(read_study(path), tmp_path, records, [])
+    table = (tmp_path / "table.md").read_text()
+    assert "### also differ" in table and "| SSO | model.init.spectral | True | False |" in table
+
+
+@pytest.mark.parametrize("pair", [("adamw", "muon"), ("gpt_adamw", "gpt_muon")])
+def test_recipes_that_are_compared_begin_alike(pair, tmp_path):
+    one, other = ({"config": f"configs/tiny_{name}.yaml"} for name in pair)
+    found = found_in(tmp_path, {"one": one, "other": other | {"against": "one"}})
+    assert not any(key.startswith(("model", "data", "train")) for key in found["other"])
