@@ -126,9 +126,14 @@ class Rule(ABC):
     def cost(self, shape: Sequence[int]) -> float:
         """Count the FLOPs of one step on a unit of logical `shape`, here of elementwise passes.
 
-        Placement and plans rest on it.
+        Placement and plans rest on it; see `costs_are_counted`.
         """
         return float(ELEMENTWISE_FLOPS * prod(shape))
+
+    @classmethod
+    def costs_are_counted(cls) -> bool:
+        """Whether `cost` is of this rule: a rule of whole matrices does more than `Rule.cost`."""
+        return not cls.whole_matrix or cls.cost is not Rule.cost
 
     def radius_of(self, shape: tuple[int, int]) -> float | None:
         """Return the spectral norm to which the rule holds a `[rows, cols]` unit, None for none."""

@@ -10,6 +10,7 @@ from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
 from spectral.grouped import grouped
+from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
 from training.report.opening import layout
@@ -19,6 +20,9 @@ SHOWN_STAGES: Final = 8
 """Columns for pipeline stages; of more the first, the heaviest and the last are shown."""
 SMALL: Final = 0.005
 """Share of the bytes that a rank sends, below which a kind has no row of its own."""
+
+UNCOUNTED: Final = "the work of rule {}, which has no `cost`; a rehearsal (--rehearse) counts it"
+"""What the modelled seconds leave out."""
 
 Figures = Mapping[str, Callable[[StagePlan], object]]
 
@@ -165,6 +169,8 @@ def time_table(config: Config, planned: Plan) -> str:
     }
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
     hours = planned.gpu_hours(config.train.steps)
+    names = sorted({route.rule for route in config_routes(config)})
+    uncounted = [name for name in names if not RULES[name].costs_are_counted()]
     rows = [
         ("seconds", f"{time.total:.4g}: {shown}"),
         (
@@ -174,6 +180,7 @@ def time_table(config: Config, planned: Plan) -> str:
         ),
         ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
         ("", "modelled as docs/planning.md says, up to 25% from published runs"),
+        *(("not counted", UNCOUNTED.format(name)) for name in uncounted),
     ]
     return table(("", ""), rows)
 

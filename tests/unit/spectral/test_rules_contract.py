@@ -8,7 +8,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectral.host_values import unless_all
-from spectral.rules import RULES, Report, Rule, State, register_rule
+from spectral.rules import (
+    RULES,
+    MomentumRule,
+    MsignRule,
+    Report,
+    Rule,
+    State,
+    register_rule,
+)
 from spectral.rules.base import class_problems, take_step, waiting_field
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
@@ -45,6 +53,14 @@ def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, R
     for step in range(steps):
         report = take_step(rule, weight, grad.roll(step, -1).clone(), state, lr=1e-2, **options)  # type: ignore[arg-type]
     return weight, state, report
+
+
+@ALL
+def test_plans_count_the_work_of_every_rule(name: str) -> None:
+    """That of a rule of whole matrices without `cost` is left out, and plans say so."""
+    assert RULES[name].costs_are_counted() is (name != "normalized")
+    uncounted = type("Own", (MomentumRule,), {"update": RULES["muon"].update})
+    assert not uncounted.costs_are_counted() and MsignRule.costs_are_counted()
 
 
 @pytest.mark.parametrize(
