@@ -254,7 +254,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     from training.config import check
     from training.control.guard import NonFiniteError
     from training.lifecycle.interrupts import CODE
-    from training.lifecycle.preemption import INTERRUPT, REASONS
+    from training.lifecycle.preemption import FAILED, INTERRUPT, REASONS
     from training.run import train as train_ranks
 
     config = with_vocabulary(config)
@@ -289,7 +289,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         return 1
     finally:
         leave()
-    return CODE if outcome.stopped == REASONS[INTERRUPT] else 0
+    return {REASONS[INTERRUPT]: CODE, REASONS[FAILED]: 1}.get(outcome.stopped or "", 0)
 
 
 def out_of_memory(error: Exception) -> bool:

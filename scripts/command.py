@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec
 
+from parallel.disk import replace_file
 from training.errors import InputError, fail
 
 P = ParamSpec("P")
@@ -46,10 +47,13 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of which others see the old or the new text, and no part of it."""
+    """Write a file of which others see the old or the new text, and no part of it.
+
+    Several processes may do so at the same time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    new.write_text(text, encoding="utf-8")
+    replace_file(new, text)
     os.replace(new, path)
 
 

@@ -12,4 +12,5 @@ def save_state(folder: str | Path, *state: Any) -> None:
     first_rank(lambda: Path(folder).mkdir(parents=True))
     save = start_save(folder, *state)
     assert save.writer.poll(timeout=600.0), "the writer takes more than ten minutes"
-    save.finish()
+    written = save.gather()
+    first_rank(lambda: save.finish(written))

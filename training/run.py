@@ -40,7 +40,14 @@ from training.errors import InputError
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.preemption import StopRequests
-from training.lifecycle.run_folder import locked, mark_started, starts_again
+from training.lifecycle.run_folder import (
+    FolderError,
+    HeldFolder,
+    locked,
+    mark_done,
+    mark_started,
+    starts_again,
+)
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
@@ -139,12 +146,16 @@ def train(
         if log is not None:
             stack.callback(log.close)
         trainer.rewind = partial(rewind, trainer, log)
-        trainer.lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
+        lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
+        trainer.lifecycle = lifecycle
+        trainer.report = lifecycle.deferring(trainer.report)
+        trainer.record = lifecycle.deferring(trainer.record)
+        trainer.note = lifecycle.deferring(trainer.note)
         try:
             with naming_absent(groups):
                 outcome = trainer.run()
         except Exception as error:
-            if reports(error, groups.rank):
+            if reports(error, groups.rank) and not isinstance(error, FolderError):
                 write_failure(run_dir, trainer.progress.step, groups.rank, error)
             raise
         if log is not None:
@@ -257,6 +268,7 @@ def is_finished(config: Config, start: CheckpointInfo) -> bool:
 def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
     """Return the outcome of a run that is finished already, and print that it is."""
     if groups.rank == 0:
+        mark_done(config.run.dir, start.step >= config.train.steps)
         longer = "train.steps and set checkpoint.allow_change=[schedule]"
         if config.train.last < config.train.steps:
             longer = "train.exit_step"
@@ -280,7 +292,10 @@ def accompanied(
         "environment": settings(),
         "layout": {"ranks": dist.get_world_size(), **asdict(config.parallel)},
     }
-    saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
+    folder = HeldFolder(config.run.dir)
+    saver = Saver(
+        config, groups, trainer.model, trainer.optimizer, facts, check_folder=folder.check
+    )
     saver.last_saved = beginning.start.step if beginning.start is not None else None
     watchdog = Watchdog(
         config.run.dir,
@@ -290,7 +305,7 @@ def accompanied(
     )
     first = groups.rank == 0
     stops = StopRequests(config.run.dir, config.stop, first=first, interrupts=interrupts)
-    with watchdog, stops:
+    with contextlib.closing(folder), watchdog, stops:
         try:
             yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host))
         finally:

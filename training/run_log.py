@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from parallel.comm.collectives import CollectiveError
+from parallel.disk import replace_file
 from parallel.optimizer.routing import Route
 from training.checkpoint.progress import Progress
 from training.config import Config, to_yaml
 from training.data.order import TrainingData
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
-from training.report.log_lines import drop_later_lines, drop_unfinished_line
+from training.report.log_lines import LogFile, drop_later_lines
 from training.report.metrics import MetricsWriter, console_line
 from training.report.opening import next_commands, sample_lines
 from training.report.trackers import Trackers
@@ -58,20 +59,18 @@ class RunLog:
         """
         self.config = config
         folder = Path(config.run.dir)
-        folder.mkdir(parents=True, exist_ok=True)
         damaged = []
         for name, last in (("metrics.jsonl", step), ("monitors.jsonl", progress.step)):
             if last == 0:
                 set_aside(folder / name)
             elif count := drop_later_lines(folder / name, last):
                 damaged.append(f"dropped {count} damaged lines of {name}")
-        self.events = folder / EVENTS_FILE
         if step == 0:
-            set_aside(self.events)
-        drop_unfinished_line(self.events)
-        (folder / "config.yaml").write_text(to_yaml(config))
+            set_aside(folder / EVENTS_FILE)
+        self.events = LogFile(folder / EVENTS_FILE)
+        replace_file(folder / "config.yaml", to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
-        (folder / "routing.jsonl").write_text("".join(lines))
+        replace_file(folder / "routing.jsonl", "".join(lines))
         train = config.train
         ahead = (train.steps - progress.step) * train.global_batch
         tokens = progress.tokens + ahead * train.sequence_length
@@ -84,7 +83,7 @@ class RunLog:
             "since": progress.phase.sample,
             "earlier": present.earlier(),
         }
-        (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
+        replace_file(folder / "data.json", json.dumps(facts, indent=2) + "\n")
         for use in used:
             print(f"data {use}", flush=True)
         for name, count in present.earlier().items():
@@ -103,7 +102,7 @@ class RunLog:
         """Print `text`, unless it is empty, and write it as an event after `step`."""
         if text:
             print(text, flush=True)
-        write_event(self.events, kind, step, text)
+        self.events.append(event(kind, step, text))
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
         """Write the metrics of one step, and print its progress and its warnings."""
@@ -156,19 +155,20 @@ class RunLog:
     def rewind(self, step: int, text: str) -> None:
         """Drop the lines of steps after `step`, which the run takes again; `text` says why."""
         self.note("rewind", step, text)
-        self._close_files()
+        self._close_figures()
         drop_later_lines(self.writer.path, step)
         drop_later_lines(self.writer.path.with_name("monitors.jsonl"), step)
         self.writer, self.monitors = MetricsWriter(self.config.run.dir), None
 
-    def _close_files(self) -> None:
+    def _close_figures(self) -> None:
         self.writer.close()
         if self.monitors is not None:
             self.monitors.close()
 
     def close(self) -> None:
         """Close files and trackers, however the run ended."""
-        self._close_files()
+        self._close_figures()
+        self.events.close()
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
@@ -194,12 +194,10 @@ class RunLog:
             print(f"next: {command}", flush=True)
 
 
-def write_event(path: Path, kind: str, step: int, text: str, **facts: Any) -> None:
-    """Append an event to events.jsonl; its text comes last."""
+def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
+    """Return a line of events.jsonl; its text comes last."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    line = {"time": now, "step": step, "kind": kind, **facts, "text": text}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    return {"time": now, "step": step, "kind": kind, **facts, "text": text}
 
 
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
@@ -213,9 +211,9 @@ def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
     }  # fmt: skip
     if isinstance(error, CollectiveError):
         facts["absent"] = [{"rank": rank, "host": host} for rank, host in error.absent.items()]
-    with contextlib.suppress(OSError):
-        text = str(error) or type(error).__name__
-        write_event(Path(run_dir) / EVENTS_FILE, "failed", step, text, **facts)
+    line = event("failed", step, str(error) or type(error).__name__, **facts)
+    with contextlib.suppress(OSError), (Path(run_dir) / EVENTS_FILE).open("ab") as file:
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 WARNINGS: Final = {

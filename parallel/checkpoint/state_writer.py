@@ -1,8 +1,9 @@
 """Writes the state of model and optimizer, in the background while training goes on.
 
 `start_save` copies this rank's part to host memory and forks a process that writes it; training may
-change the state at once. All ranks call `PendingSave.finish` together when all their writers are
-done. With one save at a time, the memory is one copy of the part, which the next save uses again.
+change the state at once. All ranks call `PendingSave.gather` together when all their writers are
+done, and rank 0 `finish`, by itself. With one save at a time, the memory is one copy of the part,
+which the next save uses again.
 
 With torch's own `async_save` in a process per rank (torch 2.13) no later save of a run succeeds
 once one of these processes was killed, as nothing starts another and their group is broken. Of two
@@ -17,8 +18,10 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +33,6 @@ from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.save_plan import StatePlanner, StateWriter
 from parallel.checkpoint.state import SCHEMA, sharded_state
 from parallel.comm.collectives import named, on_first
-from parallel.disk import sync
 from parallel.errors import described
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -67,18 +69,25 @@ class Writer:
 
     def __init__(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
         self.written: Written | None = Written() if not plan.items else None
-        self._process = None
-        if plan.items:
-            context = get_context("fork")
-            self._receiver, sender = context.Pipe(duplex=False)
-            self._process = context.Process(
-                target=_write_all,
-                args=(sender, self._receiver, folder, planner, plan),
-                daemon=True,
-            )
-            with _no_garbage_collection():
-                self._process.start()
-            sender.close()
+        self._process: ForkProcess | None = None
+        self._problem: WriterError | None = None
+        try:
+            if plan.items:
+                self._start(folder, planner, plan)
+        except OSError as error:  # no process or pipe is to be had
+            self._problem = WriterError(f"{self._name} failed: {described(error)}")
+
+    def _start(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
+        context = get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_write_all,
+            args=(sender, self._receiver, folder, planner, plan),
+            daemon=True,
+        )
+        with _no_garbage_collection():
+            self._process.start()
+        sender.close()
 
     @property
     def pid(self) -> int | None:
@@ -90,6 +99,8 @@ class Writer:
 
         Raises WriterError if the process failed or was killed, NotFiniteStateError if it refused.
         """
+        if self._problem is not None:
+            raise self._problem
         if self.written is None and self._receiver.poll(timeout):
             try:
                 answer = self._receiver.recv()
@@ -102,9 +113,13 @@ class Writer:
                 raise answer
             if not isinstance(answer, Written):
                 code = f" (exit code {process.exitcode})" if process.exitcode else ""
-                raise WriterError(f"the writer of rank {dist.get_rank()} failed: {answer}{code}")
+                raise WriterError(f"{self._name} failed: {answer}{code}")
             self.written = answer
         return self.written is not None
+
+    @property
+    def _name(self) -> str:
+        return f"the writer of rank {dist.get_rank()}"
 
     def kill(self) -> None:
         """Kill the process."""
@@ -134,7 +149,7 @@ def _write_all(
     """Run the writing process, which answers with a Written or with an error's text."""
     receiver.close()
     # The training process decides what happens to the run; only SIGKILL ends a save.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     try:
@@ -142,13 +157,13 @@ def _write_all(
     except NotFiniteStateError as error:
         answer = error
     except Exception as error:
-        answer = _reason(error, folder)
+        answer = reason(error, folder)
     with contextlib.suppress(BrokenPipeError):  # without the training process the save is void
         sender.send(answer)
         sender.close()
 
 
-def _reason(error: BaseException, path: Path) -> str:
+def reason(error: BaseException, path: Path) -> str:
     """Message of the operating system if it was the cause, else the error's last line.
 
     torch itself only reports that its file is shorter than what it wrote.
@@ -193,30 +208,44 @@ class PendingSave:
     ) -> None:
         self.folder = folder
         self._planner = planner
+        self._plan = plan
         self._plain = plain
         self.writer = Writer(folder, planner, plan)
 
-    def finish(self) -> dict[str, FileFacts]:
-        """Complete the save; all ranks call it together when every rank's writer is done.
+    def again(self, folder: Path) -> "PendingSave":
+        """Start to write the same state, of which the copies are still there, to another folder."""
+        return PendingSave(folder, self._planner, self._plan, self._plain)
 
-        Returns the facts of every file in the folder, all of it synced to the disk. Raises
-        WriterError on every rank if the last files cannot be written.
+    def gather(self) -> list[Written]:
+        """Return what every rank's writer has written, on rank 0 alone.
+
+        All ranks call it together when all writers are done.
         """
         gathered: list[Any] = on_first(self.writer.written)
-        return first_rank(lambda: self._finish(gathered))
+        return gathered
 
-    def _finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and the plain values; on rank 0."""
-        torch.save(self._plain, self.folder / PLAIN_FILE)
+    def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
+        """Write the index of all files and the plain values; on rank 0, needs no other rank.
+
+        Returns the facts of every file in the folder, of which those that it wrote are still to be
+        synced to the disk. Raises OSError.
+        """
+        write_plain(self.folder / PLAIN_FILE, self._plain)
         assert self._planner.index is not None
         StateWriter(self.folder).finish(self._planner.index, [part.index for part in written])
         files = {name: facts for part in written for name, facts in part.files.items()}
-        for path in sorted(self.folder.iterdir()):
-            if path.name not in files:
-                sync(path)
-                files[path.name] = file_facts(path)
-        sync(self.folder)
-        return files
+        new = (path for path in sorted(self.folder.iterdir()) if path.name not in files)
+        return files | {path.name: file_facts(path) for path in new}
+
+
+def write_plain(path: Path, value: object) -> None:
+    """Write plain values and tensors so that `torch.load` reads them, with weights_only.
+
+    Raises OSError; where torch writes a file itself, a full disk is any error.
+    """
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def start_save(

@@ -32,8 +32,7 @@ from models.units import Unit
 from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.save_plan import StateWriter
 from parallel.checkpoint.state import SCHEMA
-from parallel.checkpoint.state_writer import FileFacts, file_facts
-from parallel.disk import sync
+from parallel.checkpoint.state_writer import FileFacts, file_facts, write_plain
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room
@@ -299,10 +298,7 @@ def write_state(
             except CheckpointException as error:
                 causes = [cause for cause, _ in error.failures.values()]
                 raise next((c for c in causes if isinstance(c, InputError)), error) from None
-    torch.save({"schema": SCHEMA, "extra": {"step": 0}}, folder / PLAIN_FILE)
-    for path in folder.iterdir():
-        sync(path)
-    sync(folder)
+    write_plain(folder / PLAIN_FILE, {"schema": SCHEMA, "extra": {"step": 0}})
     return {path.name: file_facts(path) for path in sorted(folder.iterdir())}
 
 

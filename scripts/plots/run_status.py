@@ -8,7 +8,7 @@ from typing import Literal
 
 from scripts.plots.run_data import Line, RunData
 from training.json_file import read_json
-from training.lifecycle.run_folder import DONE, LOCK
+from training.lifecycle.run_folder import DONE, LOCK, began
 from training.lifecycle.watchdog import HEARTBEAT
 
 Kind = Literal["running", "stopped", "failed", "done"]
@@ -57,14 +57,18 @@ _EVENTS = ("started", "continued", "stopped", "failed", "done")
 
 
 def alive(run: RunData) -> bool:
-    """Return whether the process of a run lives, as far as its lock and heartbeat tell."""
+    """Return whether the process of a run lives, as far as its lock and heartbeat tell.
+
+    Another process may have the same number since, and clocks of hosts may differ by seconds.
+    """
     lock = _content(run.folder / LOCK)
-    if lock.get("host") == socket.gethostname() and isinstance(lock.get("pid"), int):
-        return Path("/proc", str(lock["pid"])).exists()
+    known = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)
+    if lock.get("host") == socket.gethostname() and known:
+        return began(lock["pid"]) == lock["began"]
     beat = _content(run.folder / HEARTBEAT).get("time")
     pace = [value for _, value in run.series("perf/step_time_s")]
     limit = max(SILENCE, 3 * max(pace, default=0))
-    return isinstance(beat, int | float) and time.time() - beat < limit
+    return isinstance(beat, int | float) and -SILENCE < time.time() - beat < limit
 
 
 def _content(path: Path) -> Line:

@@ -1,5 +1,5 @@
-"""Kills a save, or fills the disk, at every point where the save touches the disk, or makes a
-folder of the run read-only.
+"""Kills a save, lets it fail once, or fills the disk, at every point where the save touches the
+disk, or makes a folder of the run read-only.
 
 For every fault a process that has no process group yet is forked: the fork continues a run from its
 checkpoint of step 2 and meets the fault while it saves step 3. A second fork then continues the run
@@ -37,16 +37,18 @@ SETTINGS = [
     "validation.samples=2",
     "validation.interval=1",
 ]
-FULL_DISKS = 4  # every so many points are met with a full disk too
+STRIDES = {"kill": 1, "error once": 2, "full disk": 4}
+"""What happens, and at every how many points."""
 ENTRIES = 8  # every so many tensors of a file are a point of their own
 
 ERRORS = {"full disk": errno.ENOSPC, "read-only": errno.EROFS}
+ONCE = {"error once": errno.EIO}
 
 
 @dataclass(frozen=True)
 class Fault:
     """What happens when the trainer or its writer touches the disk for the `point`-th time, or, if
-    the action is "read-only", from then on."""
+    the action is of `ERRORS`, from then on."""
 
     process: str
     point: int
@@ -74,13 +76,25 @@ class Disk:
         self.counts[process] += 1
         if self.fault is None:
             Path(f"{self.place}.{process}").write_text(str(self.counts[process]))
-        elif self.fault.action == "read-only" or (
-            (process, self.counts[process]) == (self.fault.process, self.fault.point)
-        ):
+        elif self.meets(process):
             if self.fault.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            code = ERRORS[self.fault.action]
+            code = (ERRORS | ONCE)[self.fault.action]
             raise OSError(code, os.strerror(code), self.place)
+
+    def meets(self, process: str) -> bool:
+        """Whether the fault happens now. A second writer begins where the trainer has come to, so
+        that what is to happen once leaves a file."""
+        fault = self.fault
+        assert fault is not None
+        past = process == fault.process and self.counts[process] >= fault.point
+        if fault.action in ERRORS:
+            return past
+        happened = f"{self.place}.happened"
+        if not past or os.path.exists(happened):
+            return False
+        os.close(os.open(happened, os.O_CREAT))
+        return True
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Count what Python asks of the operating system."""
@@ -162,8 +176,10 @@ class Runs:
         """Let the run `name` meet the fault, start it again, and report what became of it."""
         self.copy_good(name)
         code, said = self.start(name, FAULTY, fault, "checkpoints")
-        killed = -signal.SIGKILL if fault == Fault("trainer", fault.point, "kill") else None
-        return {"fault": vars(fault), **self.verdict(name, code, said, killed)}
+        expected = None if fault.action in ERRORS else 0
+        if fault == Fault("trainer", fault.point, "kill"):
+            expected = -signal.SIGKILL
+        return {"fault": vars(fault), **self.verdict(name, code, said, expected)}
 
     def read_only(self, place: str, expected: int) -> dict[str, Any]:
         """Start a run one of whose folders cannot be written to, and report what became of it."""
@@ -225,8 +241,8 @@ def report(folder: str, stride: int, workers: int = 2) -> dict[str, Any]:
     faults = [
         Fault(process, point, action)
         for process, count in counts.items()
-        for action, step in (("kill", stride), ("full disk", stride * FULL_DISKS))
-        for point in range(1 + stride // 2, count + 1, step)
+        for action, times in STRIDES.items()
+        for point in range(1 + stride // 2, count + 1, stride * times)
     ]
 
     def meet_all(worker: int) -> None:

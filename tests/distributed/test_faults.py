@@ -28,8 +28,16 @@ def test_no_fault_loses_or_loads_anything_wrong(report):
 def test_faults_hit_before_and_after_the_checkpoint_is_there(report):
     assert {fault["from"] for fault in report["faults"]} == {2, 3}
     for fault in report["faults"]:
-        if fault["fault"]["process"] == "writer" or fault["fault"]["action"] == "full disk":
+        if fault["fault"]["action"] == "full disk" and fault["fault"]["process"] == "writer":
             assert len(fault["said"]) == 1
+
+
+def test_what_fails_once_costs_no_step(report):
+    """Nor does a writer that is killed: the save is made again."""
+    for fault in report["faults"]:
+        kind = fault["fault"]["process"], fault["fault"]["action"]
+        if "error once" in kind or kind == ("writer", "kill"):
+            assert fault["from"] == 3 and fault["said"] == []
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(report):

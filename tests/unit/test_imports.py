@@ -29,7 +29,7 @@ FLOORS = {
         {"plan", "checkpoint", "observe"},
     ],
     "training": [
-        {"errors"},
+        {"errors", "aid"},
         {"config", "json_file"},
         {"assignments", "schedule", "data", "machine"},
         {"report", "monitor", "control"},

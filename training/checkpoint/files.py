@@ -38,7 +38,7 @@ from parallel.checkpoint.safe_index import (
     read_index,
 )
 from parallel.checkpoint.state_writer import FileFacts, file_facts
-from parallel.disk import delete, sync
+from parallel.disk import delete, replace_file, sync, sync_all
 from parallel.errors import described
 from training.checkpoint.progress import Progress
 from training.checkpoint.stored_tensors import StoredTensors
@@ -309,9 +309,14 @@ def changed(folder: Path, name: str) -> str:
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:
-    """Make and return a folder to write the checkpoint of `step` to, with an empty `state`."""
+    """Make and return a folder to write the checkpoint of `step` to, with an empty `state`.
+
+    The run folder must exist: one that has gone is not made again.
+    """
     folder = Path(run_dir) / FOLDER / f".writing-{step}-{secrets.token_hex(4)}"
-    (folder / STATE).mkdir(parents=True)
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()
+    (folder / STATE).mkdir()
     return folder
 
 
@@ -320,48 +325,46 @@ def complete(
 ) -> Path:
     """Seal the checkpoint written to `folder`, and return the step folder that it becomes.
 
-    `meta` and `state` are those of `seal`. `name_latest` comes next.
+    `meta` and `state` are those of `seal`. Everything is on disk before the folder is renamed, and
+    the new name before this returns. `name_latest` comes next.
     """
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
     if target.exists():
         quarantine(target)
     folder.rename(target)
+    try:
+        sync(target.parent)
+    except OSError:
+        target.rename(folder)  # after a crash it might be gone
+        raise
     return target
 
 
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
-    """Write meta.json and COMPLETE into a checkpoint that has all other files.
+    """Write meta.json and COMPLETE into a checkpoint that has all other files, and sync it to disk.
 
-    `state` has size and hash of the files in its state folder, which are on disk already.
+    `state` has size and hash of the files in its state folder, whose tensors are on disk already.
     """
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            sync(path)
-            files[path.name] = file_facts(path)
+    files |= {path.name: file_facts(path) for path in _files(folder)}
     content = {**meta, "format": FORMAT, "files": {n: asdict(f) for n, f in files.items()}}
     text = json.dumps(content, indent=1) + "\n"
-    write(folder / META, text)
-    sync(folder)
-    write(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest() + "\n")
-    sync(folder)
+    (folder / META).write_text(text, encoding="utf-8")
+    (folder / COMPLETE).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+    plain = folder / STATE / PLAIN_FILE
+    sync_all([*_files(folder), *([plain] if plain.is_file() else [])])
+    sync_all(path for path in (folder / STATE, folder) if path.is_dir())
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder, without those of folders in it."""
+    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:
     """Make `latest` name a step folder, atomically, and sync it and the folder to disk."""
-    folder = Path(run_dir) / FOLDER
-    sync(folder)
-    temporary = folder / f".writing-{LATEST}"
-    write(temporary, name + "\n")
-    temporary.rename(folder / LATEST)
-    sync(folder)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file and sync it to disk."""
-    path.write_text(text, encoding="utf-8")
-    sync(path)
+    replace_file(Path(run_dir) / FOLDER / LATEST, name + "\n", synced=True)
 
 
 def remove(folder: Path) -> None:
@@ -382,8 +385,11 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
     """Remove old checkpoints and return their steps.
 
     Keeps the `keep_last` newest complete ones (None: all) and those whose step is a multiple of
-    `keep_every` (None: no others). Broken ones are left alone.
+    `keep_every` (None: no others). Broken ones are left alone. What an earlier call could not
+    remove is removed first.
     """
+    for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
+        delete(leftover)
     if keep_last is None:
         return []
     whole: list[int] = []

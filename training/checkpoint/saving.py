@@ -1,13 +1,12 @@
 """Saving a run: one checkpoint at a time, written in the background, completed by all ranks."""
 
-import contextlib
 import random
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,16 +16,26 @@ from parallel.checkpoint.state_writer import (
     NotFiniteStateError,
     PendingSave,
     WriterError,
+    Written,
     first_rank,
+    reason,
     start_save,
+    write_plain,
 )
 from parallel.comm.collectives import from_all, on_first
 from parallel.comm.groups import Groups
+from parallel.disk import sync_all
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
+from training.aid import Aid
 from training.checkpoint import files as checkpoint
 from training.config import Config, to_yaml
+from training.report.log_lines import LOGS
 
+Result = TypeVar("Result")
+
+ATTEMPTS: Final = 2
+"""How often a save is tried: a disk that fails once does not end a run."""
 REFUSALS: Final = 3
 """Checkpoints in a row whose state is not finite that end a run."""
 
@@ -48,20 +57,30 @@ class Saver:
         model: ParallelModel,
         optimizer: DistributedOptimizer,
         facts: Mapping[str, Any],
+        *,
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """`facts` goes into every meta.json, beside what `begin` is given."""
+        """`facts` goes into every meta.json, beside what `begin` is given; `check_folder` raises
+        InputError on rank 0 once the run folder is no longer this run's."""
         self.config = config
         self.groups = groups
         self.model = model
         self.optimizer = optimizer
         self.facts = facts
+        self.check_folder = check_folder
         self.last_saved: int | None = None
         self._yaml = to_yaml(config)  # once, as it takes longer than copying a small state
         self._meta: dict[str, Any] = {}
+        self._generators: list[Any] = []
         self._folder = Path()
         self._planner = StatePlanner()
+        self._attempt = 1
         self._pending: PendingSave | None = None
-        self._retiring: Future[list[int]] | None = None
+        self._gathered = False
+        """Whether all tensors are written, and rank 0 seals the checkpoint."""
+        self._sealing: Future[Path] | None = None
+        self._retiring: Future[None] | None = None
+        self._retired = Aid("older checkpoints are not removed")
         self._problem: WriterError | None = None
         self._refused = 0
 
@@ -73,36 +92,46 @@ class Saver:
     def begin(self, meta: Mapping[str, Any]) -> None:
         """Copy this rank's state and start to write it.
 
-        `meta` has at least the step. Raises CheckpointError if the folder cannot be made.
+        `meta` has at least the step. Raises CheckpointError if the folder cannot be made, and
+        FolderError if the run folder was moved, removed or taken by another run.
         """
         assert self._pending is None
-        self._retired()
+        self._wait_for_removal()
         self._meta = {**self.facts, **meta}
-        generators = on_first(rng_state())
-        with self._reported():
-            self._folder = first_rank(lambda: self._prepare(generators))
-            step = {"step": self._meta["step"]}
-            state = self._folder / checkpoint.STATE
-            self._pending = start_save(state, self.model, self.optimizer, step, self._planner)
+        self._attempt = 1
+        self._generators = on_first(rng_state())
+        state = self._new_folder() / checkpoint.STATE
+        step = {"step": self._meta["step"]}
+        self._pending = start_save(state, self.model, self.optimizer, step, self._planner)
 
-    def _prepare(self, generators: list[Any]) -> Path:
-        """Make the folder to write to, with the files that rank 0 writes before the tensors."""
-        folder = checkpoint.new_folder(self.config.run.dir, self._meta["step"])
-        (folder / checkpoint.CONFIG).write_text(self._yaml)
-        with (folder / checkpoint.RNG).open("wb") as file:
-            torch.save(generators, file)
-        return folder
+    def _new_folder(self) -> Path:
+        """Make the folder to write to, on rank 0, for all ranks."""
+        run_dir, step = self.config.run.dir, self._meta["step"]
+
+        def make() -> Path:
+            self.check_folder()
+            return checkpoint.new_folder(run_dir, step)
+
+        try:
+            self._folder = first_rank(make)
+        except WriterError as error:
+            self._missed(str(error))
+            return self._new_folder()
+        return self._folder
 
     def status(self) -> tuple[int, int]:
-        """Return whether this rank's writer failed and whether it still writes, as 0 or 1."""
+        """Return whether the save has failed on this rank and whether it goes on, as 0 or 1."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Whether this rank's writer has ended, well or not, after at most `timeout` seconds."""
+        """Whether this rank has done its part, well or not, after at most `timeout` seconds."""
         assert self._pending is not None
         try:
-            return self._problem is not None or self._pending.writer.poll(timeout)
+            if self._problem is None and not self._gathered:
+                return self._pending.writer.poll(timeout)
+            if self._problem is None and self._sealing is not None:
+                return _result(self._sealing, timeout) is not None
         except WriterError as error:
             self._problem = error
         return True
@@ -111,97 +140,131 @@ class Saver:
         """Wait until the save under way, if any, is complete and old checkpoints are removed.
 
         `failed_anywhere` returns on every rank whether its argument is true on any; `beat` is
-        called while waiting. Raises CheckpointError if a writer failed.
+        called while waiting. Raises CheckpointError if the save failed.
         """
-        if self._pending is not None:
+        while self._pending is not None:
             while not self._written(timeout=1.0):
                 beat()
             if failed_anywhere(self._problem is not None):
                 self.fail()
             else:
-                self.complete()
-        self._retired()
+                self.advance()
+        self._wait_for_removal()
 
-    def complete(self) -> None:
-        """Complete the save that every rank has written, and start to remove old checkpoints."""
-        assert self._pending is not None
-        run_dir, step = self.config.run.dir, self._meta["step"]
-        with self._reported():
-            files = self._pending.finish()
-            done = first_rank(lambda: checkpoint.complete(self._folder, run_dir, self._meta, files))
-        self._pending = None
-        self._refused = 0
-        self.last_saved = step
-        try:
-            first_rank(lambda: self._announce(done))
-        except WriterError as error:
-            text = (
-                f"step {step} is saved in {done}, but {checkpoint.LATEST} does not name it: {error}"
-            )
-            raise CheckpointError(text) from error
+    def advance(self) -> None:
+        """Go on with a save of which every rank has done its part.
 
-    def _announce(self, done: Path) -> None:
-        """Update `latest`, print where the checkpoint is, and start to remove old ones (rank 0)."""
-        run_dir, keep = self.config.run.dir, self.config.checkpoint
-        checkpoint.name_latest(run_dir, done.name)
-        print(f"saved {done}", flush=True)
-        # Removing large files takes the file system longer than all the rest.
-        retire = partial(checkpoint.retire, keep_last=keep.keep_last, keep_every=keep.keep_every)
-        beside = ThreadPoolExecutor(max_workers=1)
-        self._retiring = beside.submit(retire, run_dir)
-        beside.shutdown(wait=False)
-
-    def _retired(self) -> None:
-        """Wait until old checkpoints are removed.
-
-        Raises CheckpointError, on every rank, if they could not be.
+        Once all tensors are written rank 0 seals the checkpoint, and once it is complete rank 0
+        removes old ones: both while training goes on.
         """
-        retiring, self._retiring = self._retiring, None
+        assert self._pending is not None
+        if not self._gathered:
+            written = self._pending.gather()
+            self._gathered = True
+            if self.groups.rank == 0:
+                self._sealing = _in_background(partial(self._seal, self._pending, written))
+            return
+        self.last_saved = self._meta["step"]
+        self._refused = 0
+        if self._sealing is not None:
+            print(f"saved {self._sealing.result()}", flush=True)
+            # Removing large files takes the file system longer than all the rest.
+            self._retiring = _in_background(self._retire)
+        self._reset()
+
+    def _seal(self, pending: PendingSave, written: Sequence[Written]) -> Path:
+        """Write all but the tensors, sync everything to the disk, and return the step folder."""
+        folder, run_dir = self._folder, Path(self.config.run.dir)
         try:
-            first_rank(lambda: None if retiring is None else retiring.result())
-        except WriterError as error:
-            text = f"step {self.last_saved} is saved, but older ones are not removed: {error}"
-            raise CheckpointError(text) from error
+            with Aid("logs are not synced to the disk"):
+                sync_all([run_dir, *(path for name in LOGS if (path := run_dir / name).exists())])
+            (folder / checkpoint.CONFIG).write_text(self._yaml)
+            write_plain(folder / checkpoint.RNG, self._generators)
+            files = pending.finish(written)
+            done = checkpoint.complete(folder, run_dir, self._meta, files)
+        except Exception as error:
+            raise WriterError(reason(error, folder)) from error
+        with Aid(f"{done} is saved, but {checkpoint.LATEST} does not name it"):
+            checkpoint.name_latest(run_dir, done.name)
+        return done
+
+    def _retire(self) -> None:
+        """Remove old checkpoints (rank 0). Those that remain are removed after the next save."""
+        keep = self.config.checkpoint
+        with self._retired:
+            checkpoint.retire(
+                self.config.run.dir, keep_last=keep.keep_last, keep_every=keep.keep_every
+            )
+
+    def _wait_for_removal(self) -> None:
+        retiring, self._retiring = self._retiring, None
+        if retiring is not None:
+            retiring.result()
 
     def fail(self) -> None:
-        """Raise CheckpointError, on every rank, with the problems of all ranks.
+        """Start a failed save again, on every rank, of the same state.
 
-        If the only problem is a state that is not finite, print a warning and drop the checkpoint
-        instead, fewer than `REFUSALS` times in a row: the guard of its losses may yet take the run
-        back to an earlier step.
+        Raises CheckpointError, with the problems of all ranks, after the last attempt. A state that
+        is not finite is dropped instead, with a warning, fewer than `REFUSALS` times in a row: the
+        guard of its losses may yet take the run back to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
-        said = "; ".join(dict.fromkeys(map(str, problems)))
+        said, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
+        if not all(isinstance(problem, NotFiniteStateError) for problem in problems):
+            assert pending is not None
+            self._missed(said)
+            self._pending = pending.again(self._new_folder() / checkpoint.STATE)
+            return
+        self.abandon()
         self._refused += 1
         if self._refused == REFUSALS:
-            said += f"; {REFUSALS} checkpoints in a row"
-        if self._refused == REFUSALS or not all(
-            isinstance(problem, NotFiniteStateError) for problem in problems
-        ):
-            with self._reported():
-                raise WriterError(said)
-        self.abandon()
+            raise self._error(f"{said}; {REFUSALS} checkpoints in a row")
         if self.groups.rank == 0:
             print(f"warning: step {self._meta['step']} is not saved: {said}", flush=True)
 
-    @contextlib.contextmanager
-    def _reported(self) -> Any:
-        """Turn WriterError into CheckpointError, and remove what was written."""
-        try:
-            yield
-        except WriterError as error:
-            self.abandon()
+    def _missed(self, said: str) -> None:
+        """Drop what a failed attempt has written. Raises CheckpointError if it was the last one."""
+        self.abandon()
+        if self._attempt == ATTEMPTS:
+            raise self._error(said)
+        self._attempt += 1
+        if self.groups.rank == 0:
             step = self._meta["step"]
-            raise CheckpointError(f"step {step} could not be saved: {error}") from error
+            print(f"warning: step {step} is not saved yet, trying again: {said}", flush=True)
+
+    def _error(self, said: str) -> CheckpointError:
+        return CheckpointError(f"step {self._meta['step']} could not be saved: {said}")
 
     def abandon(self) -> None:
-        """End a save under way and remove what it has written, as far as possible."""
+        """End a save under way and remove what it has written, as far as possible.
+
+        A checkpoint that is being sealed is completed first.
+        """
         if self._pending is not None:
             self._pending.writer.kill()
-            self._pending = None
-        self._problem = None
+        if self._sealing is not None:
+            wait([self._sealing])
+        self._reset()
         if self.groups.rank == 0 and self._folder.name.startswith(".writing-"):
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _reset(self) -> None:
+        self._pending = self._sealing = self._problem = None
+        self._gathered = False
+
+
+def _in_background(call: Callable[[], Result]) -> Future[Result]:
+    """Start `call` in a thread and return its result to come."""
+    beside = ThreadPoolExecutor(max_workers=1)
+    future = beside.submit(call)
+    beside.shutdown(wait=False)
+    return future
+
+
+def _result(future: Future[Result], timeout: float) -> Result | None:
+    """Return a result, None if it is not there after `timeout` seconds."""
+    wait([future], timeout)
+    return future.result() if future.done() else None
 
 
 def rng_state() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import threading
 from types import FrameType
 from typing import Final
 
-from training.lifecycle.output import say
+from training.lifecycle.output import LastingFile, say
 
 CODE: Final = 130
 """Exit code of a run that Ctrl-C has ended: 128 and the number of the signal, as in shells."""
@@ -50,8 +50,9 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self) -> None:
-        """From now on the first SIGINT sets `requested` instead of ending the process."""
-        self._training = True
+        """From now on the first SIGINT sets `requested` instead of ending the process, and output
+        that cannot be written ends nothing."""
+        self._training = LastingFile.training = True
 
     def _read(self, receiver: int) -> None:
         """Act on each signal, whose number is a byte of the pipe."""

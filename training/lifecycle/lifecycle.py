@@ -1,16 +1,15 @@
 """Saving, stop requests and heartbeat of a run, beside its training steps."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
 
-from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.agreement import Agreement
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
 from training.lifecycle.preemption import REASONS, StopRequests
-from training.lifecycle.run_folder import check_own, lock_number
 from training.lifecycle.watchdog import Watchdog
+
+P = ParamSpec("P")
 
 
 class Lifecycle:
@@ -33,7 +32,6 @@ class Lifecycle:
         self.watchdog = watchdog
         self.agreement = agreement
         self.step = 0
-        self._lock = lock_number(config.run.dir)
         self._asked_about_save = False
         self._stop = 0
 
@@ -46,6 +44,23 @@ class Lifecycle:
     def stopping(self) -> bool:
         """Whether the run is to stop, which all ranks know."""
         return self._stop > 0
+
+    def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
+        """Return `call`, for between steps, with its first error kept for `raise_deferred`: the run
+        saves before it ends."""
+
+        def deferred(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                call(*args, **kwargs)
+            except Exception as error:
+                self.stops.error = self.stops.error or error
+
+        return deferred
+
+    def raise_deferred(self) -> None:
+        """Raise what has failed on this rank between steps, if anything has."""
+        if self.stops.error is not None:
+            raise self.stops.error
 
     def after_step(self, step: int) -> None:
         """Complete a save that all ranks have written, and learn of stop requests.
@@ -64,9 +79,8 @@ class Lifecycle:
             self.saver.fail()
             self.stop_now()  # drops the exchange under way, which would report the failure again
         elif asked and not busy:
-            self.saver.complete()
-        if not self.saver.busy:
-            self._asked_about_save = False
+            self.saver.advance()
+            self._asked_about_save = False  # the exchange under way is about what is done
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
@@ -83,11 +97,6 @@ class Lifecycle:
     def save(self, meta: Mapping[str, Any]) -> None:
         """Begin a save after the previous one is complete."""
         self.wait()
-        self._begin(meta)
-
-    def _begin(self, meta: Mapping[str, Any]) -> None:
-        """Begin a save. Raises FolderError if another run has taken the run folder."""
-        first_rank(partial(check_own, self.config.run.dir, self._lock))
         self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
@@ -98,7 +107,7 @@ class Lifecycle:
         if self.config.checkpoint.interval > 0:
             self.wait()
             if self.saver.last_saved != meta["step"]:
-                self._begin(meta)
+                self.saver.begin(meta)
                 self.wait()
             if self.saver.last_saved != meta["step"]:
                 raise CheckpointError(
@@ -106,6 +115,7 @@ class Lifecycle:
                 )
         if self.stopping:
             self.stops.obeyed()
+        self.raise_deferred()
 
     def wait(self) -> None:
         """Wait until the save under way is complete."""

@@ -1,4 +1,5 @@
-"""Output that nobody can read any more: a run whose terminal or pipe was closed goes on without."""
+"""Output that cannot be written: a run whose terminal or pipe was closed goes on without, as does
+one that trains while the disk of its log is full."""
 
 import errno
 import io
@@ -12,14 +13,16 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 
 class LastingFile(io.FileIO):
-    """A file that drops what nobody can read."""
+    """A file that drops what nobody can read and, while `training`, all that cannot be written."""
+
+    training = False
 
     def write(self, data: Any) -> int:
         """Write to the file as FileIO does."""
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in GONE and not LastingFile.training:
                 raise
             return len(data)
 

@@ -7,17 +7,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from training.aid import Aid
 from training.config.schema import StopConfig
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.run_folder import STOP
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+"""What schedulers and shells send before they kill; the last where processor time is limited."""
 INTERRUPT: Final = 4
+FAILED: Final = 5
 REASONS: Final = {
     1: "the SLURM time limit",
     2: "a STOP file",
     3: "a signal",
     INTERRUPT: "Ctrl-C",
+    FAILED: "an error between steps",
 }
 
 
@@ -45,6 +49,8 @@ class StopRequests:
         elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
             said = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
             print(f"warning: SLURM_JOB_END_TIME {said}: the run does not see its time limit")
+        self.error: Exception | None = None
+        """What failed on this rank between steps; the run ends with it once it has saved."""
         self._signalled = False
         self._before: dict[int, Any] = {}
 
@@ -63,11 +69,13 @@ class StopRequests:
 
     def wanted(self) -> int:
         """Return the key in REASONS of a reason to stop that this rank knows, else 0."""
+        if self.error is not None:
+            return FAILED
         if self.interrupts is not None and self.interrupts.requested:
             return INTERRUPT
         if self._signalled:
             return 3
-        if self.first and self.stop_file.exists():
+        if self.first and os.path.exists(self.stop_file):  # False if the disk does not answer
             return 2
         if self.first and self.deadline is not None and time.time() >= self.deadline:
             return 1
@@ -76,4 +84,5 @@ class StopRequests:
     def obeyed(self) -> None:
         """Remove the STOP file, so that the run can be continued."""
         if self.first:
-            self.stop_file.unlink(missing_ok=True)
+            with Aid(f"{STOP} is not removed, and stops no other start"):
+                self.stop_file.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
+from parallel.disk import replace_file
 from training.errors import InputError
 
 LOCK: Final = "lock"
@@ -42,7 +43,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            if not path.is_dir() and (path.is_symlink() or not path.is_file()):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise FolderError(
                     f"run.dir {folder} must have plain files, {path.name} is a link or a device"
                 )
@@ -58,27 +59,63 @@ def locked(run_dir: str | Path) -> Iterator[None]:
                 f"run.dir {folder} is in use by another run: {file.read().strip() or 'unknown'}"
             )
         file.truncate(0)
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "began": began(os.getpid())}
+        file.write(json.dumps(own) + "\n")
         file.flush()
         yield
 
 
-def lock_number(run_dir: str | Path) -> int | None:
-    """Return the number of the file that is the lock, None if there is none.
-
-    A run must not open its lock again: closing it would release it.
-    """
+def began(pid: int) -> str | None:
+    """Return when a process of this host began, by the boot and in its ticks; None without one, and
+    on other systems than Linux."""
     try:
-        return os.stat(Path(run_dir) / LOCK).st_ino
-    except FileNotFoundError:
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {fields[19]}"
+    except (OSError, LookupError):
         return None
 
 
-def check_own(run_dir: str | Path, number: int | None) -> None:
-    """Raise FolderError if another run has made a lock of its own since that of this one, which had
-    this `number`, was removed by hand."""
-    if lock_number(run_dir) not in (None, number):
-        raise FolderError(f"run.dir {run_dir} is in use by another run since its lock was removed")
+class HeldFolder:
+    """The folder of a run that has locked it, kept open so that no new one takes its number."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir)
+        self._folder = os.open(self.path, os.O_RDONLY)
+        self._lock = self._lock_number()
+
+    def close(self) -> None:
+        """Close the folder."""
+        os.close(self._folder)
+
+    def check(self) -> None:
+        """Raise FolderError if the folder is no longer where it was, or if another run has made a
+        lock of its own since that of this one was removed by hand."""
+        if not self._is_there():
+            raise FolderError(
+                f"run.dir {self.path} was moved or removed while the run used it: nothing more is "
+                "saved there"
+            )
+        if self._lock_number() not in (None, self._lock):
+            raise FolderError(
+                f"run.dir {self.path} is in use by another run since its lock was removed"
+            )
+
+    def _is_there(self) -> bool:
+        """Whether the folder is where it was; True if the disk does not answer."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+
+    def _lock_number(self) -> int | None:
+        """The number of the file that is the lock, None if there is none or the disk does not
+        answer. The file is not opened: closing it again would release the lock."""
+        try:
+            return os.stat(self.path / LOCK).st_ino
+        except OSError:
+            return None
 
 
 def in_use(run_dir: str | Path) -> bool:
@@ -115,7 +152,7 @@ def mark_started(run_dir: str | Path) -> None:
     if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
         stop.unlink()
     mark_done(run_dir, False)
-    (Path(run_dir) / STARTED).write_text(_command(), encoding="utf-8")
+    replace_file(Path(run_dir) / STARTED, _command())
 
 
 def starts_again(run_dir: str | Path) -> bool:
@@ -143,6 +180,6 @@ def mark_done(run_dir: str | Path, done: bool) -> None:
     """Make the file DONE, or remove it."""
     path = Path(run_dir) / DONE
     if done:
-        path.touch()
+        replace_file(path, "")
     else:
         path.unlink(missing_ok=True)

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
+from parallel.disk import replace_file
+from training.aid import Aid
 from training.config.schema import WatchdogConfig
 
 HEARTBEAT: Final = "heartbeat.json"
@@ -21,7 +23,8 @@ class Watchdog:
 
     Rank 0 keeps `heartbeat.json` up to date: step, time (seconds since 1970) and process id. After
     `hang_seconds` without progress a separate thread writes each rank's Python stack traces to
-    `stacks/rank_00000.txt` and so on. The process groups' timeout then ends the run.
+    `stacks/rank_00000.txt` and so on. The process groups' timeout then ends the run. A file that
+    cannot be written ends nothing.
     """
 
     def __init__(
@@ -34,28 +37,32 @@ class Watchdog:
         if config.hang_seconds is not None:
             self.limit = min(config.hang_seconds, timeout_seconds / 2)
         self.stacks = self.folder / STACKS / f"rank_{rank:05d}.txt"
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._stacks_aid = Aid("no stack traces will be written")
+        self._heartbeat_aid = Aid(f"{HEARTBEAT} is not up to date")
         self._written = -float("inf")
         self._armed = -float("inf")
 
     def __enter__(self) -> "Watchdog":
         if self.limit is not None:
-            self.stacks.parent.mkdir(exist_ok=True)
-            self._file = self.stacks.open("w", encoding="utf-8")
+            with self._stacks_aid:
+                self.stacks.parent.mkdir(exist_ok=True)
+                replace_file(self.stacks, "")
+                self._file = self.stacks.open("ab")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
         faulthandler.cancel_dump_traceback_later()
-        hung = self._file.tell() or self.stacks.stat().st_size
-        self._file.close()
-        if not hung:
-            self.stacks.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # other ranks have files there
-                self.stacks.parent.rmdir()
-        elif self.rank == 0:
-            print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
+        with self._stacks_aid, self._file:
+            hung = os.fstat(self._file.fileno()).st_size
+            if not hung:
+                self.stacks.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # other ranks have files there
+                    self.stacks.parent.rmdir()
+            elif self.rank == 0:
+                print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
 
     def beat(self, step: int) -> None:
         """Record progress, `step` steps having been taken."""
@@ -66,12 +73,6 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.limit, file=self._file)
         if self.rank == 0 and now - self._written > PAUSE:
             self._written = now
-            write_heartbeat(self.folder, step)
-
-
-def write_heartbeat(folder: Path, step: int) -> None:
-    """Replace `heartbeat.json` atomically."""
-    content = {"step": step, "time": time.time(), "pid": os.getpid()}
-    temporary = folder / f".{HEARTBEAT}"
-    temporary.write_text(json.dumps(content) + "\n")
-    temporary.replace(folder / HEARTBEAT)
+            content = {"step": step, "time": time.time(), "pid": os.getpid()}
+            with self._heartbeat_aid:
+                replace_file(self.folder / HEARTBEAT, json.dumps(content) + "\n")

@@ -1,12 +1,75 @@
 """Lines of a run's .jsonl files, which a crash or a full disk may have damaged."""
 
+import contextlib
+import io
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from parallel.disk import replace_file
+from training.aid import Aid
 from training.json_file import parse_json, read_regular
+
+LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
+"""The files that a run appends lines to."""
+
+
+class LogFile:
+    """A .jsonl file that a run appends lines to.
+
+    Lines that the disk refuses wait for the next one. The file is opened with the first line; an
+    unfinished last line, which a killed run has left, is removed then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._aid = Aid(f"lines of {path.name} wait")
+        self._file: io.FileIO | None = None
+        self._waiting = b""
+        self._begun = 0
+        """Bytes of the first waiting line that are in the file."""
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a line, and those that wait."""
+        self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait, if there are any, as far as the disk allows."""
+        with self._aid:
+            try:
+                self._write()
+            except OSError:
+                self._release()
+                raise
+
+    def _write(self) -> None:
+        if self._file is None:
+            drop_unfinished_line(self.path)
+            self._file, self._begun = self.path.open("ab", buffering=0), 0
+        while self._waiting:
+            end = self._begun + self._file.write(self._waiting[self._begun :])
+            whole = self._waiting.rfind(b"\n", 0, end) + 1
+            self._waiting, self._begun = self._waiting[whole:], end - whole
+
+    def _release(self) -> None:
+        """Close the file, which may have gone stale: the next line opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def close(self) -> None:
+        """Write the lines that wait, and close the file."""
+        if self._waiting:
+            self.flush()
+        if self._waiting:
+            lost = self._waiting.count(b"\n")
+            print(f"warning: {lost} lines of {self.path} could not be written", flush=True)
+        self._release()
 
 
 @dataclass(frozen=True)
@@ -52,9 +115,7 @@ def drop_later_lines(path: Path, step: int) -> int:
         return 0
     log = read_lines(path)
     kept = [raw for line, raw in zip(log.lines, log.raw, strict=True) if line["step"] <= step]
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(b"".join(kept))
-    temporary.replace(path)
+    replace_file(path, b"".join(kept))
     return log.damaged
 
 

@@ -7,7 +7,6 @@ Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val
 `progress/tokens`, `progress/pct`, `progress/eta_s`, `sample/<set>/prompt`, `sample/<set>/text`.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -15,30 +14,19 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
-from training.report.log_lines import drop_unfinished_line, read_lines
+from training.report.log_lines import LogFile, read_lines
 
 
-class MetricsWriter:
-    """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on the reporting rank.
-
-    It appends, after removing an unfinished last line that a killed run has left.
-    """
+class MetricsWriter(LogFile):
+    """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on the reporting rank."""
 
     def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
-        self.path = Path(run_dir) / name
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        drop_unfinished_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        super().__init__(Path(run_dir) / name)
+        self.flush()  # the file is there from now on
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Write and flush one line `{"step": step, ...}`, NaN and infinities as null."""
-        line = {"step": step} | {name: _json_value(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write one line `{"step": step, ...}`, NaN and infinities as null."""
+        self.append({"step": step} | {name: _json_value(value) for name, value in metrics.items()})
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -251,40 +251,39 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     assert read_checkpoint(folder / "run").meta["progress"]["unreported"] == {}
 
 
-def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypatch):
-    """`latest` cannot be replaced: the checkpoint itself is good, and continued."""
+def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
+    """The checkpoint itself is good, and continued."""
     train(config_of(folder, train__exit_step=2), world)
     latest = folder / "run" / "checkpoints" / "latest"
 
-    def no_space(step: int, result: StepResult) -> None:
+    def obstruct(step: int, result: StepResult) -> None:
         latest.unlink()
         latest.mkdir()
         (latest / "in the way").touch()
 
-    with pytest.raises(Exception) as failed:
-        train(config_of(folder, train__exit_step=3), world, on_step=no_space)
-    said = str(failed.value)
-    assert "step 3 is saved in" in said and "but latest does not name it: " in said
+    assert train(config_of(folder, train__exit_step=3), world, on_step=obstruct).step == 3
+    said = capsys.readouterr().out
+    assert "warning: " in said and "step_00000003 is saved, but latest does not name it: " in said
     shutil.rmtree(latest)
     assert train(config_of(folder), world).step == 10
+    assert latest.read_text() == "step_00000010\n"
 
 
-def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypatch):
-    """They are removed in the background, so the error is raised at the next save or at the end."""
+def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatch, capsys):
+    """They are removed after a later save, half-removed ones too."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     keys = {"checkpoint__interval": 2, "checkpoint__keep_last": 1}
     with monkeypatch.context() as patch:
-        patch.setattr("training.checkpoint.files.remove", refuse)
-        with pytest.raises(CheckpointError) as failed:
-            train(config_of(folder, **keys), world)
-    said = "step 4 is saved, but older ones are not removed: Permission denied: "
-    assert str(failed.value).startswith(said)
-    assert steps(folder / "run") == [2, 4]
+        patch.setattr("training.checkpoint.files.delete", refuse)
+        assert train(config_of(folder, **keys, train__exit_step=6), world).step == 6
+    said = capsys.readouterr().out
+    assert said.count("warning: older checkpoints are not removed: Permission denied: ") == 1
     assert train(config_of(folder, **keys), world).step == 10
     assert steps(folder / "run") == [10]
+    assert not list((folder / "run" / "checkpoints").glob(".*"))
 
 
 def test_saves_that_are_slower_than_their_interval_are_whole(folder, world, monkeypatch) -> None:

@@ -1,0 +1,229 @@
+"""Files that a run can do without end no run, and a disk that fails once costs no steps."""
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_configs import read_config, tiny_config
+from tests.run_results import json_lines, metrics_of, same_state, state_of
+from training.checkpoint.files import steps
+from training.checkpoint.saving import CheckpointError
+from training.config.schema import StopConfig, WatchdogConfig
+from training.lifecycle.output import LastingFile
+from training.lifecycle.preemption import StopRequests
+from training.lifecycle.run_folder import FolderError, locked
+from training.lifecycle.watchdog import Watchdog
+from training.loop import StepResult
+from training.report.log_lines import LogFile
+from training.run import train
+
+KEYS: dict[str, Any] = {
+    "checkpoint__interval": 2,
+    "checkpoint__keep_last": 1,
+    "log__interval": 1,
+    "train__steps": 6,
+    "validation__samples": 2,
+}
+END = 6
+
+
+@pytest.fixture
+def run(folder, world, tmp_path) -> Callable[..., Any]:
+    """Function that trains in the folder `run`, or another `name`, and returns the outcome."""
+    tiny_config(folder, "muon")
+
+    def trained(name: str = "run", *, on_step: Any = None, **keys: Any) -> Any:
+        config = read_config(folder, **{**KEYS, **keys, "run__dir": tmp_path / name})
+        return train(config, world, on_step=on_step)
+
+    return trained
+
+
+def check_equal(folder: Path, name: str = "run") -> None:
+    """Fail unless a run ended as the run `whole` did."""
+    ours, theirs = folder / name, folder / "whole"
+    assert same_state(state_of(ours, END), state_of(theirs, END)) == []
+    assert metrics_of(ours) == metrics_of(theirs)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Context in which no file of this process can grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 10, 12, 17, 30])
+def test_lines_that_the_disk_refuses_are_written_with_the_next(size, tmp_path, capsys):
+    """Also the rest of a line of which the disk took a part."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')  # as a killed run leaves it
+    with closing(LogFile(path)) as log:
+        with largest_file(size):
+            for step in (2, 3):
+                log.append({"step": step})
+        log.append({"step": 4})
+    assert [line["step"] for line in json_lines(path)] == [1, 2, 3, 4]
+    said = capsys.readouterr().out
+    assert said.count("warning: lines of metrics.jsonl wait: File too large") == 1
+    assert "could not be written" not in said
+
+
+def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):
+    with closing(LogFile(tmp_path / "gone" / "events.jsonl")) as log:
+        log.append({"step": 1})
+        log.append({"step": 2})
+    said = capfd.readouterr().out
+    assert "warning: 2 lines of " in said and "events.jsonl could not be written" in said
+
+
+def test_a_disk_that_does_not_answer_asks_for_no_stop(tmp_path):
+    unanswered = tmp_path / ("x" * 5000)
+    with pytest.raises(OSError, match="too long"):
+        os.stat(unanswered / "STOP")
+    assert StopRequests(unanswered, StopConfig(), first=True).wanted() == 0
+
+
+def test_the_limit_of_processor_time_is_a_stop_request(tmp_path):
+    with StopRequests(tmp_path, StopConfig(), first=True) as requests:
+        os.kill(os.getpid(), signal.SIGXCPU)
+        assert requests.wanted() == 3
+
+
+def test_a_watchdog_that_cannot_write_warns_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("training.lifecycle.watchdog.PAUSE", -1.0)
+    with Watchdog(
+        tmp_path / "gone", WatchdogConfig(hang_seconds=100.0), rank=0, timeout_seconds=600
+    ) as watchdog:
+        for step in range(5):
+            watchdog.beat(step)
+        said = capsys.readouterr().out
+        assert said.count("warning: heartbeat.json is not up to date: No such file") == 1
+        assert said.count("warning: no stack traces will be written: No such file") == 1
+        (tmp_path / "gone").mkdir()
+        watchdog.beat(5)
+    assert (tmp_path / "gone" / "heartbeat.json").exists()
+
+
+def test_output_on_a_full_disk_is_dropped_while_a_run_trains(monkeypatch):
+    """Not before: a config that --print-config could not print must not look printed."""
+    with LastingFile("/dev/full", "w") as file:
+        with pytest.raises(OSError, match="No space left"):
+            file.write(b"line")
+        monkeypatch.setattr(LastingFile, "training", True)
+        assert file.write(b"line") == 4
+
+
+@pytest.mark.parametrize("failing", [1, 4, 8, 11, "all of step 4"])
+def test_a_save_that_fails_once_is_made_again(failing, run, tmp_path, monkeypatch, capsys):
+    """And one that fails twice ends the run, which continues from the one before."""
+    run("whole")
+    sync, done = os.fsync, [0]
+
+    def fail(descriptor: int) -> None:
+        path, always = os.readlink(f"/proc/self/fd/{descriptor}"), failing == "all of step 4"
+        done[0] += threading.current_thread() is not threading.main_thread()
+        if done[0] == failing or (always and ".writing-4" in path):
+            done[0] += 1
+            raise OSError(5, "Input/output error", path)
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        if failing == "all of step 4":
+            with pytest.raises(CheckpointError, match="step 4 could not be saved: .*Input/output"):
+                run()
+            assert steps(tmp_path / "run") == [2]
+        else:
+            assert run().step == END
+            assert "warning: " in capsys.readouterr().out
+            check_equal(tmp_path)
+            return
+    assert run().step == END
+    check_equal(tmp_path)
+
+
+def test_ranks_wait_for_no_disk_while_they_train(run, monkeypatch):
+    """All that is synced is synced by other threads and processes."""
+    sync, waited = os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        if threading.current_thread() is threading.main_thread() and os.getpid() == ours:
+            waited.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    ours = os.getpid()
+    monkeypatch.setattr(os, "fsync", noted)
+    assert run().step == END
+    assert waited == []
+
+
+def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeypatch):
+    """Of a program that reports, here the one that prints."""
+    run("whole")
+
+    def fail(metrics: Any, *, step: int, total_steps: int) -> str:
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        return ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.run_log.console_line", fail)
+        with pytest.raises(OSError, match="No space left"):
+            run(checkpoint__interval=100)
+    assert steps(tmp_path / "run")[-1] >= 3
+    assert run(checkpoint__interval=100).step == END
+    check_equal(tmp_path)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_run_whose_folder_was_moved_makes_no_new_one(replaced, run, tmp_path):
+    """Nor does it remove a checkpoint."""
+
+    def move(step: int, result: StepResult) -> None:
+        if step == 5:
+            (tmp_path / "run").rename(tmp_path / "moved")
+            if replaced:
+                (tmp_path / "run").mkdir()
+
+    with pytest.raises(FolderError, match="run.dir .* was moved or removed while the run"):
+        run(on_step=move)
+    assert (tmp_path / "run").exists() == replaced
+    assert not replaced or not list((tmp_path / "run").iterdir())
+    assert steps(tmp_path / "moved")[0] in (2, 4)
+    assert metrics_of(tmp_path / "moved")[-1]["step"] == END
+
+
+def test_a_run_writes_through_no_link(run, tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("precious")
+    stacks = tmp_path / "run" / "stacks"
+    stacks.mkdir(parents=True)
+    (stacks / "rank_00000.txt").symlink_to(kept)
+    os.link(kept, tmp_path / "run" / "config.yaml")
+    os.link(kept, tmp_path / "run" / "data.json")
+    assert run().step == END
+    assert kept.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["stacks", "checkpoints", "tensorboard"])
+def test_a_run_folder_whose_folders_are_elsewhere_is_refused(name, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(FolderError, match=f"must have plain files, {name} is a link"),
+        locked(tmp_path / "run"),
+    ):
+        pass
