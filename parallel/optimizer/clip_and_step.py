@@ -5,8 +5,6 @@ same ones, so every rank makes the same number of calls before it records. The r
 for everything that it starts, including the gathers of new weights.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -29,14 +27,13 @@ class Update:
         """Clip and step; returns the norm before clipping and a 0-d bool, whether it stepped.
 
         `factor` multiplies every unit's peak learning rate. Nothing changes unless `allowed`, 0-d
-        bool, is True and the norm is finite.
+        bool, is True on all ranks and the norm is finite.
         """
         if not isinstance(factor, Tensor):  # in float32, so that a recorded step has equal rates
             factor = torch.full((), factor, device=self.device)
-        norm = self.optimizer.clip(self.max_norm)
-        active = allowed & (norm.total < math.inf)  # not NaN either, in one launch
-        self.optimizer.step(factor, active)
-        return norm, active
+        norm = self.optimizer.clip(self.max_norm, allowed)
+        self.optimizer.step(factor, norm.usable)
+        return norm, norm.usable
 
     def release(self) -> None:
         """Free what the process groups must outlive."""
@@ -68,7 +65,8 @@ class CapturedUpdate(Update):
             comm_volume.update(self._sent)
         assert self._done is not None
         norm, active = self._done  # the next replay writes where this one did
-        return GradientNorm(norm.total.clone(), norm.coefficient.clone()), active.clone()
+        copied = GradientNorm(norm.total.clone(), norm.coefficient.clone(), active.clone())
+        return copied, copied.usable
 
     def release(self) -> None:
         """Free the graph; must be called before the process groups that it uses are destroyed."""

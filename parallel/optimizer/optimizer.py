@@ -4,6 +4,7 @@ Each rank keeps an even share of the state of every parameter; `parallel.optimiz
 describes a step. Dense parameters and experts are two domains, copied over different ranks.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,10 +28,12 @@ class GradientNorm:
 
     total         norm of the whole gradient
     coefficient   factor that the clipped gradients were multiplied by
+    usable        whether the norm is finite and all ranks allow the step, a bool
     """
 
     total: Tensor
     coefficient: Tensor
+    usable: Tensor
 
 
 class DistributedOptimizer:
@@ -87,26 +90,30 @@ class DistributedOptimizer:
         return PenaltyFigures.of(all_reduce_(sums, None, self.model.comm_volume, "penalty figures"))
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None) -> GradientNorm:
+    def clip(self, max_norm: float | None, allowed: Tensor | None = None) -> GradientNorm:
         """Scale the gradients in place to at most `max_norm` and return their norm before that.
 
-        `max_norm` None only measures.
+        `max_norm` None only measures. `allowed`, a 0-d bool, is whether this rank allows a step; a
+        step is taken by all ranks or by none, whatever has happened to the copy of one.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
         square = torch.zeros((), dtype=dtype, device=some.device)
+        refusals = torch.zeros_like(square) if allowed is None else (~allowed).to(dtype)
         gradients = list(self._gradients())
         counted_here = [gradient for counted, gradient in gradients if counted]
         if counted_here:
             square += torch.stack(torch._foreach_norm(counted_here, dtype=dtype)).square().sum()
-        all_reduce_(square, None, self.model.comm_volume, "gradient norm")
-        total = square.sqrt()
+        sums = torch.stack([square, refusals])
+        all_reduce_(sums, None, self.model.comm_volume, "gradient norm")
+        total = sums[0].sqrt()
+        usable = (sums[1] == 0) & (total < math.inf)  # not NaN either
         if max_norm is None:
-            return GradientNorm(total, torch.ones_like(total))
+            return GradientNorm(total, torch.ones_like(total), usable)
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if gradients:
             torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
-        return GradientNorm(total, coefficient)
+        return GradientNorm(total, coefficient, usable)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
         """Every gradient that this rank steps, and whether this rank counts it in the norm."""

@@ -222,8 +222,8 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
     numel = sum(layout.numel for layout in layouts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
     ranks = inputs.stage_ranks * inputs.pipeline
-    # A sum over all ranks of 4 bytes, the square of the norm.
-    sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 4 * (ranks - 1) // ranks)
+    # A sum over all ranks of two numbers of 4 bytes: the square of the norm, and refusals.
+    sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 8 * (ranks - 1) // ranks)
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
     kept = np.sum([part.kept for part in parts], axis=0)

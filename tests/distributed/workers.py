@@ -14,6 +14,7 @@ from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
+from parallel.optimizer.clip_and_step import Update
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model
@@ -189,13 +190,15 @@ def units_after(
     *,
     stepped: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    refused: bool = False,
     **assigned: Any,
 ) -> dict[str, torch.Tensor]:
     """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
 
     The gradients are averaged over ranks like those of a backward pass, each rank's share of the
     mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
-    step are returned as if they were one more unit.
+    step are returned as if they were one more unit. Where a step is `refused`, the last rank alone
+    does not allow it at first, as with a NaN in its copy of the loss; it is taken again.
 
     stepped, model, assigned   options of `build_optimizer`, `parallel_model`, `assign_matrices`
     """
@@ -215,6 +218,9 @@ def units_after(
             figures = optimizer.add_penalty(acts=True, measured=step == steps - 1)
             if figures is not None:
                 extra["penalty"] = torch.tensor(astuple(figures), dtype=torch.float64)
+        if refused:
+            allowed = torch.tensor(dist.get_rank() != dist.get_world_size() - 1)
+            assert not Update(optimizer, max_norm=1.0)(1.0, allowed)[1]
         optimizer.clip(1.0)
         optimizer.step(1.0, torch.tensor(True))
     return extra | {unit.name: whole_unit(parallel, layout_groups, unit) for unit in parallel.units}
