@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 # Nothing here imports torch: Ctrl-C is listened for before that, and --help does without it.
 from parallel.errors import described
-from training.errors import InputError, MissingSetError, fail
+from training.errors import InputError, MissingSetError, VocabularyError, fail
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.output import outlive_readers
 from training.rehearsal import options as rehearsal
@@ -205,16 +205,33 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
             from training.rehearsal.rehearse import run as rehearse
 
             return rehearse(config, options)
+        for key in unused(config, options) if rank() == 0 else ():
+            print(f"warning: {key} has no effect, as no role uses the rule", flush=True)
         return train(config, options.resume or "latest", interrupts)
     except MissingSetError as error:
         from training.build import without_sets
 
         lines = [str(error), *without_sets(config), *origin(error, config, options)]
         return fail("\n".join(lines), code=2)
+    except VocabularyError as error:
+        from training.config.files import place_of
+
+        place = place_of(Path(options.config).resolve(), options.overrides, ("model", "vocab_size"))
+        return fail(f"{error}\nmodel.vocab_size comes from {place}", code=2)
     except (InputError, EngineError) as error:
         return fail(error, code=2)
     except OSError as error:
         return fail(described(error), code=1, same_on_all_ranks=False)
+
+
+def unused(config: "Config", options: argparse.Namespace) -> list[str]:
+    """Return the keys of rules that no role uses, of those that the command line or its file
+    gives."""
+    from training.config.effects import settings_of_unused_rules
+    from training.config.files import own_keys
+
+    own = own_keys(Path(options.config), options.overrides)
+    return sorted(own.intersection(settings_of_unused_rules(config)))
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:

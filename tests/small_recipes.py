@@ -69,6 +69,7 @@ def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parall
         "model.heads": HEADS,
         "model.ffn": 96,
         "model.vocab_size": 256,
+        "model.vocab_multiple": 128,
         "train.steps": STEPS,
         "train.global_batch": 8,
         "train.micro_batch": 2,

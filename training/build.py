@@ -43,9 +43,9 @@ from training.data.order import (
     ValidationData,
     training_loader,
 )
-from training.data.token_bytes import token_byte_lengths, tokenizer_file
+from training.data.token_bytes import token_byte_lengths, tokenizer_file, vocabulary_size
 from training.data.token_set import TokenSet, check_vocabulary
-from training.errors import ConfigError, DataError, MissingSetError
+from training.errors import ConfigError, DataError, MissingSetError, VocabularyError
 from training.loop import StepResult, Trainer
 from training.machine.environment import allow_open_files
 from training.machine.kernels import check_kernels
@@ -92,6 +92,29 @@ def with_vocabulary(config: Config) -> Config:
             ("data", "train", name),
         )
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
+
+
+def data_vocabulary(config: Config) -> int | None:
+    """Return the number of ids of the data's tokenizer, None if it is not known."""
+    if config.data.mock:
+        return None
+    if config.data.tokenizer is not None and tokenizer_file(config.data.tokenizer).exists():
+        return vocabulary_size(config.data.tokenizer)
+    manifest = data_manifest(config)
+    return None if manifest is None else manifest.tokenizer.vocab_size
+
+
+def check_rows(config: Config) -> None:
+    """Raise VocabularyError if the embedding has more rows than the data's ids, padded, need."""
+    ids, model = data_vocabulary(config), config.model
+    rows = model.padded_vocab if ids is None else replace(model, vocab_size=ids).padded_vocab
+    if model.padded_vocab > rows:
+        raise VocabularyError(
+            f"model.vocab_size must be at most {rows:,}, which is the {ids:,} ids of the data "
+            f"padded to a multiple of model.vocab_multiple = {model.vocab_multiple}, got "
+            f"{model.vocab_size:,}: set model.vocab_size=null, or a larger model.vocab_multiple "
+            "for rows that no token trains"
+        )
 
 
 def on_mock_tokens(config: Config) -> Config:

@@ -34,6 +34,10 @@ class MissingSetError(DataError):
         self.key = key
 
 
+class VocabularyError(DataError):
+    """A model whose vocabulary is not that of its data."""
+
+
 class BrokenCheckpointError(InputError):
     """A checkpoint that is incomplete or has changed since it was written."""
 

@@ -20,9 +20,11 @@ from training.build import (
     build_trainer,
     check_backend,
     check_device,
+    check_rows,
     compile_backend,
     config_routes,
     data_manifest,
+    data_vocabulary,
     fused_loss,
     kernel_of,
     tokenizer_path,
@@ -33,6 +35,7 @@ from training.checkpoint.initial_weights import InitialWeights, check_beginning,
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
+from training.config.effects import without_effect
 from training.config.files import flat
 from training.control.guard import NonFiniteError
 from training.data.order import TrainingData
@@ -131,6 +134,8 @@ def train(
         weights = initial_weights(config, *tokenizer) if start is None else None
         if weights is not None:
             check_content(weights.info)
+        elif start is None:
+            check_rows(config)
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
         stack.callback(trainer.update.release)
         if start is not None:
@@ -222,6 +227,7 @@ def opening_notes(
             counts = (f"{s.name} after {phase.tokens(s.name):,}" for s in trainer.data.sets)
             where = f"from sample {phase.sample:,} on each set goes on at its own count of tokens"
             yield "changed", f"data: {where}: {', '.join(counts)}"
+    yield from settings_notes(config)
     train = config.train
     if fused_loss(config, device):
         yield "loss", "loss kernels: liger-kernel's"
@@ -233,6 +239,15 @@ def opening_notes(
     if kernel is not None:
         slow = slow_attention(kernel, device)
         yield "attention", f"attention kernel: {kernel if slow is None else f'{kernel}; {slow}'}"
+
+
+def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield kind and text of what a config says that the run does not do."""
+    ids = data_vocabulary(config)
+    if ids is not None and ids != config.model.vocab_size:
+        yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} for {ids:,} ids of the data"
+    for text in without_effect(config):
+        yield "warning", f"warning: {text}"
 
 
 def reports(error: Exception, rank: int) -> bool:

@@ -71,7 +71,8 @@ class Rule(ABC):
 
     A field's metadata may have: `acts`, a function of the rule that returns what acts in place of a
     null; `waits`, True if a step waits for the device where the field is True; `no_decay`, the
-    value with which weight decay must be 0, and `why`.
+    value with which weight decay must be 0, and `why`; `undoes_decay`, the value with which weight
+    decay has no effect.
     """
 
     whole_matrix: ClassVar[bool]
@@ -240,6 +241,15 @@ def decay_problem(rule: Rule, weight_decay: float) -> str | None:
                     f"got {weight_decay}"
                 )
     return None
+
+
+def undoes_decay(rule: Rule) -> bool:
+    """Return whether weight decay has no effect under a rule."""
+    return any(
+        "undoes_decay" in field.metadata
+        and getattr(rule, field.name) == field.metadata["undoes_decay"]
+        for field in fields(rule)
+    )
 
 
 def require(condition: bool, message: str) -> None:

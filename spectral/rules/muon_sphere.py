@@ -76,6 +76,7 @@ class MuonSphereRule(RadiusRule):
         metadata={
             "no_decay": "dynamic",
             "why": "as it shrinks a weight below the sphere while the retraction lets it grow",
+            "undoes_decay": "hard",
         },
     )
     """hard: rescale to R exactly. dynamic: multiply by `1 +- retraction_rate lr` towards R."""

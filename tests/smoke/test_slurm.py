@@ -86,6 +86,7 @@ STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
         (f"{STOPPED}; exit 0", 5000, True, 0, False),
         (f"{STOPPED}; exit 3", 5000, False, 3, True),
         (f"{STOPPED}; kill -TERM $PPID; exit 1", 5000, False, 1, False),
+        ("kill -USR1 $PPID; sleep 2; [ ! -e $RUN_DIR/STOP ]", 1000, False, 0, False),
         (f"{STOPPED}; rm $RUN_DIR/STOP; {MADE} || exit 9; exit 0", 5000, False, 0, True),
     ],
 )

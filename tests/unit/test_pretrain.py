@@ -1,6 +1,7 @@
 """pretrain.py answers wrong input with clear lines and exit code 2, and writes nothing."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pretrain
 from tests.commands import output_of
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
+from tests.token_files import prepare_text
 
 
 @pytest.fixture
@@ -148,3 +150,43 @@ def test_memory_that_cannot_be_had_is_known(take) -> None:
         take(1 << 50)
     assert pretrain.out_of_memory(caught.value)
     assert not pretrain.out_of_memory(RuntimeError("another"))
+
+
+def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsys):
+    """Where it is set is named; a new run alone has to change it."""
+    data = prepare_text(tmp_path, "A line {i} of text, as long as it is.\n\n", 300)
+    (folder / "base.yaml").write_text("base: config.yaml\nmodel: {vocab_size: 1000}\n")
+    overlay = folder / "overlay.yaml"
+    sets = f"train: {{t: {{path: {data}/tokens.train}}}}"
+    overlay.write_text(f"base: base.yaml\ndata: {{replace: true, {sets}}}\n")
+    few = ["train.exit_step=1", "validation.interval=0"]
+    arguments = ["--config", str(overlay), *few]
+    assert run(folder, *arguments) == 2
+    said = capsys.readouterr().err
+    assert "model.vocab_size must be at most 384, which is the 300 ids of the data" in said
+    assert "got 1,000: set model.vocab_size=null" in said
+    assert re.search(r"model.vocab_size comes from .*base.yaml, line 2$", said.strip())
+    assert not (folder / "run" / "metrics.jsonl").exists()
+    named = [f"data.tokenizer={data}", "data.train.t=null", f"data.train.u.path={folder}/tokens"]
+    assert run(folder, *arguments, *named) == 2
+    assert "the 300 ids of the data" in capsys.readouterr().err
+    for own in ("model.vocab_size=null", "model.vocab_size=384", "model.vocab_multiple=1000"):
+        again = f"run.dir={folder}/{own.replace('=', '_')}"
+        assert run(folder, *arguments, own, again) == 0
+        told = re.search(r"vocabulary: (\S+) for 300 ids of the data", capsys.readouterr().out)
+        assert (told is None) is own.endswith("null")
+
+
+def test_settings_of_a_rule_that_is_not_used_are_said_if_they_are_the_users(folder, capsys):
+    (folder / "base.yaml").write_text(
+        "base: config.yaml\noptimizer: {rules: {adamuon: {momentum: 0.9}}}\n"
+    )
+    overlay = folder / "overlay.yaml"
+    overlay.write_text("base: base.yaml\noptimizer: {rules: {muon: {momentum: 0.8}}}\n")
+    few = ["train.exit_step=1", "optimizer.rules.normuon.momentum=0.7"]
+    assert run(folder, "--config", str(overlay), *few) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no role uses" in line]
+    assert lines == [
+        f"warning: optimizer.rules.{rule}.momentum has no effect, as no role uses the rule"
+        for rule in ("muon", "normuon")
+    ]

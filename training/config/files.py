@@ -110,6 +110,13 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
     return _merged(map(_override, overrides))
 
 
+def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
+    """Return the dotted keys that `path` itself or an override gives, not those of its bases."""
+    sources = _sources(path, overrides)
+    own = (content for source, content in sources if source in (path.resolve(), *overrides))
+    return {key for content in own for key, _ in flat(content)}
+
+
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the strongest place that gives the key `names`, outermost first, another value than
     null: `FILE, line N` or `the override KEY=VALUE`, of what `read_merged` has read."""

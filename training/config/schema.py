@@ -18,6 +18,7 @@ from models.pc_config import PCConfig
 from models.section import Check, Count, ExactInt, Positive, Section, Whole
 from spectral.gram_penalty import Normalize, Side
 from training.config.optimizer import OptimizerConfig
+from training.config.places import local_path
 
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
@@ -40,9 +41,11 @@ class RunConfig(Section):
     warning names each operation without such a kernel."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the folder: nothing replaces a `~` by a home."""
+        """Check the folder."""
         wrong = not self.dir or self.dir.startswith("~")
         yield "dir", wrong, "must be the path of a folder, not empty and without ~"
+        if not wrong:
+            yield local_path("dir", self.dir)
 
 
 class PlanConfig(Section):
@@ -53,6 +56,10 @@ class PlanConfig(Section):
     device: str = "h100"
     """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file of
     figures."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check the file."""
+        yield local_path("device", self.device)
 
 
 class CheckpointConfig(Section):
@@ -71,12 +78,17 @@ class CheckpointConfig(Section):
     """Run folder or checkpoint, of any layout, whose weights a new run starts from; its PC layers
     become plain weights. Its model and tokenizer must be the run's. null initialises weights."""
 
+    def checks(self) -> Iterator[Check]:
+        """Check where weights come from."""
+        yield local_path("initialize_from", self.initialize_from)
+
 
 class StopConfig(Section):
     """When a run saves and stops before its last step; the same command continues it."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
-    """Seconds before the SLURM time limit at which to save and stop; null ignores the limit."""
+    """Seconds before the SLURM time limit at which to save and stop, at most half of what the job
+    has left when the run starts; null ignores the limit."""
 
 
 class WatchdogConfig(Section):
@@ -116,12 +128,20 @@ class TrainSet(Section):
     weight: Positive = 1.0
     """Weight of this set in the blend, relative to the other sets' weights."""
 
+    def checks(self) -> Iterator[Check]:
+        """Check where the set is."""
+        yield local_path("path", self.path)
+
 
 class ValidationSet(Section):
     """One validation set, evaluated and logged under its name."""
 
     path: str
     """Prefix of the set's `.bin` and `.idx` files."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check where the set is."""
+        yield local_path("path", self.path)
 
 
 class DataConfig(Section):
@@ -147,7 +167,8 @@ class DataConfig(Section):
     """Command that makes the sets, and its cost; shown if a file of theirs is missing."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that there are sets, and their names."""
+        """Check that there are sets, their names, and where the tokenizer is."""
+        yield local_path("tokenizer", self.tokenizer)
         yield "train", not (self.train or self.mock), "must name at least one set, got none"
         for kind in ("train", "validation"):
             for name in getattr(self, kind):

@@ -49,6 +49,17 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     return result
 
 
+def vocabulary_size(source: str | Path) -> int:
+    """Return the largest id of a tokenizer.json, or of the folder that holds one, plus one.
+
+    Raises DataError as `read_tokenizer_json` does.
+    """
+    content = read_tokenizer_json(tokenizer_file(source))
+    vocab = content["model"].get("vocab") or {}
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    return max([*ids, *(token["id"] for token in content["added_tokens"])], default=-1) + 1
+
+
 def tokenizer_file(source: Manifest | str | Path) -> Path:
     """Return the tokenizer.json of a manifest or of a folder, or the file itself."""
     path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)

@@ -45,7 +45,14 @@ class StopRequests:
         margin = config.slurm_margin_seconds
         self.deadline = None
         if margin is not None and end is not None and end.isdecimal():
-            self.deadline = int(end) - margin
+            half = max(0.0, int(end) - time.time()) / 2
+            self.deadline = int(end) - min(margin, half)
+            if first and margin > half:
+                print(
+                    f"warning: stop.slurm_margin_seconds = {margin:g} is more than half of the "
+                    f"{2 * half:.0f} seconds that the job has left: the run stops {half:.0f} "
+                    "seconds before its end"
+                )
         elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
             said = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
             print(f"warning: SLURM_JOB_END_TIME {said}: the run does not see its time limit")

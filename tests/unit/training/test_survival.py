@@ -196,8 +196,21 @@ def test_a_spike_is_skipped_the_same_after_a_resume(folder, world):
     assert same_state(ours, theirs) == []
 
 
+@pytest.mark.parametrize(
+    ("margin", "left", "before"), [(600, 600, 300), (600, 5000, 600), (0, 9, 0)]
+)
+def test_a_short_slurm_job_trains_for_half_of_its_time(
+    margin, left, before, tmp_path, monkeypatch, capsys
+):
+    end = int(time.time()) + left
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
+    stops = StopRequests(tmp_path, StopConfig(slurm_margin_seconds=margin), first=True)
+    assert stops.deadline == pytest.approx(end - before, abs=1.5)
+    assert ("is more than half of the" in capsys.readouterr().out) is (before == 300)
+
+
 def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 600))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) - 10))
     config = config_of(folder, stop__slurm_margin_seconds=700)
     outcome = train(config, world)
     assert outcome.stopped == "the SLURM time limit" and outcome.step < 10

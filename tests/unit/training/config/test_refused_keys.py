@@ -1,6 +1,7 @@
 """Keys that are refused: absurd numbers, before anything loops or allocates as they ask; settings
 without effect, which would make a run another one than its config says."""
 
+import re
 import time
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 import yaml
 
 from tests.minimal_config import problems
+from tests.paths import ROOT
 from training.config import InvalidConfigError, load_config, load_saved_config, to_yaml
+from training.config.effects import without_effect
 
 ABSURD = {
     "model.layers": 10**9,
@@ -98,3 +101,83 @@ def test_a_saved_config_with_a_key_of_another_version_is_refused(minimal: Path) 
     minimal.write_text(yaml.safe_dump(saved))
     with pytest.raises(InvalidConfigError, match="unknown key .*power_iteration_steps"):
         load_saved_config(minimal)
+
+
+# --- places that are none, and settings without effect that are said -----------------------------
+
+PATHS = (
+    "run.dir",
+    "data.tokenizer",
+    "data.train.text.path",
+    "data.validation.text.path",
+    "checkpoint.initialize_from",
+    "plan.device",
+)
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("s3://bucket/x", "must be a local path"),
+        ("gs://bucket/x", "must be a local path"),
+        ("hf://datasets/a/b", "must be a local path"),
+        ("hf:a/b", "must be a local path"),
+        ("dbfs:/x", "must be a local path"),
+        ("file:///x", "must be a local path"),
+        ("$HOME/x", "must be written out, .*oc.env:HOME}' is"),
+        ("/data/$USER/x", "must be written out, .*oc.env:USER}' is"),
+        ("~/x", "~"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(minimal: Path, key: str, path: str, rule: str) -> None:
+    (said,) = problems(minimal, f"{key}={path}")
+    assert said.startswith(key) and re.search(rule, said) and path in said
+
+
+@pytest.mark.parametrize("path", ["runs/a:b", "C$/x", "runs/x~", "100$", "a b/c", "hf/x"])
+def test_a_place_with_unusual_letters_is_a_place(minimal: Path, path: str) -> None:
+    assert load_config(minimal, [f"run.dir='{path}'"]).run.dir == path
+
+
+UNUSED = {
+    "schedule.cooldown_fraction = 0.5": ["schedule.cooldown_fraction=0.5"],
+    "schedule.min_ratio = 0.2": ["schedule={kind: constant, min_ratio: 0.2}"],
+    "spikes.window = 64": ["spikes.window=64"],
+    "monitors.noise_samples = 4": ["monitors.noise_samples=4"],
+    "validation.interval = 5": ["validation.interval=5"],
+    "log.wandb.project = 'mine'": ["log.wandb.project=mine"],
+    "checkpoint.keep_every = 10": ["checkpoint={keep_last: null, keep_every: 10}"],
+    "optimizer.matrix.weight_decay = 0.1": ["optimizer.matrix.weight_decay=0.1"],
+    "optimizer.roles.q.weight_decay = 0.2": ["optimizer.roles.q.weight_decay=0.2"],
+    "optimizer.roles.o.weight_decay = 0.3": [
+        "optimizer.matrix.rule=muon",
+        "optimizer.roles.o={rule: muon_sphere, weight_decay: 0.3}",
+    ],
+}
+
+
+@pytest.mark.parametrize("setting", UNUSED)
+def test_a_setting_without_effect_is_said(minimal: Path, setting: str) -> None:
+    (said,) = without_effect(load_config(minimal, UNUSED[setting]))
+    assert said.startswith(f"{setting} has no effect with")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["schedule={kind: wsd, cooldown_fraction: 0.5, min_ratio: 0.2}"],
+        ["optimizer.matrix={rule: muon, weight_decay: 0.1}"],
+        ["optimizer.embedding.weight_decay=0.1"],
+        ["monitors={interval: 0, activation_gib: 1.0}"],
+    ],
+    ids=str,
+)
+def test_what_has_an_effect_is_not_said_to_have_none(minimal: Path, overrides: list[str]) -> None:
+    assert list(without_effect(load_config(minimal, overrides))) == []
+
+
+@pytest.mark.parametrize("recipe", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_recipes_have_no_setting_without_effect(recipe: Path) -> None:
+    assert list(without_effect(load_config(recipe))) == []
