@@ -1,0 +1,257 @@
+#!/usr/bin/env python
+"""Check every GPU, link and collective of a job before a long run, and print a table.
+
+    torchrun --nproc-per-node 8 scripts/preflight.py [--json FILE]
+    sbatch --nodes=8 scripts/slurm/preflight.sbatch
+
+Every rank computes and sends integers, whose results are known exactly. A row has the slowest and
+the median rate of the ranks. The exit code is 1 if a result is wrong; a rank below 80% of the
+median is named. If a check hangs, its name is the last line.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scripts.command import add_json, command, whole_number, write_whole
+from training.report.table import table
+
+SLOW = 0.8
+"""Share of the median rate below which a rank is named."""
+TIMEOUT = datetime.timedelta(seconds=120)
+REPEATS = 5
+"""Calls whose median is the rate, after one that warms up."""
+# PyTorch 2.13 renamed them and warns about the old names.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one rank does: `run` fills `result`, which must equal `expected`.
+
+    unit    of the rate, amount per second: TFLOP/s or GB/s
+    source  copied to `result` before each run, outside its time
+    """
+
+    name: str
+    unit: str
+    amount: float
+    run: Callable[[], object]
+    result: Tensor
+    expected: Tensor
+    source: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A check over all ranks: rates in its unit, ranks that are wrong or slow, with their hosts."""
+
+    name: str
+    unit: str
+    slowest: float
+    median: float
+    wrong: list[str]
+    slow: list[str]
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all checks on all ranks; rank 0 prints. Return 1 if a result is wrong."""
+    options = parse(arguments)
+    device = start()
+    rank, rows = dist.get_rank(), []
+    for check in checks(device, options.mebibytes << 20):
+        if rank == 0:
+            print(f"checking {check.name}", file=sys.stderr, flush=True)
+        rows.append(over_ranks(check, device))
+    if rank == 0:
+        print(report(rows, device))
+        if options.json is not None:
+            write_whole(options.json, as_json(rows, device))
+    dist.destroy_process_group()
+    return int(any(row.wrong for row in rows))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    default = 256 if torch.cuda.is_available() else 4
+    parser.add_argument(
+        "--mebibytes", type=whole_number(most=16384), default=default,
+        help=f"MiB that each rank sends and copies (here {default})",
+    )  # fmt: skip
+    add_json(parser)
+    return parser.parse_args(arguments)
+
+
+def start() -> torch.device:
+    """Join the job's ranks, one without torchrun, and return this rank's device."""
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(alone)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    # Sums rounded to bfloat16 on the way would not be exact.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+    return device
+
+
+def checks(device: torch.device, size: int) -> Iterator[Check]:
+    """Yield the checks in order: each device, each link, each collective of `size` bytes."""
+    yield product_check(device)
+    yield copy_check(device, size)
+    ranks = dist.get_world_size()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for shift in range(1, here):
+        yield link_check(device, size, shift, here, "within a node")
+    if ranks > here:
+        yield link_check(device, size, here, ranks, "node to node")
+    if ranks > 1:
+        yield from collective_checks(device, size)
+
+
+def product_check(device: torch.device) -> Check:
+    """Multiply matrices of -1, 0 and 1, whose products are exact."""
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    left, right = (integers(n, seed).to(device, dtype) for seed in (1, 2))
+    exact = integers(n, 1)[:4].long() @ integers(n, 2).long()
+    result, expected = torch.empty_like(left), left @ right
+    expected[:4] = exact.to(device, dtype)  # the other rows must repeat themselves
+    name = f"product, {str(dtype).removeprefix('torch.')}"
+    run = partial(torch.matmul, left, right, out=result)
+    return Check(name, "TFLOP/s", 2e-12 * n**3, run, result, expected)
+
+
+def integers(n: int, seed: int) -> Tensor:
+    """Return `[n, n]` of -1, 0 and 1, the same on every rank."""
+    return torch.randint(-1, 2, (n, n), generator=torch.Generator().manual_seed(seed))
+
+
+def copy_check(device: torch.device, size: int) -> Check:
+    """Copy memory of the device."""
+    source = numbers(device, size, 0)
+    result = torch.empty_like(source)
+    run = partial(result.copy_, source)
+    return Check("memory, read and written", "GB/s", 2e-9 * size, run, result, source)
+
+
+def numbers(device: torch.device, size: int, offset: int) -> Tensor:
+    """Return `size` bytes of int32 that differ by place and, with `offset`, by rank."""
+    return torch.arange(size // 4, dtype=torch.int32, device=device) % 1021 + offset
+
+
+def link_check(device: torch.device, size: int, shift: int, ring: int, where: str) -> Check:
+    """Send to the rank `shift` further and receive from the one `shift` before, in rings."""
+    rank = dist.get_rank()
+    base = rank - rank % ring
+    ahead, behind = (base + (rank - base + sign * shift) % ring for sign in (1, -1))
+    sent, expected = numbers(device, size, rank), numbers(device, size, behind)
+    result = torch.empty_like(sent)
+
+    def run() -> None:
+        sides = [dist.P2POp(dist.isend, sent, ahead), dist.P2POp(dist.irecv, result, behind)]
+        for work in dist.batch_isend_irecv(sides):
+            work.wait()
+
+    name = f"link, {where}, {shift} further"
+    return Check(name, "GB/s", 1e-9 * size, run, result, expected)
+
+
+def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
+    """Yield the collectives of training over all ranks, at the rate of the bytes that a rank sends
+    in a ring."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    piece = max(4, size // ranks // 4 * 4)
+    whole, own = numbers(device, piece * ranks, rank), numbers(device, piece, rank)
+    plain = whole - rank
+    mine = slice(rank * own.numel(), (rank + 1) * own.numel())
+    summed = plain * ranks + sum(range(ranks))
+    gathered = torch.cat([own - rank + other for other in range(ranks)])
+    exchanged = torch.cat([plain[mine] + other for other in range(ranks)])
+    large, small, sent = torch.empty_like(whole), torch.empty_like(own), 1e-9 * piece * (ranks - 1)
+    run = partial(dist.all_reduce, large)
+    yield Check("all-reduce", "GB/s", 2 * sent, run, large, summed, source=whole)
+    run = partial(REDUCE_SCATTER, small, whole)
+    yield Check("reduce-scatter", "GB/s", sent, run, small, summed[mine])
+    yield Check("all-gather", "GB/s", sent, partial(ALL_GATHER, large, own), large, gathered)
+    run = partial(dist.all_to_all_single, large, whole)
+    yield Check("all-to-all", "GB/s", sent, run, large, exchanged)
+
+
+def over_ranks(check: Check, device: torch.device) -> Row:
+    """Run a check on all ranks and compare them."""
+    seconds, right = [], True
+    for _ in range(1 + REPEATS):
+        check.result.zero_() if check.source is None else check.result.copy_(check.source)
+        wait(device)
+        dist.barrier()
+        begin = time.perf_counter()
+        check.run()
+        wait(device)
+        seconds.append(time.perf_counter() - begin)
+        right = right and torch.equal(check.result, check.expected)
+    rate = check.amount / median(seconds[1:])
+    results: list[tuple[str, float, bool] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (socket.gethostname(), rate, right))
+    known = [
+        (f"rank {i} (host {r[0]})", r[1], r[2]) for i, r in enumerate(results) if r is not None
+    ]
+    middle = median(rate for _, rate, _ in known)
+    wrong = [name for name, _, right in known if not right]
+    slow = [name for name, rate, _ in known if rate < SLOW * middle]
+    return Row(check.name, check.unit, min(rate for _, rate, _ in known), middle, wrong, slow)
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def report(rows: Sequence[Row], device: torch.device) -> str:
+    """Return the table, and a last line with the verdict."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    title = f"{dist.get_world_size()} ranks, {name}"
+    cells = [
+        (row.name, f"{row.slowest:.3g}", f"{row.median:.3g}", row.unit, remark(row)) for row in rows
+    ]
+    wrong = [row.name for row in rows if row.wrong]
+    verdict = f"WRONG: {', '.join(wrong)}" if wrong else "all results are right"
+    lines = table(("check", "slowest", "median", "", ""), cells)
+    return f"{title}\n{lines}\n{verdict}"
+
+
+def remark(row: Row) -> str:
+    """Return which ranks are wrong or slow."""
+    parts = [("WRONG on", row.wrong), ("slow:", row.slow)]
+    return "; ".join(f"{word} {', '.join(ranks)}" for word, ranks in parts if ranks)
+
+
+def as_json(rows: Sequence[Row], device: torch.device) -> str:
+    """Return the figures of the table."""
+    facts = {"ranks": dist.get_world_size(), "device": str(device.type), "torch": torch.__version__}
+    return json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
