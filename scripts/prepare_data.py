@@ -25,7 +25,7 @@ from scripts.command import command, whole_number
 from scripts.data.catalogue import read_corpora
 from scripts.data.documents import ReadOptions
 from scripts.data.hub import hub_tokenizer
-from scripts.data.plan import Portion, Preparation, SetPlan
+from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import KNOWN, Found, find_inputs
 from training.errors import InputError, fail
 
@@ -38,38 +38,49 @@ _DEMO_FRACTION = Fraction(1, 20)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the data; 0 when it is there, 1 if a worker was killed."""
     options = parse(arguments)
+    output = Path(options.output).expanduser().resolve()
+    place = output if options.shard is None else options.shard.folder(output)
     try:
-        _prepare(options)
+        _prepare(options, output)
+    except InputError as error:
+        return fail(f"{error}{_kept(place, '')}", code=2)
     except BrokenProcessPool:
-        return fail("a worker process was killed (out of memory?); nothing was written", code=1)
+        return fail(f"a worker process was killed (out of memory?){_kept(place)}", code=1)
     except OSError as error:
-        return fail(f"{described(error, options.output)}; nothing was written", code=2)
+        return fail(f"{described(error, options.output)}{_kept(place)}", code=2)
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        print(f"interrupted{_kept(place).replace(';', ':')}", file=sys.stderr)
         return 130
     return 0
 
 
-def _prepare(options: argparse.Namespace) -> None:
+def _kept(output: Path, nothing: str = "; nothing was written") -> str:
+    """Return what to say of the work that an interrupted run left."""
+    state = output.with_name(f"{output.name}.preparing.state")
+    if not (state / "progress.json").exists():
+        return nothing
+    return f"; {output.name}.preparing keeps what was written, and the same command goes on"
+
+
+def _prepare(options: argparse.Namespace, output: Path) -> None:
     from scripts.data.folder import (  # here: it imports torch
         check_replaceable,
         clean_up,
         holds_preparation,
     )
 
-    output = Path(options.output).expanduser().resolve()
     preparation = chosen(options)
     warnings = preparation.check()  # before anything that takes long
+    if options.shard is not None:
+        _prepare_shard(preparation, output, options, warnings)
+        return
     fingerprint = preparation.fingerprint()
     if holds_preparation(output, fingerprint, overwrite=options.overwrite):
         clean_up(output)
         print(f"{options.output} already holds this preparation")
         return
     check_replaceable(output, options.overwrite)
-    for plan in preparation.sets:
-        print(f"set {plan.name} {plan.found()}")
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    say(preparation, warnings)
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
@@ -92,6 +103,37 @@ def _prepare(options: argparse.Namespace) -> None:
         print(how_to_train(options.output, list(manifest.sets)))
 
 
+def _prepare_shard(
+    preparation: Preparation, output: Path, options: argparse.Namespace, warnings: list[str]
+) -> None:
+    from scripts.data.folder import check_replaceable
+
+    check_replaceable(output, options.overwrite)
+    say(preparation, warnings)
+    from models.engine import import_engine  # here: it takes seconds
+
+    import_engine()
+    from scripts.data.preparation import prepare_shard
+
+    shard: Shard = options.shard
+    entry = prepare_shard(
+        preparation, output, shard, workers=options.workers, overwrite=options.overwrite
+    )
+    documents, tokens = (sum(part[i] for part in entry.parts.values()) for i in (0, 1))
+    print(
+        f"wrote {shard.folder(output)}: {documents:,} documents, {tokens:,} tokens; without "
+        f"--shard the same command joins the {shard.count} shards"
+    )
+
+
+def say(preparation: Preparation, warnings: list[str]) -> None:
+    """Print what is read and ignored, and the warnings."""
+    for plan in preparation.sets:
+        print(f"set {plan.name} {plan.found()}")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def how_to_train(folder: str, sets: Sequence[str]) -> str:
     """Return a config on the prepared sets to paste, and the command that trains on it."""
     name = Path(folder).name
@@ -112,7 +154,7 @@ def how_to_train(folder: str, sets: Sequence[str]) -> str:
 def chosen(options: argparse.Namespace) -> Preparation:
     """Return the preparation that the command line describes."""
     if options.demo:
-        kept = {"demo", "output", "overwrite", "workers"}
+        kept = {"demo", "output", "overwrite", "workers", "shard"}
         _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
         return _demo()
     return _custom(options) if options.corpus is None else _corpus(options)
@@ -247,6 +289,13 @@ def _fraction(text: str) -> Fraction:
     return value
 
 
+def _shard(text: str) -> Shard:
+    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"must be K/N with K from 1 to N, got {text}")
+    return Shard(int(found[1]) - 1, int(found[2]))
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -322,6 +371,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=2048,
         help="split a .txt into documents at the first blank line after N bytes; 0 keeps it whole "
         "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="K/N",
+        help="encode only share K of N, on any node that sees OUTPUT's folder; when all N are "
+        "done, the same command without --shard joins them",
     )
     parser.add_argument(
         "--workers",

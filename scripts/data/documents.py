@@ -7,7 +7,7 @@ and takes a .zst file that was cut for a whole one.
 """
 
 import glob
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,18 @@ import pyarrow
 from pyarrow import parquet
 
 from scripts.data.compression import read_lines, rewritten
-from scripts.data.hub import HubInput, row_documents
-from scripts.data.sources import Input
+from scripts.data.hub import HubInput, parquet_documents
+from scripts.data.sources import Input, Position
 from scripts.data.text import row_text
 from training.errors import DataError
 from training.json_file import parse_json
 
 CHECKED: Final = 1000
 """Documents of each input that are checked before anything is made of them."""
+
+
+Owns = Callable[[int, int | None], bool]
+"""Whether (input, document) is to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,27 @@ def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[s
     for each in inputs:
         with closing(_documents(each, options)) as documents:
             yield from (text for text in documents if not _is_blank(text))
+
+
+def numbered_documents(
+    inputs: Sequence[Input], options: ReadOptions, start: Position, owns: Owns
+) -> Generator[tuple[Position, str], None, None]:
+    """Yield documents as `read_documents`, each with the position after it.
+
+    Args:
+        inputs: to read.
+        options: of the reading.
+        start: position of an interrupted run.
+        owns: whether document `n` of input `i` is wanted; None of n asks for any of the input.
+    """
+    for number in range(start.input, len(inputs)):
+        if not owns(number, None):
+            continue
+        first = start.document if number == start.input else 0
+        with closing(read_documents(inputs[number : number + 1], options)) as documents:
+            for index, text in enumerate(documents):
+                if index >= first and owns(number, index):
+                    yield Position(number, index + 1), text
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[Input]:
@@ -86,10 +111,9 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
     elif each.kind == ".parquet":
         file, columns = glob.escape(str(each.path)), _columns(each.path, key)
         with TemporaryDirectory() as cache:  # the user's need not exist
-            yield from row_documents(
-                each, key, path="parquet", split="train", data_files=file, columns=columns,
-                batch_size=1024, cache_dir=cache,
-            )  # fmt: skip
+            yield from parquet_documents(
+                each, key, data_files=file, columns=columns, batch_size=1024, cache_dir=cache
+            )
     elif each.kind == ".jsonl":
         yield from _json_documents(read_lines(each.path), each.path, key)
     else:

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from scripts.data.sources import Position
+
 _CHUNK_CHARACTERS = 1 << 18
 _CHUNKS_PER_WORKER = 4  # enough to keep workers busy, few enough to bound memory
 
@@ -37,7 +39,8 @@ class Encoder:
         Text that looks like a special token is encoded as plain text, so that no document can
         forge the end of a document.
         """
-        encodings = _load(self.path).encode_batch(texts, add_special_tokens=False)
+        tokenizer = _load(self.path)
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         documents = [[*encoding.ids, self.eod_id] for encoding in encodings]
         return EncodedChunk(
             tokens=np.concatenate([np.array(each, dtype=self.dtype) for each in documents]),
@@ -92,39 +95,51 @@ class Workers:
         _load.cache_clear()
 
     def encode(
-        self, documents: Iterable[str], encoder: Encoder
-    ) -> Generator[EncodedChunk, None, None]:
-        """Yield the encoded documents in order, whatever the number of workers."""
+        self, documents: Iterable[tuple[Position, str]], encoder: Encoder
+    ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
+        """Yield the encoded documents in order with their positions, whatever the number of
+        workers."""
         chunks = _chunked(documents)
         few = list(islice(chunks, 2))
         chunks = chain(few, chunks)
         if self.count == 1 or len(few) < 2:
-            yield from map(encoder.encode, chunks)
+            yield from ((positions, encoder.encode(texts)) for positions, texts in chunks)
             return
-        waiting: deque[Future[EncodedChunk]] = deque()
+        waiting: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
         try:
-            for chunk in chunks:
-                waiting.append(self._pool.submit(encoder.encode, chunk))
+            for positions, texts in chunks:
+                waiting.append((positions, self._pool.submit(encoder.encode, texts)))
                 if len(waiting) >= self.count * _CHUNKS_PER_WORKER:
-                    yield waiting.popleft().result()
+                    yield _result(waiting)
             while waiting:
-                yield waiting.popleft().result()
+                yield _result(waiting)
         finally:
-            for future in waiting:
+            for _, future in waiting:
                 future.cancel()
 
 
-def _chunked(documents: Iterable[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
+def _result(
+    waiting: deque[tuple[list[Position], Future[EncodedChunk]]],
+) -> tuple[list[Position], EncodedChunk]:
+    positions, future = waiting.popleft()
+    return positions, future.result()
+
+
+def _chunked(
+    documents: Iterable[tuple[Position, str]],
+) -> Iterator[tuple[list[Position], list[str]]]:
+    positions: list[Position] = []
+    texts: list[str] = []
     size = 0
-    for text in documents:
-        chunk.append(text)
+    for position, text in documents:
+        positions.append(position)
+        texts.append(text)
         size += len(text)
         if size >= _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+            yield positions, texts
+            positions, texts, size = [], [], 0
+    if texts:
+        yield positions, texts
 
 
 def _start_worker() -> None:

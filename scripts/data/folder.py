@@ -1,15 +1,20 @@
-"""A folder that appears complete or not at all."""
+"""A folder that appears complete or not at all, and whose making may go on after a kill."""
 
 import fcntl
+import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from parallel.disk import delete, sync
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
+from training.json_file import read_json
 
+PROGRESS = "progress.json"
 LOCK = ".preparing.lock"
 """End of the name of the file by which a run tells others that it is at work."""
 
@@ -22,19 +27,26 @@ class AtomicFolder:
     of `output.preparing.lock` until it has cleaned up, so that no two are at work. Without that
     file, folders of these names are somebody else's.
 
+    After `save` an end without a commit keeps what was written. A run with the same key then finds
+    in `progress` what was saved, and in `state` the files that it kept for itself.
+
     Args:
         output: the folder.
         check: raises InputError unless `output` may be written to; called once no other run is at
             work, and again before `output` is replaced.
+        key: of all that determines the content; None if an interrupted run cannot go on.
 
     Raises:
         InputError: another run is preparing the same folder, or has made one meanwhile; or a
             folder of somebody else is in the way.
     """
 
-    def __init__(self, output: Path, check: Callable[[], None]) -> None:
+    def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:
         self.output = output
         self._check = check
+        self._key = key
+        self.progress: Any = None
+        self.state = output.with_name(output.name + ".preparing.state")
         self.path = output.with_name(output.name + ".preparing")
         self._replaced = output.with_name(output.name + ".replaced")
         self._lock = output.with_name(output.name + LOCK)
@@ -54,21 +66,56 @@ class AtomicFolder:
 
     def _begin(self, was_killed: bool) -> None:
         """Remove what a killed run left, check, and make the folder to write to."""
-        leftovers = [path for path in (self.path, self._replaced) if os.path.lexists(path)]
+        places = (self.path, self.state, self._replaced)
+        leftovers = [path for path in places if os.path.lexists(path)]
         if leftovers and not was_killed:
             raise InputError(f"{leftovers[0]} is in the way, and is not left from a preparation")
         # Left by a run that was killed between the renames of `commit`.
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)
-        for leftover in (self.path, self._replaced):
+        self.progress = self._saved()
+        if self.kept and self.progress is None:
+            print(
+                f"warning: {self.path} is of another preparation, or its inputs have changed: "
+                "begins again",
+                file=sys.stderr,
+            )
+        for leftover in places if self.progress is None else (self._replaced,):
             if os.path.lexists(leftover):
                 delete(leftover)
         self._check()
-        self.path.mkdir()
+        self.path.mkdir(exist_ok=True)
+        if self._key is not None:
+            self.state.mkdir(exist_ok=True)
+
+    def save(self, progress: Any) -> None:
+        """Keep, from now on, what is written; `progress` goes into JSON. The files that it counts
+        must be on the disk."""
+        new = self.state / (PROGRESS + ".new")
+        new.write_text(json.dumps({"key": self._key, "progress": progress}), encoding="utf-8")
+        sync(new)
+        os.replace(new, self.state / PROGRESS)
+        sync(self.state)
+
+    def _saved(self) -> Any:
+        """What a run with the same key saved, None if there is nothing to go on from."""
+        if self._key is None or not self.path.is_dir():
+            return None
+        try:
+            saved = read_json(self.state / PROGRESS)
+        except (OSError, ValueError):
+            return None
+        return saved["progress"] if saved["key"] == self._key else None
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is something to go on from."""
+        return self.path.exists() and (self.state / PROGRESS).exists()
 
     def _release(self) -> None:
         assert self._locked is not None
-        self._lock.unlink()
+        if not self.kept:
+            self._lock.unlink()
         os.close(self._locked)
 
     def commit(self) -> None:
@@ -81,12 +128,15 @@ class AtomicFolder:
             self.output.rename(self._replaced)
         self.path.rename(self.output)
         sync(self.output.parent)
-        if self._replaced.exists():
-            delete(self._replaced)
+        for left in (self._replaced, self.state):
+            if left.exists():
+                delete(left)
 
     def __exit__(self, *_: object) -> None:
-        if self.path.exists():
-            delete(self.path)
+        if not self.kept:
+            for left in (self.path, self.state):
+                if left.exists():
+                    delete(left)
         self._release()
 
 

@@ -1,13 +1,21 @@
 """Rows that `datasets` reads, and tokenizers of the Hugging Face hub. Only here is it imported."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from scripts.data.text import first_line, row_text
 from training.errors import DataError
+
+WAITS: Final = (2.0, 8.0, 32.0, 128.0)
+"""Seconds before a file of the hub is read again after an error."""
+Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -18,43 +26,118 @@ class HubInput:
     config: str | None = None
     split: str = "train"
     text_key: str | None = None  # field that holds the text; None: that of the options
+    revision: str | None = None  # commit of the hub; None: the newest
+    file: tuple[int, int] | None = None  # (one, of how many) of its files, from 0; None: all
 
     @property
     def has_keys(self) -> bool:
         """Whether its documents are fields of rows, as all of them are."""
         return True
 
+    @property
+    def identity(self) -> str:
+        """Its name, and the commit if that is known."""
+        return str(self) if self.revision is None else f"{self} at {self.revision}"
+
+    def files(self) -> list["HubInput"]:
+        """Return its files, in order, at the commit that is the newest now.
+
+        Raises DataError if it cannot be opened.
+        """
+        remote = not Path(self.name).exists()
+        pinned = replace(self, revision=_newest(self.name) if remote else None)
+        count = _stream(pinned).num_shards
+        return [replace(pinned, file=(number, count)) for number in range(count)]
+
     def documents(self, text_key: str) -> Iterator[str]:
-        """Yield the text of every row, as `row_documents`."""
-        source = {"path": self.name, "name": self.config, "split": self.split}
-        return row_documents(self, text_key, **source)
+        """Yield the text of every row, streamed; nothing is downloaded as a whole.
+
+        Reading a file of the hub that fails is tried again, from its last row on.
+
+        Raises:
+            DataError: it cannot be opened or read, or a row has no text under `text_key`.
+        """
+        waits = () if self.file is None or Path(self.name).exists() else WAITS
+        rows = _retried(self._rows, str(self), waits)
+        for number, row in enumerate(rows, start=1):
+            yield row_text(row, f"{self}, row {number}", text_key)
+
+    def _rows(self) -> Iterable[Row]:
+        stream = _stream(self)
+        if self.file is None:
+            return stream
+        number, count = self.file
+        return stream.shard(num_shards=count, index=number)
 
     def __str__(self) -> str:
-        return f"hf:{self.name}:{self.config or ''}:{self.split}"
+        part = "" if self.file is None else f", file {self.file[0] + 1} of {self.file[1]}"
+        return f"hf:{self.name}:{self.config or ''}:{self.split}{part}"
 
 
-def row_documents(where: object, text_key: str, **source: Any) -> Iterator[str]:
-    """Yield the text of every row of what `datasets.load_dataset` finds for `source`, streamed.
+def parquet_documents(where: object, text_key: str, **source: Any) -> Iterator[str]:
+    """Yield the text of every row of Parquet files, `source` being what `datasets` loads.
 
-    Nothing is downloaded as a whole. `where` is what errors call it.
-
-    Raises:
-        DataError: it cannot be opened or read, or a row has no text under `text_key`.
+    `where` is what errors call it. Raises DataError as `HubInput.documents` does.
     """
-    for number, row in enumerate(_rows(where, source), start=1):
+    rows = _retried(lambda: _opened(path="parquet", split="train", **source), str(where), ())
+    for number, row in enumerate(rows, start=1):
         yield row_text(row, f"{where}, row {number}", text_key)
 
 
-def _rows(where: object, source: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+def _retried(
+    read: Callable[[], Iterable[Row]], where: str, waits: tuple[float, ...]
+) -> Iterator[Row]:
+    """Yield rows; after an error wait, and read again what follows the last one."""
+    done, left = 0, list(waits)
+    while True:
+        try:
+            for row in islice(read(), done, None):
+                yield row
+                done, left = done + 1, list(waits)
+            return
+        # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
+        except Exception as error:
+            if not left:
+                hint = (
+                    " (is the name right, is there a network?)" if where.startswith("hf:") else ""
+                )
+                raise DataError(f"cannot read {where}: {first_line(error)}{hint}") from None
+            wait = left.pop(0)
+            print(f"{where}: {first_line(error)}; reads again in {wait:.0f} s", file=sys.stderr)
+        time.sleep(wait)
+
+
+def _stream(each: HubInput) -> Any:
+    """Return the rows of a whole dataset."""
+    try:
+        return _cached(each.name, each.config, each.split, each.revision)
+    except Exception as error:  # of many libraries, as above
+        raise DataError(
+            f"cannot read {each}: {first_line(error)} (is the name right, is there a network?)"
+        ) from None
+
+
+@lru_cache(maxsize=16)
+def _cached(name: str, config: str | None, split: str, revision: str | None) -> Any:
+    return _opened(path=name, name=config, split=split, revision=revision)
+
+
+def _opened(**source: Any) -> Any:
     import datasets  # here: it takes seconds
 
     datasets.logging.set_verbosity(logging.CRITICAL)  # what it would print is in its errors
+    return datasets.load_dataset(**source, streaming=True)
+
+
+def _newest(name: str) -> str | None:
+    """Return the newest commit of a dataset on the hub."""
+    from huggingface_hub import HfApi
+
     try:
-        yield from datasets.load_dataset(**source, streaming=True)
-    # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
-    except Exception as error:
-        hint = " (is the name right, is there a network?)" if isinstance(where, HubInput) else ""
-        raise DataError(f"cannot read {where}: {first_line(error)}{hint}") from None
+        commit: str | None = HfApi().dataset_info(name).sha
+    except Exception as error:  # of many libraries, as above
+        raise DataError(f"cannot read hf:{name}: {first_line(error)}") from None
+    return commit
 
 
 def parse_hub_input(source: str) -> HubInput:

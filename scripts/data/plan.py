@@ -2,11 +2,15 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
+from typing import Final
 
 from scripts.data.documents import ReadOptions, check_first_documents
+from scripts.data.hub import HubInput
 from scripts.data.sources import FileInput, Found, Input
 from training.data.hashes import file_sha256
 from training.errors import DataError
@@ -16,12 +20,49 @@ TOKENIZER_BYTES = 1_000_000_000
 _METHOD = 1  # increase when the same inputs and options would give other tokens
 
 
+BLOCK: Final = 1024
+"""Consecutive documents of an input that one shard encodes, where inputs are cut."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` shares of the work.
+
+    Inputs are dealt to the shards in turn. If they are `cut`, as there are fewer than shards, each
+    shard reads all of them and encodes its blocks of their documents.
+    """
+
+    number: int  # from 0
+    count: int
+    cut: bool = False
+
+    def owns(self, unit: int, document: int | None) -> bool:
+        """Whether it encodes this document of input `unit`, or any document of it (None)."""
+        if self.cut:
+            return document is None or document // BLOCK % self.count == self.number
+        return unit % self.count == self.number
+
+    def folder(self, output: Path) -> Path:
+        """Return the folder of the shard of a preparation."""
+        return shards_folder(output) / f"{self.number + 1}-of-{self.count}"
+
+
+def shards_folder(output: Path) -> Path:
+    """Return the folder of all shards of a preparation."""
+    return output.with_name(output.name + ".shards")
+
+
+WHOLE: Final = Shard(0, 1)
+"""The whole work as one shard."""
+
+
 @dataclass(frozen=True)
 class Portion:
     """Inputs that are read in order, until `tokens` of them are written if that is given."""
 
     inputs: list[Input]
     tokens: int | None = None
+    held_out: bool = False  # for validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +80,22 @@ class SetPlan:
     def inputs(self) -> list[Input]:
         """All inputs of the set, those of training first."""
         return [*(each for portion in self.train for each in portion.inputs), *self.validation]
+
+    def with_hub_files(self) -> "SetPlan":
+        """Return it with each dataset of the hub as its files."""
+        portions = [replace(each, inputs=_hub_files(each.inputs)) for each in self.train]
+        return replace(self, train=portions, validation=_hub_files(self.validation))
+
+    def portions(self) -> list[Portion]:
+        """Return the portions of the training documents, then that of the validation documents."""
+        return [*self.train, Portion(self.validation, held_out=True)]
+
+    def outputs(self) -> dict[str, list[str]]:
+        """Return the sources of each set to write, by its name."""
+        outputs = {f"{self.name}.train": self.train_source}
+        if self.fraction or self.validation:
+            outputs[f"{self.name}.validation"] = self.validation_source or self.train_source
+        return outputs
 
     def found(self) -> Found:
         """Return its inputs and ignored files."""
@@ -71,16 +128,29 @@ class Preparation:
                 warnings.append(f"set {plan.name}: {mixture}")
         return warnings
 
-    def fingerprint(self) -> str:
-        """sha256 of the options and the content of every input file; of the hub, of its name."""
+    def identities(self, shard: Shard = WHOLE) -> list[str]:
+        """Return what identifies the content of each input, empty for one that `shard` never reads.
+
+        It is the sha256 of a file, and the name of a dataset.
+        """
+        inputs = [each for plan in self.sets for each in plan.inputs()]
+        folders: dict[str, str] = {}
+        return [
+            _identity(each, folders) if shard.owns(number, None) else ""
+            for number, each in enumerate(inputs)
+        ]
+
+    def fingerprint(self, identities: list[str] | None = None) -> str:
+        """sha256 of the options and the `identities` of the inputs (default: of all of them)."""
         tokenizer = self._tokenizer_files()
+        left = iter(self.identities() if identities is None else identities)
         description = {
             "method": _METHOD,
             "sets": [
                 {
                     "name": plan.name,
-                    "train": [each for portion in plan.train for each in _identities(portion)],
-                    "validation": [_identity(each) for each in plan.validation],
+                    "train": [each for portion in plan.train for each in _described(portion, left)],
+                    "validation": [*islice(left, len(plan.validation))],
                     "fraction": str(plan.fraction),
                 }
                 for plan in self.sets
@@ -96,6 +166,20 @@ class Preparation:
             description["text_keys"] = keys
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
+    def with_hub_files(self) -> "Preparation":
+        """Return it with each dataset of the hub as its files, which can be read one by one."""
+        return replace(self, sets=[plan.with_hub_files() for plan in self.sets])
+
+    def hub_identities(self) -> list[str]:
+        """Return the identity of each input of the hub."""
+        inputs = [each for plan in self.sets for each in plan.inputs()]
+        return [each.identity for each in inputs if isinstance(each, HubInput)]
+
+    def shard(self, number: int, count: int) -> Shard:
+        """Return shard `number` of `count`, from 0; inputs are cut if there are fewer of them."""
+        inputs = sum(len(plan.inputs()) for plan in self.sets)
+        return Shard(number, count, cut=inputs < count)
+
     def _tokenizer_files(self) -> list[Path]:
         if self.tokenizer is None:
             return []
@@ -104,6 +188,12 @@ class Preparation:
         if not self.tokenizer.is_file():
             raise DataError(f"no tokenizer file or folder {self.tokenizer}")
         return [self.tokenizer]
+
+
+def _hub_files(inputs: list[Input]) -> list[Input]:
+    return [
+        file for each in inputs for file in (each.files() if isinstance(each, HubInput) else [each])
+    ]
 
 
 def is_validation(index: int, fraction: Fraction) -> bool:
@@ -116,14 +206,19 @@ def is_validation(index: int, fraction: Fraction) -> bool:
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
 
 
-def _identities(portion: Portion) -> list[str]:
+def _described(portion: Portion, identities: Iterator[str]) -> list[str]:
     limit = [] if portion.tokens is None else [f"{portion.tokens} tokens"]
-    return [*map(_identity, portion.inputs), *limit]
+    return [*islice(identities, len(portion.inputs)), *limit]
 
 
-def _identity(each: Input) -> str:
-    """The content of a file, or the name of a dataset, with its content if it is a local folder."""
+def _identity(each: Input, folders: dict[str, str]) -> str:
+    """The content of a file, or the name of a dataset, with its content if it is a local folder.
+
+    `folders` keeps the contents of folders.
+    """
     if isinstance(each, FileInput):
         return file_sha256(each.path)
-    files = sorted(path for path in Path(each.name).rglob("*") if path.is_file())
-    return " ".join([str(each), *map(file_sha256, files)])
+    if each.name not in folders:
+        files = sorted(path for path in Path(each.name).rglob("*") if path.is_file())
+        folders[each.name] = "".join(f" {file_sha256(path)}" for path in files)
+    return f"{each.identity}{folders[each.name]}"

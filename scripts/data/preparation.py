@@ -1,22 +1,47 @@
-"""Write a preparation: tokenizer, token sets and manifest, in one atomic folder."""
+"""Write a preparation: tokenizer, token sets and manifest, in one atomic folder.
+
+It goes on after a kill, and may be divided: `prepare_shard` encodes one share of the documents, and
+`prepare` takes what shards have encoded.
+"""
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
-from scripts.data.documents import ReadOptions, read_documents
-from scripts.data.encoding import Encoder, Workers
+from parallel.disk import delete
+from scripts.data.documents import ReadOptions, numbered_documents, read_documents
+from scripts.data.encoding import EncodedChunk, Encoder, Workers
 from scripts.data.folder import AtomicFolder, check_replaceable
-from scripts.data.plan import TOKENIZER_BYTES, Portion, Preparation, SetPlan, is_validation
-from scripts.data.set_writer import SetWriter, no_documents, token_dtype
+from scripts.data.plan import (
+    TOKENIZER_BYTES,
+    WHOLE,
+    Portion,
+    Preparation,
+    SetPlan,
+    Shard,
+    is_validation,
+    shards_folder,
+)
+from scripts.data.progress import Progress, Saver, read_progress
+from scripts.data.set_writer import DocumentFile, SetWriter, no_documents, token_dtype
+from scripts.data.shards import (
+    RECORDS_FILE,
+    TOKENS_FILE,
+    ShardEntry,
+    Shards,
+    has_shards,
+    read_entry,
+    shard_key,
+)
+from scripts.data.sources import Input, Position
 from scripts.data.tokenizer import (
+    EOD_TOKEN,
     TOKENIZER_FILE,
     PreparedTokenizer,
     load_tokenizer,
@@ -24,7 +49,11 @@ from scripts.data.tokenizer import (
 )
 from training.data.hashes import file_sha256
 from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
-from training.errors import DataError
+from training.errors import DataError, InputError
+
+MARGIN = 1.1
+"""What each shard encodes of a portion with a number of tokens, in shares of it: shards' shares
+differ, and what is missing is encoded while they are joined."""
 
 
 def prepare(
@@ -32,17 +61,28 @@ def prepare(
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
+    An interrupted run goes on, and finished shards are joined and deleted.
+
     Raises:
         DataError: an input cannot be used, gives no documents, or is not as it was when its
             `fingerprint` was taken. `output` is as before.
-        InputError: `output` must not be replaced, as `check_replaceable` says.
+        InputError: `output` must not be replaced, as `check_replaceable` says; or a shard is
+            missing or another's.
     """
-    with AtomicFolder(output, partial(check_replaceable, output, overwrite)) as folder:
-        tokenizer = _prepare_tokenizer(preparation, folder.path)
-        sets: dict[str, SetEntry] = {}
-        with Workers(workers) as pool:
-            for plan in preparation.sets:
-                sets |= _prepare_set(plan, preparation.reading, tokenizer, folder.path, pool)
+    given, preparation = preparation, preparation.with_hub_files()
+    shards = None
+    if has_shards(output):
+        shards = Shards(preparation, output, preparation.identities())
+        print(f"joins {len(shards.folders)} shards of {shards_folder(output)}")
+    key = " ".join([fingerprint, *preparation.hub_identities()])
+    check = partial(check_replaceable, output, overwrite)
+    with AtomicFolder(output, check, key) as folder, Workers(workers) as pool:
+        progress, saver = started(folder)
+        trained = folder.path if shards is None else shards.folders[0]
+        tokenizer = _prepare_tokenizer(preparation, folder.path, trained)
+        saver.save(progress)
+        reader = Reader(preparation.reading, encoder_of(tokenizer, folder), pool, shards=shards)
+        sets = _write_sets(preparation, reader, folder, progress, saver)
         manifest = Manifest(
             folder=output,
             tokenizer=TokenizerEntry(
@@ -55,18 +95,85 @@ def prepare(
             ),
             sets=sets,
             fingerprint=fingerprint,
-            files={each.name: each.stat().st_size for each in sorted(folder.path.iterdir())},
+            files={
+                each.name: each.stat().st_size
+                for each in sorted(folder.path.iterdir())
+                if each.name != MANIFEST_FILE
+            },
         )
         (folder.path / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        if preparation.fingerprint() != fingerprint:
+        if given.fingerprint() != fingerprint:
             raise DataError("an input has changed while it was read; nothing was written")
         folder.commit()
+    if shards is not None:
+        delete(shards_folder(output))
     return manifest
 
 
-def _prepare_tokenizer(preparation: Preparation, folder: Path) -> PreparedTokenizer:
+def prepare_shard(
+    preparation: Preparation, output: Path, shard: Shard, *, workers: int, overwrite: bool
+) -> ShardEntry:
+    """Encode the documents of one shard of a preparation, and return what its folder holds.
+
+    Raises:
+        DataError: as `prepare`.
+        InputError: the folder holds a shard of another preparation.
+    """
+    preparation = preparation.with_hub_files()
+    shard = preparation.shard(shard.number, shard.count)
+    target = shard.folder(output)
+    key = shard_key(preparation, shard, preparation.identities(shard))
+    existing = read_entry(target)
+    if existing is not None and existing.key == key:
+        return existing
+    with (
+        AtomicFolder(target, partial(_check_free, target, overwrite), key) as folder,
+        Workers(workers) as pool,
+    ):
+        progress, saver = started(folder)
+        tokenizer = _prepare_tokenizer(preparation, folder.path, folder.path)
+        saver.save(progress)
+        reader = Reader(preparation.reading, encoder_of(tokenizer, folder), pool, shard=shard)
+        _write_shard(preparation, reader, folder, progress, saver)
+        entry = ShardEntry(
+            key=key, dtype=reader.encoder.dtype, parts=progress.parts, left=progress.left
+        )
+        entry.write(folder.path)
+        if shard_key(preparation, shard, preparation.identities(shard)) != key:
+            raise DataError("an input has changed while it was read; nothing was written")
+        folder.commit()
+    return entry
+
+
+def started(folder: AtomicFolder) -> tuple[Progress, Saver]:
+    """Return the progress of an interrupted run or the beginning, and what saves it."""
+    progress = read_progress(folder.progress)
+    if folder.progress is not None:
+        documents = sum(each.documents for each in progress.written.values())
+        print(f"goes on after {documents:,} documents in {folder.path}")
+    return progress, Saver(folder)
+
+
+def encoder_of(tokenizer: PreparedTokenizer, folder: AtomicFolder) -> Encoder:
+    """Return the encoder of the tokenizer that is in the folder."""
+    return Encoder(
+        folder.path / TOKENIZER_FILE, tokenizer.eod_id, token_dtype(tokenizer.vocab_size)
+    )
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
+    if target.exists() and not overwrite:
+        raise InputError(
+            f"{target} is of other inputs or options than this command; give --overwrite"
+        )
+
+
+def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
+    """Write the tokenizer to `folder`; one that was trained before is in the folder `trained`."""
     if preparation.tokenizer is not None:
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
+    elif (trained / TOKENIZER_FILE).exists():
+        tokenizer = load_tokenizer(trained / TOKENIZER_FILE, EOD_TOKEN)
     else:
         assert preparation.vocabulary is not None
         with progress_of("tokenizer") as progress:
@@ -105,56 +212,142 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
             raise no_documents(f"{plan.name}.train", plan.train_source)
 
 
-def _prepare_set(
-    plan: SetPlan,
-    reading: ReadOptions,
-    tokenizer: PreparedTokenizer,
-    folder: Path,
-    workers: Workers,
+@dataclass(frozen=True)
+class Reader:
+    """Reads the inputs of a portion as encoded documents, in order."""
+
+    options: ReadOptions
+    encoder: Encoder
+    pool: Workers
+    shard: Shard = WHOLE
+    shards: Shards | None = None
+
+    def documents(
+        self, inputs: list[Input], first: int, start: Position
+    ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
+        """Yield documents from a position on, each with the position after it.
+
+        Args:
+            inputs: of the portion.
+            first: number of the first of them in the preparation.
+            start: position in `inputs`.
+        """
+        if self.shards is None:
+            yield from self._encoded(inputs, first, start)
+            return
+        for number in range(start.input, len(inputs)):
+            done = start.document if number == start.input else 0
+            stored = yield from self.shards.documents(first + number, number, done)
+            if stored is not None:
+                rest = Position(number, max(done, stored))
+                yield from self._encoded(inputs[: number + 1], first, rest)
+
+    def _encoded(
+        self, inputs: list[Input], first: int, start: Position
+    ) -> Iterator[tuple[list[Position], EncodedChunk]]:
+        def owns(number: int, document: int | None) -> bool:
+            return self.shard.owns(first + number, document)
+
+        documents = numbered_documents(inputs, self.options, start, owns)
+        with closing(documents), closing(self.pool.encode(documents, self.encoder)) as chunks:
+            yield from chunks
+
+
+def _write_sets(
+    preparation: Preparation, reader: Reader, folder: AtomicFolder, progress: Progress, saver: Saver
 ) -> dict[str, SetEntry]:
-    """Write a set; the manifest's entries of its training part and its validation part, if any."""
-    encoder = Encoder(folder / TOKENIZER_FILE, tokenizer.eod_id, token_dtype(tokenizer.vocab_size))
-    train, validation = f"{plan.name}.train", f"{plan.name}.validation"
-    sources = {train: plan.train_source}
-    if plan.fraction or plan.validation:
-        sources[validation] = plan.validation_source or plan.train_source
+    """Write all sets; return the manifest's entries of their training and validation parts."""
+    places, dtype = (folder.path, folder.state), reader.encoder.dtype
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(closing(SetWriter(folder, name, encoder.dtype, source)))
-            for name, source in sources.items()
+            name: stack.enter_context(
+                closing(SetWriter(*places, name, dtype, source, progress.file(name)))
+            )
+            for plan in preparation.sets
+            for name, source in plan.outputs().items()
         }
-        progress = stack.enter_context(progress_of(plan.name))
-        index = 0
-        for portion in plan.train:
-            for tokens, size in _encoded(portion, reading, encoder, workers, progress):
-                name = validation if is_validation(index, plan.fraction) else train
-                writers[name].add(tokens, size)
-                index += 1
-        for tokens, size in _encoded(Portion(plan.validation), reading, encoder, workers, progress):
-            writers[validation].add(tokens, size)
+
+        def take(plan: SetPlan, portion: Portion, chunk: EncodedChunk) -> bool:
+            train, validation = f"{plan.name}.train", f"{plan.name}.validation"
+            for tokens, size in chunk.documents():
+                if portion.tokens is not None and progress.tokens >= portion.tokens:
+                    return False
+                held_out = portion.held_out or is_validation(progress.index, plan.fraction)
+                writers[validation if held_out else train].add(tokens, size)
+                progress.index += 1
+                progress.tokens += len(tokens)
+            return True
+
+        for plan, portion, first in progress.portions(preparation):
+            with read_portion(reader, plan, portion, first, progress) as chunks:
+                for positions, chunk in chunks:
+                    if not take(plan, portion, chunk):
+                        break
+                    progress.input, progress.document = positions[-1]
+                    saver.save(progress, *writers.values())
+            _say_if_short(portion, progress.tokens)
         return {name: writer.finish() for name, writer in writers.items()}
 
 
-def _encoded(
-    portion: Portion, reading: ReadOptions, encoder: Encoder, workers: Workers, progress: Any
-) -> Iterator[tuple[NDArray[np.integer], int]]:
-    """Yield the tokens and the size in bytes of the portion's documents, whole ones, up to its
-    number of tokens."""
-    written = 0
-    with closing(read_documents(portion.inputs, reading)) as documents:
-        chunks = workers.encode(documents, encoder)
-        with closing(chunks):
-            for chunk in chunks:
-                for tokens, size in chunk.documents():
-                    if portion.tokens is not None and written >= portion.tokens:
-                        return
-                    written += len(tokens)
-                    yield tokens, size
-                    progress.set_postfix_str(f"{written:,} tokens", refresh=False)
-                    progress.update(size)
-    if portion.tokens is not None and written < portion.tokens:
+def _write_shard(
+    preparation: Preparation, reader: Reader, folder: AtomicFolder, progress: Progress, saver: Saver
+) -> None:
+    """Write the documents of one shard; `progress` says afterwards which they are."""
+    shard, paths = reader.shard, (folder.path / TOKENS_FILE, folder.path / RECORDS_FILE)
+    with closing(DocumentFile(*paths, reader.encoder.dtype, progress.file("shard"))) as file:
+
+        def enough(portion: Portion, unit: str) -> bool:
+            if portion.tokens is None or progress.tokens >= portion.tokens:
+                return portion.tokens is not None
+            whole = shard.cut or unit not in progress.parts
+            return whole and progress.tokens * shard.count >= portion.tokens * MARGIN
+
+        def take(portion: Portion, first: int, at: list[Position], chunk: EncodedChunk) -> bool:
+            for position, (tokens, size) in zip(at, chunk.documents(), strict=True):
+                number = first + position.input
+                if enough(portion, str(number)):
+                    progress.left.append([number, first + len(portion.inputs)])
+                    return False
+                file.add(tokens, size)
+                part = progress.parts.setdefault(str(number), [0, 0])
+                part[0] += 1
+                part[1] += len(tokens)
+                progress.tokens += len(tokens)
+            return True
+
+        for plan, portion, first in progress.portions(preparation):
+            with read_portion(reader, plan, portion, first, progress) as chunks:
+                for positions, chunk in chunks:
+                    if not take(portion, first, positions, chunk):
+                        break
+                    progress.input, progress.document = positions[-1]
+                    saver.save(progress, file)
+        file.sync()
+
+
+@contextmanager
+def read_portion(
+    reader: Reader, plan: SetPlan, portion: Portion, first: int, progress: Progress
+) -> Iterator[Iterator[tuple[list[Position], EncodedChunk]]]:
+    """Give the documents of a portion that are left, with a bar of their bytes."""
+    with (
+        progress_of(plan.name) as bar,
+        closing(reader.documents(portion.inputs, first, progress.position)) as documents,
+    ):
+
+        def counted() -> Iterator[tuple[list[Position], EncodedChunk]]:
+            for positions, chunk in documents:
+                yield positions, chunk
+                bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
+                bar.update(sum(chunk.bytes))
+
+        yield counted()
+
+
+def _say_if_short(portion: Portion, tokens: int) -> None:
+    if portion.tokens is not None and tokens < portion.tokens:
         print(
-            f"{', '.join(map(str, portion.inputs))}: {written:,} tokens instead of "
+            f"{', '.join(map(str, portion.inputs))}: {tokens:,} tokens instead of "
             f"{portion.tokens:,}: there are no more",
             file=sys.stderr,
         )

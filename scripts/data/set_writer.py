@@ -1,14 +1,22 @@
-"""Write one token set as a Megatron .bin/.idx pair."""
+"""Write documents, one after the other, as a Megatron .bin/.idx pair."""
 
+import os
+import struct
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from numpy.typing import NDArray
 
 from training.data.hashes import file_sha256, write_block_hashes
+from training.data.index_file import write_index
 from training.data.manifest import SetEntry
 from training.errors import DataError
+
+RECORD: Final = np.dtype([("tokens", "<i4"), ("bytes", "<i8")])
+"""What is kept of a document beside its tokens: how many there are, and the size of its text."""
+_PACK: Final = struct.Struct("<iq").pack
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -21,25 +29,88 @@ def no_documents(name: str, source: list[str]) -> DataError:
     return DataError(f"set {name} would be empty: {', '.join(source)} gives it no documents")
 
 
-class SetWriter:
-    """Writes documents to FOLDER/NAME.bin; `finish` writes the index."""
+@dataclass
+class Written:
+    """How much a file of documents holds."""
 
-    def __init__(self, folder: Path, name: str, dtype: str, source: list[str]) -> None:
-        self._prefix = str(folder / name)
-        self._name = name
-        self._dtype = dtype
-        self._source = source
-        self._builder = IndexedDatasetBuilder(self._prefix + ".bin", np.dtype(dtype).type)
-        self._documents = self._tokens = self._bytes = 0
-        self._max_token = -1
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    max_token: int = -1
+
+
+class DocumentFile:
+    """Appends documents to a file of tokens, and a record of each to a second file.
+
+    Args:
+        tokens: the path of the tokens.
+        records: the path of the records.
+        dtype: of a token.
+        written: what the files hold of an interrupted run; what they hold beyond it is cut off.
+    """
+
+    def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
+        self.written = written
+        size = written.tokens * np.dtype(dtype).itemsize
+        self._tokens = _opened(tokens, size)
+        self._records = _opened(records, written.documents * RECORD.itemsize)
 
     def add(self, tokens: NDArray[np.integer], size: int) -> None:
         """Add a document with its tokens, EOD included, and its `size` in bytes."""
-        self._builder.add_document(tokens, [len(tokens)])
-        self._documents += 1
-        self._tokens += len(tokens)
-        self._bytes += size
-        self._max_token = max(self._max_token, int(tokens.max()))
+        self._tokens.write(tokens.data)
+        self._records.write(_PACK(len(tokens), size))
+        written = self.written
+        written.documents += 1
+        written.tokens += len(tokens)
+        written.bytes += size
+        written.max_token = max(written.max_token, int(tokens.max()))
+
+    def sync(self) -> None:
+        """Bring what was added to the disk."""
+        for file in (self._tokens, self._records):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the files."""
+        self._tokens.close()
+        self._records.close()
+
+
+def _opened(path: Path, size: int) -> BinaryIO:
+    """Open a file to append to it after its first `size` bytes."""
+    path.touch()
+    if path.stat().st_size < size:
+        raise DataError(f"{path} has lost bytes: it must have {size}, got {path.stat().st_size}")
+    os.truncate(path, size)
+    return path.open("ab")
+
+
+def read_records(path: Path, first: int, count: int) -> Any:
+    """Return `count` records of a file of documents from `first` on, `[count]`."""
+    return np.fromfile(path, RECORD, count, offset=first * RECORD.itemsize)
+
+
+class SetWriter(DocumentFile):
+    """Writes a set to FOLDER/NAME.bin; `finish` writes the index.
+
+    Args:
+        folder: of the set.
+        state: the folder of its records.
+        name: of the set.
+        dtype: of a token.
+        source: where its documents come from, as given.
+        written: by an interrupted run.
+    """
+
+    def __init__(
+        self, folder: Path, state: Path, name: str, dtype: str, source: list[str], written: Written
+    ) -> None:
+        self._prefix = folder / name
+        self._documents = state / f"{name}.documents"
+        self._dtype = dtype
+        self._source = source
+        super().__init__(folder / f"{name}.bin", self._documents, dtype, written)
 
     def finish(self) -> SetEntry:
         """Write the index and return the manifest's entry of the pair.
@@ -47,15 +118,18 @@ class SetWriter:
         Raises:
             DataError: no document was added.
         """
-        self._builder.finalize(self._prefix + ".idx")
-        if not self._documents:
-            raise no_documents(self._name, self._source)
+        self.sync()
+        name, written = self._prefix.name, self.written
+        if not written.documents:
+            raise no_documents(name, self._source)
+        index = self._prefix.with_name(f"{name}.idx")
+        write_index(index, written.documents, self._lengths, self._dtype)
         write_block_hashes(self._prefix)
         return SetEntry(
-            documents=self._documents,
-            tokens=self._tokens,
-            bytes=self._bytes,
-            max_token=self._max_token,
+            documents=written.documents,
+            tokens=written.tokens,
+            bytes=written.bytes,
+            max_token=written.max_token,
             dtype=self._dtype,
             sha256={
                 suffix: file_sha256(f"{self._prefix}.{suffix}")
@@ -64,6 +138,5 @@ class SetWriter:
             source=self._source,
         )
 
-    def close(self) -> None:
-        """Close the file, finished or not."""
-        self._builder.data_file.close()
+    def _lengths(self, first: int, count: int) -> Any:
+        return read_records(self._documents, first, count)["tokens"]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from scripts.data.hub import HubInput, parse_hub_input
 from training.errors import DataError
@@ -49,6 +49,13 @@ class FileInput:
 
 
 Input = FileInput | HubInput
+
+
+class Position(NamedTuple):
+    """How far inputs have been read: an input, and how many of its documents."""
+
+    input: int = 0
+    document: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
 from training.data.hashes import BlockHashes, file_sha256
+from training.data.index_file import HEADER, MAGIC
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
 from training.errors import DataError, MissingSetError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 _SCAN = 1 << 24  # tokens read at a time when a whole set is scanned
 
 Verify = Literal["none", "sample", "full"]
@@ -271,16 +270,16 @@ def _check_files(name: str, prefix: str) -> None:
             raise MissingSetError(f"set {name}: no file {prefix}{suffix}")
     size = os.path.getsize(prefix + ".idx")
     with open(prefix + ".idx", "rb") as file:
-        header = file.read(_HEADER.size)
+        header = file.read(HEADER.size)
     corrupt = f"set {name}: {prefix}.idx is corrupt"
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise DataError(f"{corrupt}: it does not begin with the header of a Megatron index")
-    _, version, code, sequences, borders = _HEADER.unpack(header)
+    _, version, code, sequences, borders = HEADER.unpack(header)
     if version != 1:
         raise DataError(f"{corrupt}: version must be 1, got {version}")
     if code not in [kind.value for kind in DType if kind.name.startswith(("int", "uint"))]:
         raise DataError(f"{corrupt}: dtype code {code} is not an integer type")
-    expected = _HEADER.size + sequences * (4 + 8) + borders * 8
+    expected = HEADER.size + sequences * (4 + 8) + borders * 8
     if size != expected:
         raise DataError(
             f"{corrupt}: {sequences} sequences and {borders} document borders need "

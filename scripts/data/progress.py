@@ -1,0 +1,89 @@
+"""How far a preparation has come, as an interrupted run leaves it on the disk."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from scripts.data.folder import AtomicFolder
+from scripts.data.plan import Portion, Preparation, SetPlan
+from scripts.data.set_writer import DocumentFile, Written
+from scripts.data.sources import Position
+
+SECONDS: Final = 5.0
+"""Time between saves, the most that is done again after a kill."""
+
+
+@dataclass
+class Progress:
+    """A place in the portions of a preparation, and what was written up to there.
+
+    set, portion  being read
+    input         of the portion, and `document` of the input, that come next
+    index         number of the next training document of the set
+    tokens        that the portion has given
+    written       by file of documents
+    parts         (documents, tokens) of each input of a shard, by its number in the preparation
+    left          (first, end) ranges of inputs that a shard has not finished, as it has its share
+                  of the portion's tokens
+    """
+
+    set: int = 0
+    portion: int = 0
+    input: int = 0
+    document: int = 0
+    index: int = 0
+    tokens: int = 0
+    written: dict[str, Written] = field(default_factory=dict)
+    parts: dict[str, list[int]] = field(default_factory=dict)
+    left: list[list[int]] = field(default_factory=list)
+
+    def file(self, name: str) -> Written:
+        """Return what is written of a file of documents, which counts on from there."""
+        return self.written.setdefault(name, Written())
+
+    @property
+    def position(self) -> Position:
+        """The position in the portion's inputs."""
+        return Position(self.input, self.document)
+
+    def portions(self, preparation: Preparation) -> Iterator[tuple[SetPlan, Portion, int]]:
+        """Yield the portions that are left, each with the number of its first input.
+
+        What counts within a portion is set back when the next begins.
+        """
+        first = 0
+        for number, plan in enumerate(preparation.sets):
+            for place, portion in enumerate(plan.portions()):
+                if (number, place) > (self.set, self.portion):
+                    self.index = self.index if number == self.set else 0
+                    self.set, self.portion = number, place
+                    self.input = self.document = self.tokens = 0
+                if (number, place) == (self.set, self.portion):
+                    yield plan, portion, first
+                first += len(portion.inputs)
+
+
+def read_progress(saved: Any) -> Progress:
+    """Return what `Saver` saved, or the beginning if that is None."""
+    if saved is None:
+        return Progress()
+    written = {name: Written(**values) for name, values in saved["written"].items()}
+    return Progress(**{**saved, "written": written})
+
+
+class Saver:
+    """Saves the progress every few seconds, after what it counts has come to the disk."""
+
+    def __init__(self, folder: AtomicFolder) -> None:
+        self._folder = folder
+        self._saved = time.monotonic()
+
+    def save(self, progress: Progress, *files: DocumentFile) -> None:
+        """Save it if it is time."""
+        if time.monotonic() < self._saved + SECONDS:
+            return
+        for file in files:
+            file.sync()
+        self._folder.save(asdict(progress))
+        self._saved = time.monotonic()

@@ -1,0 +1,194 @@
+"""Shards of a preparation: encoded documents, which one process joins to sets.
+
+OUTPUT.shards/K-of-N/ holds `tokens.bin`, `documents` (a record for each), the tokenizer, and
+`shard.json`, which says how many documents of which input they are.
+"""
+
+import json
+import re
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scripts.data.encoding import EncodedChunk
+from scripts.data.plan import BLOCK, Preparation, Shard, shards_folder
+from scripts.data.set_writer import RECORD, read_records
+from scripts.data.sources import Position
+from scripts.data.tokenizer import TOKENIZER_FILE
+from training.data.hashes import file_sha256
+from training.errors import DataError, InputError
+from training.json_file import read_json
+
+SHARD_FILE: Final = "shard.json"
+TOKENS_FILE: Final = "tokens.bin"
+RECORDS_FILE: Final = "documents"
+_NAME: Final = re.compile(r"(\d+)-of-(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """What a shard's folder holds.
+
+    key     of the preparation, with the content of the inputs that the shard reads
+    dtype   of a token
+    parts   (documents, tokens) of each input, in order, by its number in the preparation
+    left    (first, end) ranges of inputs that it has not finished
+    """
+
+    key: str
+    dtype: str
+    parts: dict[str, list[int]]
+    left: list[list[int]]
+
+    def write(self, folder: Path) -> None:
+        """Write it to a shard's folder."""
+        (folder / SHARD_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
+    """Return what must be equal for a shard to be part of the preparation.
+
+    `identities` are those of the inputs; those of inputs that are not the shard's do not count.
+    """
+    own = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
+    return f"{preparation.fingerprint(own)} {shard.number + 1}/{shard.count}"
+
+
+def read_entry(folder: Path) -> ShardEntry | None:
+    """Return the entry of a shard that is finished, else None."""
+    try:
+        return ShardEntry(**read_json(folder / SHARD_FILE))
+    except FileNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Documents of one input in a shard's files, from `document` and `token` on."""
+
+    folder: Path
+    dtype: str
+    document: int
+    token: int
+    documents: int
+    finished: bool  # whether there are no more that are the shard's
+
+    def records(self, first: int, size: int) -> Any:
+        """Return the records of `size` documents from `first` on."""
+        return read_records(self.folder / RECORDS_FILE, self.document + first, size)
+
+    def tokens(self, first: int, size: int) -> NDArray[np.integer]:
+        """Return `size` tokens from `first` on."""
+        offset = (self.token + first) * np.dtype(self.dtype).itemsize
+        return np.fromfile(self.folder / TOKENS_FILE, self.dtype, size, offset=offset)
+
+
+class Shards:
+    """All shards of a preparation, read as the documents of its inputs.
+
+    Raises:
+        InputError: a shard is missing, or is of another preparation.
+        DataError: the shards have different tokenizers.
+    """
+
+    def __init__(self, preparation: Preparation, output: Path, identities: list[str]) -> None:
+        counts = {int(match[2]) for match in _names(output)}
+        home = shards_folder(output)
+        if len(counts) != 1:
+            raise InputError(f"{home} must hold shards of one number, got {sorted(counts)}")
+        self._shards = [preparation.shard(i, max(counts)) for i in range(max(counts))]
+        self.folders = [shard.folder(output) for shard in self._shards]
+        entries = [read_entry(folder) for folder in self.folders]
+        missing = [
+            folder.name
+            for folder, entry in zip(self.folders, entries, strict=True)
+            if entry is None
+        ]
+        if missing:
+            raise InputError(
+                f"{home} lacks {', '.join(missing)}: prepare them with --shard "
+                f"{missing[0].replace('-of-', '/')}, or delete the folder to go without shards"
+            )
+        self._parts: list[dict[int, _Part]] = []
+        for folder, shard, entry in zip(self.folders, self._shards, entries, strict=True):
+            assert entry is not None
+            if entry.key != shard_key(preparation, shard, identities):
+                raise InputError(
+                    f"{folder} is of other inputs or options than this command: prepare it again "
+                    "with --overwrite, or delete it"
+                )
+            self._parts.append(_parts(folder, entry, shard, len(identities)))
+        tokenizers = {file_sha256(folder / TOKENIZER_FILE) for folder in self.folders}
+        if len(tokenizers) != 1:
+            raise DataError(f"the shards in {home} have {len(tokenizers)} different tokenizers")
+
+    def documents(
+        self, unit: int, number: int, skip: int
+    ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
+        """Yield documents of input `unit` after the first `skip`, with positions in input `number`.
+
+        Returns how many of the first are in the shards, or None for all of them.
+        """
+        parts = [
+            own[unit]
+            for shard, own in zip(self._shards, self._parts, strict=True)
+            if shard.owns(unit, None)
+        ]
+        read = [0] * len(parts)  # tokens of each
+        done = 0
+        for block in count():
+            turn, first = block % len(parts), block // len(parts) * BLOCK
+            part = parts[turn]
+            size = max(0, min(BLOCK, part.documents - first))
+            records = part.records(first, size)
+            lengths = records["tokens"].astype(np.int64)
+            begin = max(0, skip - done)
+            if begin < size:
+                before = int(lengths[:begin].sum())
+                yield (
+                    [Position(number, done + i + 1) for i in range(begin, size)],
+                    EncodedChunk(
+                        tokens=part.tokens(read[turn] + before, int(lengths[begin:].sum())),
+                        lengths=lengths[begin:].tolist(),
+                        bytes=records["bytes"][begin:].tolist(),
+                    ),
+                )
+            read[turn] += int(lengths.sum())
+            done += size
+            if size < BLOCK:
+                return None if part.finished else done
+        raise AssertionError
+
+
+def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[int, _Part]:
+    """Return the parts of the inputs that are a shard's."""
+    parts, document, token = {}, 0, 0
+    left = {unit for first, end in entry.left for unit in range(first, end)}
+    for unit in range(units):
+        if not shard.owns(unit, None):
+            continue
+        documents, tokens = entry.parts.get(str(unit), (0, 0))
+        parts[unit] = _Part(folder, entry.dtype, document, token, documents, unit not in left)
+        document, token = document + documents, token + tokens
+    size = (folder / TOKENS_FILE).stat().st_size
+    if size != token * np.dtype(entry.dtype).itemsize or (folder / RECORDS_FILE).stat().st_size != (
+        document * RECORD.itemsize
+    ):
+        raise DataError(f"{folder} is damaged: its files are not of the size that it says")
+    return parts
+
+
+def has_shards(output: Path) -> bool:
+    """Whether there are finished or unfinished shards of a preparation."""
+    return bool(_names(output))
+
+
+def _names(output: Path) -> list[re.Match[str]]:
+    home = shards_folder(output)
+    paths = home.iterdir() if home.is_dir() else ()
+    return [match for path in paths if (match := _NAME.match(path.name))]

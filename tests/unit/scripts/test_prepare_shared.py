@@ -1,0 +1,294 @@
+"""A preparation that is killed and goes on, or is shared: byte for byte that of one process."""
+
+import gzip
+import multiprocessing
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from scripts.data import encoding, folder, hub, plan, progress, set_writer
+from scripts.prepare_data import chosen, main, parse
+from tests.run_results import hashes
+from tests.text_files import TEXTS, lines, write_byte_level_tokenizer, write_jsonl
+from training.data import index_file
+from training.errors import DataError
+
+ROWS = 200
+
+
+def rows(seed: int, count: int = ROWS) -> list[str]:
+    """Documents of one to forty words."""
+    chance = random.Random(seed)
+    return [
+        " ".join(chance.choices(TEXTS[3:], k=1) + [f"number {i}"] * chance.randrange(12))
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two folders of files in several formats, one file, and a tokenizer."""
+    home = tmp_path_factory.mktemp("inputs")
+    (home / "web").mkdir()
+    for i in range(5):
+        write_jsonl(home / f"web/{i}.jsonl", rows(i, 40 + 20 * i))
+    (home / "web/empty.jsonl").touch()
+    (home / "web/z.txt.gz").write_bytes(gzip.compress("\n\n".join(rows(9)).encode()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows(10)}), home / "web/t.parquet")
+    write_jsonl(home / "one.jsonl", rows(11))
+    write_jsonl(home / "held_out.jsonl", rows(12, 50))
+    (home / "dataset").mkdir()
+    for i in range(3):
+        (home / f"dataset/{i}.jsonl").write_bytes(lines(rows(20 + i, 80)))
+    write_byte_level_tokenizer(home)
+    return home
+
+
+COMMANDS = {
+    "trained": "web={}/web one={}/one.jsonl --train-tokenizer 300 --validation-fraction 0.1",
+    "limited": "web={}/web one={}/one.jsonl --tokenizer {}/tokenizer.json --tokens 15000 "
+    "--validation-fraction 1/7",
+    "held out": "one={}/one.jsonl --validation one={}/held_out.jsonl --train-tokenizer 300",
+    "hub": "a=hf:{}/dataset b={}/one.jsonl --tokenizer {}/tokenizer.json --validation-fraction 0.1",
+}
+
+
+def arguments(command: str, home: Path, out: Path, *more: str) -> list[str]:
+    given = COMMANDS[command].replace("{}", str(home)).split()
+    return [*given, "--workers", "1", "--output", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+    """The hashes of what one process writes, by command."""
+    home, known = tmp_path_factory.mktemp("whole"), {}
+
+    def hashes_of(command: str) -> dict[str, str]:
+        if command not in known:
+            assert main(arguments(command, inputs, home / command)) == 0
+            known[command] = hashes(home / command)
+        return known[command]
+
+    return hashes_of
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small chunks, small blocks, and a save after every chunk."""
+    monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 3000)
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(plan, "BLOCK", 16)
+    monkeypatch.setattr("scripts.data.shards.BLOCK", 16)
+
+
+KILLED_IN: dict[str, tuple[Any, str]] = {
+    "add": (set_writer.DocumentFile, "add"),
+    "sync": (set_writer.DocumentFile, "sync"),
+    "save": (folder.AtomicFolder, "save"),
+    "replace": (os, "replace"),
+    "rename": (Path, "rename"),
+    "delete": (folder, "delete"),
+    "hashes": (set_writer, "write_block_hashes"),
+}
+
+
+def kill_in(place: str, call: int, options: list[str]) -> None:
+    """Run the command, and end it as the power fails before a call of a function."""
+    owner, name = KILLED_IN[place]
+    original = getattr(owner, name)
+    left = [call]
+
+    def fatal(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, fatal)
+    os._exit(main(options))
+
+
+def killed(place: str, call: int, options: list[str]) -> bool:
+    """Whether the command was killed before it was done."""
+    process = multiprocessing.get_context("fork").Process(
+        target=kill_in, args=(place, call, options)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_killed_at_ten_moments_it_goes_on(
+    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, command: str
+) -> None:
+    expected, chance = whole(command), random.Random(command)
+    options = arguments(command, inputs, tmp_path / "out")
+    for _ in range(10):
+        assert killed("add", chance.randrange(0, 40), options)
+    assert main(options) == 0
+    assert hashes(tmp_path / "out") == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("place", [name for name in KILLED_IN if name != "add"])
+@pytest.mark.parametrize("call", [0, 1, 3])
+def test_killed_in_any_write_it_goes_on(
+    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, place: str, call: int
+) -> None:
+    options = arguments("held out", inputs, tmp_path / "out")
+    killed(place, call, options)
+    assert main(options) == 0
+    assert hashes(tmp_path / "out") == whole("held out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_it_goes_on_where_it_was(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = arguments("held out", inputs, tmp_path / "out")
+    assert killed("add", 200, options)
+    assert main(options) == 0
+    said = re.search(r"goes on after (\d+) documents", capsys.readouterr().out)
+    assert said is not None and 100 < int(said[1]) <= 200
+
+
+def test_other_options_begin_again(
+    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = arguments("trained", inputs, tmp_path / "out")
+    assert killed("add", 200, [*options, "--validation-fraction", "0.3"])
+    assert main(options) == 0
+    said = capsys.readouterr()
+    assert "out.preparing is of another preparation, or its inputs have changed" in said.err
+    assert "goes on" not in said.out
+    assert hashes(tmp_path / "out") == whole("trained")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("shards", [4, 9])
+def test_shards_are_joined(
+    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, command: str, shards: int
+) -> None:
+    options = arguments(command, inputs, tmp_path / "out")
+    order = list(range(1, shards + 1))
+    random.Random(shards).shuffle(order)
+    for number in order:
+        assert main([*options, "--shard", f"{number}/{shards}"]) == 0
+    assert main(options) == 0
+    assert hashes(tmp_path / "out") == whole(command)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("command", ["limited", "held out"])
+def test_killed_shards_and_a_killed_join_go_on(
+    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, command: str
+) -> None:
+    options, chance = arguments(command, inputs, tmp_path / "out"), random.Random(command)
+    for number in (1, 2, 3, 4):
+        shard = [*options, "--shard", f"{number}/4"]
+        for _ in range(2):
+            killed("add", chance.randrange(0, 40), shard)
+        assert main(shard) == 0
+    for _ in range(3):
+        assert killed("add", chance.randrange(0, 70), options)
+    killed("delete", 0, options)
+    assert main(options) == 0
+    assert hashes(tmp_path / "out") == whole(command)
+
+
+def test_shards_encode_little_more_than_their_shares(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a part of the documents, too, and what they leave is encoded by the join."""
+    options = [f"one={inputs}/one.jsonl", f"--tokenizer={inputs}/tokenizer.json", "--workers=1"]
+    options += ["--tokens", "5000", "--output", str(tmp_path / "out")]
+    for number in (1, 2, 3):
+        assert main([*options, "--shard", f"{number}/3"]) == 0
+    tokens = [int(each.replace(",", "")) for each in
+              re.findall(r"documents, ([\d,]+) tokens", capsys.readouterr().out)]  # fmt: skip
+    assert 5000 <= sum(tokens) <= 5000 * 1.3
+
+
+def test_no_shard_is_left_out(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = arguments("held out", inputs, out)
+    assert main([*options, "--shard", "1/3"]) == 0
+    assert main([*options, "--shard", "3/3"]) == 0
+    assert main(options) == 2
+    said = capsys.readouterr().err
+    assert "out.shards lacks 2-of-3: prepare them with --shard 2/3" in said
+    assert not out.exists()
+    assert main([*options[:1], *options[3:], "--shard", "2/3"]) == 0  # without its validation set
+    assert main(options) == 2
+    assert "2-of-3 is of other inputs or options than this command" in capsys.readouterr().err
+    assert main([*options, "--shard", "2/3"]) == 2
+    assert main([*options, "--shard", "2/3", "--overwrite"]) == 0
+    (tmp_path / "out.shards/2-of-3/tokens.bin").write_bytes(b"")
+    assert main(options) == 2
+    assert "2-of-3 is damaged: its files are not of the size" in capsys.readouterr().err
+
+
+def test_a_file_of_the_hub_that_fails_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From its last row on; one that fails for good is an error."""
+    failures = [3, 0, 5]  # rows before an error, of each reading
+
+    class Stream:
+        def shard(self, *, num_shards: int, index: int) -> Iterator[dict[str, object]]:
+            assert (num_shards, index) == (2, 1)
+            for number in range(8):
+                if failures and number == failures[0]:
+                    failures.pop(0)
+                    raise TimeoutError("the server sleeps")
+                yield {"text": str(number)}
+
+    monkeypatch.setattr("datasets.load_dataset", lambda **_: Stream())
+    monkeypatch.setattr(hub, "WAITS", (0.0, 0.0))
+    file = hub.HubInput("someone/something", file=(1, 2))
+    hub._cached.cache_clear()
+    assert list(file.documents("text")) == [str(number) for number in range(8)]
+    assert capsys.readouterr().err.count("the server sleeps; reads again in 0 s") == 3
+    failures += [2] * 9
+    with pytest.raises(DataError, match=r"cannot read hf:someone/something::train, file 2 of 2: "):
+        list(file.documents("text"))
+    hub._cached.cache_clear()
+
+
+def test_the_index_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_file, "STEP", 7)
+    for dtype, count in (("uint16", 1), ("int32", 7), ("uint16", 100)):
+        lengths = np.random.default_rng(count).integers(1, 9, count)
+        builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), np.dtype(dtype).type)
+        for length in lengths:
+            builder.add_document(np.zeros(length, dtype), [length])
+        builder.finalize(str(tmp_path / "a.idx"))
+        write = partial(index_file.write_index, tmp_path / "b.idx", count, dtype=dtype)
+        write(lengths=lambda first, size, all_=lengths: all_[first : first + size])
+        assert (tmp_path / "b.idx").read_bytes() == (tmp_path / "a.idx").read_bytes()
+
+
+@pytest.mark.parametrize("option", ["--tokens=9000", "--document-bytes=9", "--eod=<x>",
+                                    "--validation-fraction=0.2", "--text-key=other"])  # fmt: skip
+def test_every_option_counts_in_the_fingerprint(inputs: Path, option: str) -> None:
+    command = arguments("limited", inputs, Path("out"))
+    prints = [
+        chosen(parse(each)).fingerprint()
+        for each in (command, [*command, option], [*command, option])
+    ]
+    assert prints[0] != prints[1] == prints[2]
