@@ -1,6 +1,7 @@
 """Which parameters of a model take a spectral rule, and how they are divided into matrices.
 
-`split_parameters` reads the modules of a model. What it knows of fused weights is the table
+With an example, `split_parameters` watches what a forward pass does with each weight (watch.py).
+Without one it reads the modules of a model. What it knows of fused weights is the table
 `FUSED`: the name that a model gives the weight, and the attribute of the module around it that says
 how many rows a matrix has. A weight that looks fused and is not in the table is an error, never one
 matrix.
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from .division import Division, sizes_of
+from .watch import Seen, watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,6 +91,7 @@ class Row(NamedTuple):
     rule: str
     matrices: int
     matrix: tuple[int, ...]
+    reason: str
 
 
 class ParameterSplit(Sequence[dict[str, Any]]):
@@ -135,10 +138,11 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         """Return a table, equal rows of numbered layers joined."""
         counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
-        for (name, shape, rule, matrices, matrix), count in counts.items():
+        for (name, shape, rule, matrices, matrix, reason), count in counts.items():
             what = f"{matrices} of {'x'.join(map(str, matrix))}" if rule != "adamw" else ""
             shown = "x".join(map(str, shape)) or "scalar"
-            lines.append(f"{count:4} x {name:50} {shown:>16}  {rule:8}  {what}".rstrip())
+            line = f"{count:4} x {name:50} {shown:>16}  {rule:8}  {what:16}  {reason}"
+            lines.append(line.rstrip())
         return "\n".join(lines)
 
 
@@ -160,6 +164,7 @@ class Weight(NamedTuple):
 def split_parameters(
     module: nn.Module,
     *,
+    example: Any = None,
     elementwise: Iterable[nn.Module] | nn.Module = (),
     units: Mapping[str, Mapping[str, Any]] | None = None,
     lr: float = ELEMENTWISE_LR,
@@ -173,6 +178,8 @@ def split_parameters(
 
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
+        example: the arguments of one small forward pass, a tensor, a tuple or a mapping, or a
+            function that runs it. What the pass shows decides, and no name is asked (`watch`).
         elementwise: modules, or one, all of whose parameters go to AdamW.
         units: how parameters are divided, by a pattern of their names such as `*.attention.qkv`;
             `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}`, see
@@ -182,7 +189,8 @@ def split_parameters(
     Raises:
         ValueError: a weight that looks fused, or has more than two dimensions, and that nobody
             said how to divide; rows that do not divide a weight; a pattern that matches nothing;
-            patterns that divide one parameter differently; an elementwise module of another model.
+            patterns that divide one parameter differently; an elementwise module of another model;
+            a weight that the pass of `example` did not use, or that it shows no division of.
         TypeError: no module, or elementwise modules that are none.
     """
     if not isinstance(module, nn.Module):
@@ -190,41 +198,53 @@ def split_parameters(
     overrides = {} if units is None else dict(units)
     unused = set(overrides)
     apart = _apart(module, elementwise)
+    given = {}
+    for weight in (weights := [*weights_of(module)]):
+        patterns = [p for p in overrides if fnmatchcase(weight.name, p)]
+        unused -= set(patterns)
+        divisions = {Division.of(overrides[p]) for p in patterns}
+        if len(divisions) > 1:
+            raise ValueError(
+                f"{weight.name} matches {' and '.join(patterns)} of units, which differ"
+            )
+        if weight.parameter.ndim < 2:
+            given[weight.name] = Seen(None, "a vector", decays=False)
+        elif id(weight.parameter) in apart:
+            given[weight.name] = Seen(None, apart[id(weight.parameter)])
+        elif divisions:
+            given[weight.name] = Seen(divisions.pop(), "units")
+        elif _is_line(weight.parameter):
+            given[weight.name] = Seen(None, "a vector", decays=False)
+    if example is not None:
+        others = {w.name: w.parameter for w in weights if w.name not in given}
+        given |= watch(module, others, example)
     groups: dict[Division, list[tuple[str, nn.Parameter]]] = {}
     tables: list[tuple[str, nn.Parameter]] = []
     vectors: list[tuple[str, nn.Parameter]] = []
     rows = []
-    for weight in weights_of(module):
+    for weight in weights:
         name, parameter = weight.name, weight.parameter
         shape = tuple(parameter.shape)
-        patterns = [p for p in overrides if fnmatchcase(name, p)]
-        unused -= set(patterns)
-        divisions = {Division.of(overrides[p]) for p in patterns}
-        if len(divisions) > 1:
-            raise ValueError(f"{name} matches {' and '.join(patterns)} of units, which differ")
-        if parameter.ndim > 1 and (id(parameter) in apart or (not patterns and _is_table(weight))):
-            tables.append((name, parameter))
-        elif parameter.ndim < 2 or (not patterns and _is_vector(weight)):
-            vectors.append((name, parameter))
-        else:
-            division = divisions.pop() if divisions else division_of(weight)
-            try:
-                boxes = division.boxes(shape)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            groups.setdefault(division, []).append((name, parameter))
-            matrix = tuple(division.matrix(torch.empty(sizes_of(boxes[0]), device="meta")).shape)
-            rows.append(Row(name, shape, "spectral", len(boxes), matrix))
+        division, reason, decays = given.get(name) or _by_name(weight)
+        if division is None:
+            (tables if decays else vectors).append((name, parameter))
+            rows.append(Row(name, shape, "adamw", 1, shape, reason))
             continue
-        rows.append(Row(name, shape, "adamw", 1, shape))
+        try:
+            boxes = division.boxes(shape)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        groups.setdefault(division, []).append((name, parameter))
+        matrix = tuple(division.matrix(torch.empty(sizes_of(boxes[0]), device="meta")).shape)
+        rows.append(Row(name, shape, "spectral", len(boxes), matrix, reason))
     if unused:
         raise ValueError(f"units matches no parameter: {', '.join(sorted(unused))}")
     chosen: list[dict[str, Any]] = [
         {"params": params, "units": division.settings()} for division, params in groups.items()
     ]
-    others = {"rule": "adamw", "lr": lr}
-    chosen += [{"params": tables, **others}] if tables else []
-    chosen += [{"params": vectors, **others, "weight_decay": 0.0}] if vectors else []
+    adamw = {"rule": "adamw", "lr": lr}
+    chosen += [{"params": tables, **adamw}] if tables else []
+    chosen += [{"params": vectors, **adamw, "weight_decay": 0.0}] if vectors else []
     from torch.nn.parallel import DistributedDataParallel
 
     replicas = module.process_group if isinstance(module, DistributedDataParallel) else None
@@ -281,8 +301,8 @@ def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
-def _apart(module: nn.Module, elementwise: Iterable[nn.Module] | nn.Module) -> set[int]:
-    """Return the ids of the parameters of embeddings and of the modules given."""
+def _apart(module: nn.Module, elementwise: Iterable[nn.Module] | nn.Module) -> dict[int, str]:
+    """Return why parameters of embeddings and of the modules given are apart, by their ids."""
     elementwise = [elementwise] if isinstance(elementwise, nn.Module) else list(elementwise)
     own = {id(p) for p in module.parameters()}
     for each in elementwise:
@@ -290,8 +310,22 @@ def _apart(module: nn.Module, elementwise: Iterable[nn.Module] | nn.Module) -> s
             raise TypeError(f"elementwise must be modules of the model, got {each!r}")
         if own.isdisjoint(ids := [id(p) for p in each.parameters()]) and ids:
             raise ValueError(f"elementwise must be modules of the model, got {each!r} beside it")
-    embeddings = [m for m in module.modules() if _is_embedding(m)]
-    return {id(p) for m in (*embeddings, *elementwise) for p in m.parameters()}
+    reasons = {m: "an embedding" for m in module.modules() if _is_embedding(m)}
+    reasons |= dict.fromkeys(elementwise, "elementwise")
+    return {id(p): reason for m, reason in reasons.items() for p in m.parameters()}
+
+
+def _by_name(weight: Weight) -> Seen:
+    """Return what names and classes tell of a weight; raises ValueError for what they do not."""
+    if _is_table(weight):
+        return Seen(None, "a table, a head or a router by its name or class")
+    if _is_vector(weight):
+        return Seen(None, "a gain or a bias by its name or class", decays=False)
+    return Seen(division_of(weight), "names of layers")
+
+
+def _is_line(parameter: nn.Parameter) -> bool:
+    return parameter.numel() <= max(parameter.shape)
 
 
 def _is_table(weight: Weight) -> bool:
@@ -306,11 +340,7 @@ def _is_table(weight: Weight) -> bool:
 
 def _is_vector(weight: Weight) -> bool:
     """Whether a parameter is a gain or a bias, by its shape, its module's class or its name."""
-    return (
-        weight.parameter.numel() <= max(weight.parameter.shape)
-        or "Norm" in weight.kind
-        or VECTORS.search(weight.name.rpartition(".")[2]) is not None
-    )
+    return "Norm" in weight.kind or VECTORS.search(weight.name.rpartition(".")[2]) is not None
 
 
 def _looks_fused(name: str) -> bool:

@@ -1,0 +1,591 @@
+"""What one forward pass shows of the matrices in a weight (`split_parameters(model, example=...)`).
+
+Each case is a module whose author knows its matrices; a step on the fused weight equals steps on
+these matrices apart.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spectral import Muon, SpectralOptimizer, preconditioned, split_parameters
+
+Pieces = Callable[[Tensor], Sequence[Tensor]]
+
+
+class Module(nn.Module):
+    """A module of layers and parameters, and the function that it computes."""
+
+    def __init__(self, forward: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.function = forward
+        for name, member in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                member = nn.Parameter(member)
+            setattr(self, name, member)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def linear(*sizes: int) -> nn.Linear:
+    return nn.Linear(*sizes, bias=False)
+
+
+def heads(x: Tensor, size: int) -> Tensor:
+    return x.unflatten(-1, (-1, size)).transpose(1, 2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def rows(*pattern: int) -> Pieces:
+    return lambda w: w.split([*pattern] * (len(w) // sum(pattern)))
+
+
+def columns(*pattern: int) -> Pieces:
+    return lambda w: [p.T for p in w.split([*pattern] * (w.shape[1] // sum(pattern)), 1)]
+
+
+def whole(w: Tensor) -> list[Tensor]:
+    return [w.flatten(1)]
+
+
+def channels(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def fused_convolution(m: Any, x: Tensor) -> Any:
+    q, k, v = (heads(channels(y), 4) for y in m.to_qkv(x).chunk(3, 1))
+    return m.out(attention(q, k, v))
+
+
+def rotated(x: Tensor, size: int = 2) -> Tensor:
+    """Rotary embedding of the first half of each head alone."""
+    turned, rest = x[..., : 2 * size], x[..., 2 * size :]
+    half = torch.cat([-turned[..., size:], turned[..., :size]], -1)
+    return torch.cat([turned * 0.6 + half * 0.8, rest], -1)
+
+
+def rotary(m: Any, x: Tensor) -> Any:
+    q, k, v = (heads(y, 6) for y in m.qkv(x).chunk(3, -1))
+    return m.out(attention(rotated(q), rotated(k), v))
+
+
+def complex_rotary(m: Any, x: Tensor) -> Any:
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    turn = torch.polar(torch.ones(2), torch.ones(2))
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (2, 2)).contiguous()) * turn)
+        for y in (q, k)
+    )
+    return m.out(attention(q.flatten(3), k.flatten(3), v))
+
+
+def latent(m: Any, x: Tensor) -> Any:
+    low, rope = m.down(x).split([6, 2], -1)
+    nope, v = heads(m.up(low), 7).split([4, 3], -1)
+    k = torch.cat([nope, rope[:, None].expand(-1, nope.shape[1], -1, -1)], -1)
+    return m.out(attention(heads(m.q(x), 6), k, v))
+
+
+def gated_attention(m: Any, x: Tensor) -> Any:
+    q, gate = m.q(x).unflatten(-1, (-1, 8)).chunk(2, -1)
+    k, v = heads(m.kv(x), 8).chunk(2, -1)
+    return m.out(attention(q.transpose(1, 2), k, v) * gate.flatten(2).sigmoid())
+
+
+def modulated(m: Any, x: Tensor, condition: Tensor) -> Any:
+    a, b, c, d, e, f = m.ada(condition)[:, None].chunk(6, -1)
+    x = x + c * m.first(m.norm(x) * (1 + b) + a)
+    return m.head(x + f * m.second(m.norm(x) * (1 + e) + d))
+
+
+def experts(m: Any, x: Tensor) -> Any:
+    probabilities, chosen = m.gate(x).softmax(-1).topk(2)
+    mixed = torch.zeros_like(x)
+    for e in range(len(m.gate_up)):
+        token, slot = torch.where(chosen == e)
+        gate, up = F.linear(x[token], m.gate_up[e]).chunk(2, -1)
+        made = F.linear(F.silu(gate) * up, m.down[e]) * probabilities[token, slot, None]
+        mixed.index_add_(0, token, made)
+    return m.head(x + mixed)
+
+
+def batched_experts(m: Any, x: Tensor) -> Any:
+    y = torch.bmm(x.expand(3, -1, -1), m.gate_up)
+    gate, up = y[..., ::2], y[..., 1::2]
+    made = torch.bmm(gate.clamp(max=7) * up.sigmoid(), m.down)
+    return m.head(x + (made * m.gate(x).softmax(-1).T[..., None]).sum(0))
+
+
+def grouped_experts(m: Any, x: Tensor) -> Any:
+    ends = torch.tensor([6, 9], dtype=torch.int32)
+    y = F.grouped_mm(x.bfloat16(), m.gate_up.bfloat16().transpose(1, 2), offs=ends)
+    gate, up = y.chunk(2, -1)
+    made = F.grouped_mm(F.silu(gate) * up, m.down.bfloat16().transpose(1, 2), offs=ends)
+    return m.head(x + made.float())
+
+
+def convolution(groups: int) -> Pieces:
+    return lambda w: [part.flatten(1) for part in w.chunk(groups)]
+
+
+def transposed_convolution(groups: int) -> Pieces:
+    return lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(groups)]
+
+
+def recurrent(m: Any, x: Tensor) -> Any:
+    return m.head(m.gru(x)[0])
+
+
+x = torch.randn(2, 9, 12)
+image = torch.randn(2, 8, 5, 5)
+tokens = torch.randn(9, 8)
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] = {
+    "glu": (
+        lambda: Module(
+            lambda m, x: m.out(F.glu(m.both(x), 1)),
+            both=nn.Conv2d(8, 20, 1, bias=False),
+            out=nn.Conv2d(10, 8, 3),
+        ),
+        image,
+        {"both.weight": convolution(2), "out.weight": None},
+    ),
+    "a chunk and a product": (
+        lambda: Module(
+            lambda m, x: m.last(m.out((h := m.both(x).chunk(2, -1))[0] * F.gelu(h[1]))),
+            both=linear(12, 20),
+            out=linear(10, 12),
+            last=linear(12, 3),
+        ),
+        x,
+        {"both.weight": rows(10), "out.weight": whole, "last.weight": None},
+    ),
+    "a fused convolution": (
+        lambda: Module(fused_convolution, to_qkv=nn.Conv2d(8, 24, 1), out=linear(8, 8)),
+        image,
+        {"to_qkv.weight": convolution(6), "out.weight": None},
+    ),
+    "rotary of a part": (
+        lambda: Module(rotary, qkv=linear(12, 36), out=linear(12, 12)),
+        x,
+        {"qkv.weight": rows(6)},
+    ),
+    "complex rotary": (
+        lambda: Module(complex_rotary, qkv=linear(12, 24), out=linear(8, 12)),
+        x,
+        {"qkv.weight": rows(4)},
+    ),
+    "columns of two weights": (
+        lambda: Module(
+            latent, down=linear(12, 8), up=linear(6, 14), q=linear(12, 12), out=linear(6, 12)
+        ),
+        x,
+        {"down.weight": rows(6, 2), "up.weight": rows(4, 3), "q.weight": rows(6)},
+    ),
+    "gates of heads": (
+        lambda: Module(gated_attention, q=linear(12, 16), kv=linear(12, 16), out=linear(8, 12)),
+        x,
+        {"q.weight": rows(4), "kv.weight": rows(4)},
+    ),
+    "six modulations": (
+        lambda: Module(
+            modulated,
+            ada=linear(5, 72),
+            first=linear(12, 12),
+            second=linear(12, 12),
+            norm=nn.LayerNorm(12),
+            head=linear(12, 2),
+        ),
+        (x, torch.randn(2, 5)),
+        {"ada.weight": rows(12), "first.weight": whole, "second.weight": whole},
+    ),
+    "experts by index": (
+        lambda: Module(
+            experts,
+            gate=linear(8, 3),
+            gate_up=torch.randn(3, 12, 8),
+            down=torch.randn(3, 8, 6),
+            head=linear(8, 4),
+        ),
+        tokens,
+        {
+            "gate.weight": None,
+            "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
+            "down": lambda w: [*w],
+        },
+    ),
+    "batched experts [e, in, out], interleaved": (
+        lambda: Module(
+            batched_experts,
+            gate=linear(8, 3),
+            gate_up=torch.randn(3, 8, 12),
+            down=torch.randn(3, 6, 8),
+            head=linear(8, 4),
+        ),
+        tokens,
+        {
+            "gate_up": lambda w: [e[:, j::2].T for e in w for j in (0, 1)],
+            "down": lambda w: [e.T for e in w],
+        },
+    ),
+    "grouped experts": (
+        lambda: Module(
+            grouped_experts,
+            gate_up=torch.randn(2, 32, 16),
+            down=torch.randn(2, 16, 16),
+            head=linear(16, 4),
+        ),
+        torch.randn(9, 16),
+        {
+            "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
+            "down": lambda w: [*w],
+        },
+    ),
+    "an [in, out] weight": (
+        lambda: Module(
+            lambda m, x: m.out(attention(*(heads(y, 4) for y in (x @ m.fused).chunk(3, -1)))),
+            fused=torch.randn(12, 24),
+            out=linear(8, 12),
+        ),
+        x,
+        {"fused": columns(4)},
+    ),
+    "groups of a convolution": (
+        lambda: Module(
+            lambda m, x: m.out(m.grouped(x).relu()),
+            grouped=nn.Conv2d(8, 12, 3, groups=2, bias=False),
+            out=nn.Conv2d(12, 4, 1),
+        ),
+        image,
+        {"grouped.weight": convolution(2)},
+    ),
+    "a depthwise convolution": (
+        lambda: Module(
+            lambda m, x: m.out(m.depthwise(m.first(x))),
+            first=nn.Conv2d(8, 8, 1),
+            depthwise=nn.Conv2d(8, 8, 3, groups=8),
+            out=nn.Conv2d(8, 4, 1),
+        ),
+        image,
+        {"first.weight": convolution(1), "depthwise.weight": None},
+    ),
+    "transposed convolutions": (
+        lambda: Module(
+            lambda m, x: m.out(m.second(m.first(x))),
+            first=nn.ConvTranspose2d(8, 6, 2, stride=2),
+            second=nn.ConvTranspose2d(6, 10, 2, groups=2),
+            out=nn.Conv2d(10, 4, 1),
+        ),
+        image,
+        {"first.weight": transposed_convolution(1), "second.weight": transposed_convolution(2)},
+    ),
+    "a weight that is normed": (
+        lambda: Module(
+            lambda m, x: m.out(F.glu(m.both(x))),
+            both=weight_norm(linear(12, 20)),
+            out=linear(10, 12),
+        ),
+        x,
+        {
+            "both.parametrizations.weight.original0": None,
+            "both.parametrizations.weight.original1": rows(10),
+        },
+    ),
+    "a view of a weight": (
+        lambda: Module(
+            lambda m, x: m.out(
+                attention(q := torch.einsum("btd,hde->bhte", x, m.q), q, heads(m.v(x), 4))
+            ),
+            q=torch.randn(3, 12, 4),
+            v=linear(12, 12),
+            out=linear(12, 12),
+        ),
+        x,
+        {"q": lambda w: [h.T for h in w], "v.weight": rows(4)},
+    ),
+    "parts of a weight": (
+        lambda: Module(
+            lambda m, x: m.out(F.linear(x, m.both[:10]) * F.linear(x, m.both[10:])),
+            both=torch.randn(20, 12),
+            out=linear(10, 12),
+        ),
+        x,
+        {"both": rows(10)},
+    ),
+    "two weights as one": (
+        lambda: Module(
+            lambda m, x: m.out(F.glu(F.linear(x, torch.cat([m.a.weight, m.b.weight])))),
+            a=linear(12, 10),
+            b=linear(12, 10),
+            out=linear(10, 12),
+        ),
+        x,
+        {"a.weight": whole, "b.weight": whole},
+    ),
+    "multi-head attention": (
+        lambda: Module(
+            lambda m, x: m.out(m.attention(x, x, x)[0]),
+            attention=nn.MultiheadAttention(12, 3, batch_first=True).eval(),
+            out=linear(12, 12),
+        ),
+        x,
+        {"attention.in_proj_weight": rows(4), "attention.out_proj.weight": whole},
+    ),
+    "an encoder layer": (
+        lambda: nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).eval(),
+        x,
+        {
+            "self_attn.in_proj_weight": rows(4),
+            "self_attn.out_proj.weight": whole,
+            "linear1.weight": whole,
+            "linear2.weight": whole,
+        },
+    ),
+    "a recurrent layer": (
+        lambda: Module(recurrent, gru=nn.GRU(12, 5), head=linear(5, 2)),
+        x,
+        {"gru.weight_ih_l0": rows(5), "gru.weight_hh_l0": rows(5)},
+    ),
+    "a tied head": (
+        lambda: Module(
+            lambda m, i: F.linear(m.inner(m.table(i)), m.table.weight),
+            table=nn.Embedding(7, 12),
+            inner=linear(12, 12),
+        ),
+        torch.tensor([[1, 2, 3]]),
+        {"table.weight": None, "inner.weight": whole},
+    ),
+    "tables": (
+        lambda: Module(
+            lambda m, x: m.head(
+                m.first(m.tokens.expand(len(x), -1, -1) + m.bias[torch.tensor([0, 3])].mean())
+                + m.second(x[:, :4] + m.positions[:4])
+            ),
+            tokens=torch.randn(1, 4, 12),
+            positions=torch.randn(20, 12),
+            bias=torch.randn(5, 3),
+            first=linear(12, 12),
+            second=linear(12, 12),
+            head=linear(12, 2),
+        ),
+        x,
+        {"tokens": None, "positions": None, "bias": None, "first.weight": whole},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_equals_steps_on_the_matrices_apart(name: str) -> None:
+    build, example, expected = CASES[name]
+    torch.manual_seed(0)
+    model = build()
+    split = split_parameters(model, example=example)
+    units = {n: g.get("units") for g in split for n, _ in g["params"]}
+    for weight, pieces in expected.items():
+        assert (units[weight] is None) == (pieces is None), f"{weight}: {split}"
+        if pieces is not None:
+            _compare(model.get_parameter(weight).detach().double(), units[weight], pieces)
+    assert all(row.reason for row in split.rows)
+
+
+def _compare(start: Tensor, units: Any, pieces: Pieces) -> None:
+    fused, gradient = nn.Parameter(start.clone()), torch.randn_like(start)
+    parts = [nn.Parameter(piece.clone()) for piece in pieces(start)]
+    fused.grad = gradient
+    for part, own in zip(parts, pieces(gradient), strict=True):
+        part.grad = own.clone()
+    settings: Any = {"rule": "muon", "lr": 0.1}
+    SpectralOptimizer([{"params": [fused], "units": units}], **settings).step()
+    SpectralOptimizer(parts, **settings).step()
+    for part, stepped in zip(parts, pieces(fused.detach()), strict=True):
+        torch.testing.assert_close(stepped, part.detach(), rtol=1e-9, atol=1e-11)
+
+
+class Stateful(nn.Module):
+    """Everything that a forward pass may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(4, 6, 1)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Conv1d(6, 4, 1)
+        self.register_buffer("cache", None)
+        self.register_buffer("seen", torch.zeros(2))
+        self.plain = torch.zeros(3)
+        self.counts = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = x.clone()
+        self.seen += 1
+        self.plain += 1
+        self.counts.append(len(self.counts))
+        self.late = x
+        random.random()
+        return x + self.second(F.dropout(self.norm(self.first(x)).relu(), training=True))
+
+
+def test_a_pass_leaves_everything_as_it_was() -> None:
+    model = Stateful()
+    model.norm.eval()
+    model.norm.weight.requires_grad_(False)
+    model.norm.running_mean.fill_(float("nan"))
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    calls = []
+    model.first.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    modes, keys = [m.training for m in model.modules()], [sorted(vars(m)) for m in model.modules()]
+    example = torch.randn(2, 4, 3)
+    rng, own = torch.get_rng_state(), random.getstate()
+    split = split_parameters(model, example=example)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert random.getstate() == own
+    assert [m.training for m in model.modules()] == modes
+    assert [sorted(vars(m)) for m in model.modules()] == keys
+    assert model.cache is None and model.counts == [0] and not model.plain.any()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
+    assert not model.norm.weight.requires_grad and model.first.weight.grad.eq(1).all()
+    assert calls == [False]
+    assert len(split.matrices) == 2
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements that operations write, also those of modes within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        for t in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.count += t.numel()
+        return result
+
+
+def test_a_pass_costs_at_most_three_plain_ones() -> None:
+    layers = [nn.TransformerEncoderLayer(64, 4, 128, batch_first=True) for _ in range(3)]
+    model = nn.Sequential(*layers, linear(64, 10)).eval()
+    example = torch.randn(2, 32, 64)
+    with Elements() as plain, torch.no_grad():
+        torch.backends.mha.set_fastpath_enabled(False)
+        model(example)
+        torch.backends.mha.set_fastpath_enabled(True)
+    with Elements() as watched:
+        split_parameters(model, example=example)
+    assert plain.count < watched.count < 3 * plain.count
+
+
+def test_units_and_elementwise_go_before_what_is_seen() -> None:
+    model = CASES["glu"][0]()
+    split = split_parameters(
+        model, example=image, units={"both.weight": {"rows": [5]}}, elementwise=model.out
+    )
+    assert [(row.matrices, row.reason) for row in split.rows if row.rule != "adamw"] == [
+        (4, "units")
+    ]
+    assert "elementwise" in str(split)
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "mapping", "function", "inference", "half"])
+def test_an_example_has_many_forms(form: str) -> None:
+    model = CASES["a chunk and a product"][0]()
+
+    def run() -> None:
+        with (
+            torch.inference_mode(form == "inference"),
+            torch.autocast("cpu", enabled=form == "half"),
+        ):
+            model(x)
+
+    example = {"tensor": x, "tuple": (x,), "mapping": {"x": x}}.get(form, run)
+    model.forward = lambda x: model.function(model, x)
+    row = split_parameters(model, example=example).rows[0]
+    assert (row.matrices, row.matrix) == (2, (10, 12))
+    assert row.reason == "a product takes 10 columns at a time, a layer all"
+
+
+def two_ways(m: Any, x: Tensor) -> Tensor:
+    y = m.both(x)
+    return m.a(torch.cat([y[..., :4], y[..., 8:12]], -1)) + m.b(
+        y[..., [4, 5, 6, 7, 12, 13, 14, 15]]
+    )
+
+
+@torch.library.custom_op("spectrain_tests::product", mutates_args=())
+def hidden(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.T
+
+
+UNUSED = Module(lambda m, x: m.used(x), used=linear(12, 4), unused=linear(12, 4))
+REFUSED: dict[str, tuple[nn.Module, str]] = {
+    "not used": (UNUSED, "^unused.weight: the pass did not use it\n.*units.*elementwise.*example"),
+    "sets": (
+        Module(two_ways, both=linear(12, 16), a=linear(8, 4), b=linear(8, 4)),
+        "both.weight: .*: 0-3, 8-11; 4-7, 12-15",
+    ),
+    "a hidden product": (
+        Module(lambda m, x: m.out(hidden(x, m.weight)), weight=torch.ones(6, 12), out=linear(6, 4)),
+        "weight: spectrain_tests.product.default hides",
+    ),
+    "a hidden consumer": (
+        Module(
+            lambda m, x: m.out(hidden(m.first(x), torch.ones(6, 8))),
+            first=linear(12, 8),
+            out=linear(6, 4),
+        ),
+        "first.weight: spectrain_tests.product.default hides",
+    ),
+    "on the meta device": (nn.Linear(12, 4, device="meta"), "weight is on the meta device"),
+    "one matrix of two axes": (
+        Module(
+            lambda m, x: m.out(torch.einsum("btd,hde->bthe", x, m.q).flatten(2)),
+            q=torch.randn(3, 12, 4),
+            out=linear(12, 12),
+        ),
+        "q: .*outputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_seen_is_refused(name: str) -> None:
+    model, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        split_parameters(model, example=x)
+
+
+def test_preconditioned_layers_are_followed() -> None:
+    model = Module(
+        lambda m, x: m.out(F.glu(m.gate_up_proj(x))),
+        gate_up_proj=linear(12, 20),
+        out=linear(10, 12),
+    )
+    preconditioned(model, blocks=["gate_up_proj"], level=1)
+    row = split_parameters(model, example=x).rows[0]
+    assert row.name == "gate_up_proj.parametrizations.weight.original" and row.matrices == 2
+
+
+def test_a_stream_of_sums_ends_without_a_head() -> None:
+    """A model of hidden states: its last layers are added to others and are matrices."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 16), nn.LayerNorm(12)).eval()
+    assert len(split_parameters(model, example=x).matrices) == 4
+    perceptron = nn.Sequential(linear(12, 8), nn.ReLU(), linear(8, 3))
+    split = split_parameters(perceptron, example=x)
+    assert [row.reason for row in split.rows] == [
+        "a layer takes all columns",
+        "its outputs reach no further layer: a head",
+    ]
+    Muon(split, lr=0.1)
