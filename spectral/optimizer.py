@@ -132,6 +132,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     ) -> None:
         if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
             raise TypeError("params must be parameters or split_parameters(model), got the model")
+        if isinstance(params, set | frozenset):
+            raise TypeError("params must be an ordered collection, got a set: ranks would differ")
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
         check_value("master_weights", bool, master_weights)
         check_value("exchange_dtype", torch.dtype | None, exchange_dtype)
@@ -206,7 +208,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         rename_(name, given)
         check_options(name, given, foreign=True)
         params = given["params"]
-        given["params"] = [params] if isinstance(params, Tensor) else list(params)
+        if not isinstance(params, set):  # which torch refuses
+            given["params"] = [params] if isinstance(params, Tensor) else list(params)
         self._check_names(given)
         own = fields_of(name, exact=_are_float64(given["params"]))
         rate: Any = rate_of(name)
@@ -775,7 +778,7 @@ def _listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
     return [value for group in groups for value in group.get(key, ())]
 
 
-def _are_float64(params: Sequence[Any]) -> bool:
+def _are_float64(params: Iterable[Any]) -> bool:
     """Whether a group's parameters, which may be pairs with names, are in float64."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectral import SpectralOptimizer, SpectralSphere, preconditioned
-from spectral.ieee_products import MATMUL, REDUCTIONS, ieee_products, is_ieee
+from spectral.ieee_products import AUTOCAST, MATMUL, REDUCTIONS, ieee_products, is_ieee
 from spectral.rules import RULES
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
@@ -130,6 +130,18 @@ def test_an_optimizer_within_autocast_is_the_plain_one(rule: str) -> None:
         weights += entries
     half = len(weights) // 2
     assert all(map(torch.equal, weights[:half], weights[half:]))
+
+
+def test_autocast_of_all_devices_is_off_inside() -> None:
+    for device in AUTOCAST:
+        torch.set_autocast_enabled(device, True)
+    try:
+        with ieee_products(), ieee_products():
+            assert not any(map(torch.is_autocast_enabled, AUTOCAST))
+        assert all(map(torch.is_autocast_enabled, AUTOCAST))
+    finally:
+        for device in AUTOCAST:
+            torch.set_autocast_enabled(device, False)
 
 
 def test_a_pc_layer_within_autocast_has_the_weight_that_is_merged() -> None:
