@@ -27,7 +27,7 @@ from scripts.command import command, write_whole
 from scripts.papers.catalogue import Item, full_command, read_catalogue
 from scripts.papers.figure import draw, figure_file
 from scripts.papers.gpu_hours import key_of, read_hours, write_hours
-from scripts.papers.measured import measure, statistics_table, to_json
+from scripts.papers.measured import measure, seeded, statistics_table, to_json, trains
 from scripts.papers.page import page
 from scripts.plots.style import save
 from training.errors import InputError
@@ -123,7 +123,9 @@ def commands(item: Item, *, full: bool) -> list[list[str]]:
     if full:
         hours = read_hours()
         return [full_command(run, hours[key_of(run)]["gpus"]) for run in item.full]
-    split = map(shlex.split, item.tiny)
+    seeds = item.measure.seeds if item.measure is not None else []
+    each = (run for text in item.tiny for run in (seeded(text, seeds) if trains(text) else [text]))
+    split = map(shlex.split, each)
     return [[sys.executable if word == "python" else word for word in words] for words in split]
 
 

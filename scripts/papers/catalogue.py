@@ -14,15 +14,19 @@ from training.config import load_config
 from training.config.binding import bind
 
 FILE: Final = Path(__file__).resolve().with_name("papers.yaml")
-Status = Literal["reproduced", "contradicts", "cannot tell", "not run", "nothing to run"]
+Status = Literal[
+    "reproduced", "contradicts", "cannot tell", "no claim", "not run", "nothing to run"
+]
 
 
 class Item(Section):
     """A table, a figure, or of a paper without them a proposition.
 
     shows     what it shows, in a few words
-    status    of our result; `cannot tell` at the size that was run
-    tiny      commands for a laptop, one after the other
+    status    of our result; `cannot tell` at the size that was run, `no claim` where the paper has
+              no statement on what was run
+    tiny      commands for a laptop, one after the other; training runs once with each of the seeds
+              of `measure`
     full      recipes in configs/ with overrides, each a run of the paper's size
     plot      arguments of scripts/plot.py that draw it from the runs of `tiny`
     full_plot the same for `full`
@@ -46,7 +50,7 @@ class Item(Section):
     why: str | None = None
 
     def __post_init__(self) -> None:
-        if self.status in ("reproduced", "contradicts", "cannot tell") and self.result is None:
+        if self.status not in ("not run", "nothing to run") and self.result is None:
             raise ValueError(f"result must be given with status {self.status}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
             raise ValueError("why must be given, and no command, with status nothing to run")

@@ -7,7 +7,7 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 
 from scripts.papers.catalogue import Item
-from scripts.papers.measured import ROOT
+from scripts.papers.measured import ROOT, runs_of
 from scripts.plots.style import COLORS, new_figure, new_grid
 from training.json_file import read_json
 
@@ -32,22 +32,27 @@ def draw(item: Item) -> Figure:
 
 
 def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure:
-    """Draw a panel for each series, in which each run is a line, or a point if it has one value."""
+    """Draw a panel for each series, in which each run is a line for each of its seeds, or a point
+    if it has one value."""
     figure, panels = new_grid(len(described), columns=3, width=3.4, height=2.6)
     names = [name.replace("_", " ") for name in runs]
     for panel, (series, text) in zip(panels, described.items(), strict=True):
-        found = [content["series"][series] for content in runs.values()]
         panel.set_title(text.removeprefix("metric "), fontsize=9)
-        if max(map(len, found)) == 1:
-            for place, each in enumerate(found):
-                (value,) = each.values()
-                panel.plot(value, place, "o", label=names[place])
+        points = False
+        for place, (name, content) in enumerate(zip(names, runs.values(), strict=True)):
+            for index, run in enumerate(runs_of(content).values()):
+                values, label = run["series"][series], name if index == 0 else None
+                points = len(values) == 1
+                if points:
+                    panel.plot([*values.values()], place, "o", color=f"C{place}", label=label)
+                else:
+                    steps = [int(step) for step in values]
+                    panel.plot(steps, [*values.values()], color=f"C{place}", label=label)
+        if points:
             panel.set_yticks(range(len(names)), names)
             panel.invert_yaxis()
-            continue
-        for name, each in zip(names, found, strict=True):
-            panel.plot([int(step) for step in each], list(each.values()), label=name)
-        panel.set_xlabel("step")
+        else:
+            panel.set_xlabel("step")
     if len(names) > 1:
         handles, labels = panels[-1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(names), 5))

@@ -45,15 +45,18 @@ class Measure:
             `quantile_P`, that of P percent of the singular values over the largest, of PC(W) in
             PC layers
     study   folder of a study, which has no series
+    seeds   of each run: its folder has one for each, `seed_1` and so on; empty = one run, with the
+            recipe's seed
     """
 
     runs: dict[str, str] = field(default_factory=dict)
     series: dict[str, str] = field(default_factory=dict)
     study: str | None = None
+    seeds: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.study is not None and self.series:
-            raise ValueError("series must be empty with study")
+        if self.study is not None and (self.series or self.seeds):
+            raise ValueError("series and seeds must be empty with study")
         for name, text in self.series.items():
             words = text.split()
             if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):
@@ -70,11 +73,34 @@ def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     made_by = {load_config(*arguments(each)).run.dir: each for each in commands if trains(each)}
     content = {}
     for name, folder in what.runs.items():
-        made = provenance(ROOT / folder, made_by[folder])
-        run = read_run(ROOT / folder)
-        series = {key: series_of(run, text) for key, text in what.series.items()}
-        content[name] = made | {"series": series}
+        command = made_by[folder]
+        if what.seeds:
+            content[name] = {
+                "command": command,
+                "seeds": {
+                    str(seed): measure_run(each, what.series)
+                    for seed, each in zip(what.seeds, seeded(command, what.seeds), strict=True)
+                },
+            }
+        else:
+            content[name] = {"command": command} | measure_run(command, what.series)
     return content
+
+
+def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
+    """Return what made the finished run of a command, and its series."""
+    folder = ROOT / load_config(*arguments(command)).run.dir
+    made = provenance(folder, command)
+    run = read_run(folder)
+    return made | {"series": {key: series_of(run, text) for key, text in series.items()}}
+
+
+def seeded(command: str, seeds: Sequence[int]) -> list[str]:
+    """Return the commands of a training run with each seed, or the command alone without seeds."""
+    if not seeds:
+        return [command]
+    folder = load_config(*arguments(command)).run.dir
+    return [f"{command} run.dir={folder}/seed_{seed} seed={seed}" for seed in seeds]
 
 
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
@@ -126,7 +152,7 @@ def arguments(command: str) -> tuple[Path, list[str]]:
 
 
 def provenance(folder: Path, command: str) -> dict[str, Any]:
-    """Return what made a run: command, commit, versions, config by its hash, last step."""
+    """Return what made a run: versions, config by its hash, last step."""
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
@@ -145,7 +171,6 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
     if checkpoint.step != last:
         raise InputError(f"{folder} must have ended at step {last}, got {checkpoint.step}")
     return {
-        "command": command,
         "config_sha256": hashlib.sha256(saved.read_bytes()).hexdigest(),
         "versions": checkpoint.meta["versions"],
         "steps": last,
@@ -180,18 +205,26 @@ def values(
             yield record[figure]
 
 
+def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the results of a run by seed, of which one without seeds has the empty one."""
+    return dict(run["seeds"]) if "seeds" in run else {"": run}
+
+
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Return a line for each series of each run, or for each variant of a study.
+    """Return a line for each series of each run and seed, or for each variant of a study.
 
     `early` is the mean of the first fifth of the steps, `settled` of the second half.
     """
     lines = []
     for name, run in content.items():
-        if "series" not in run:
+        if "losses" in run:
             figures = ("loss", "error", "difference", "difference_error", "low", "high")
             lines.append({"run": name} | {key: run.get(key) for key in figures})
-        for series, values in run.get("series", {}).items():
-            lines.append({"run": name, "series": series, **statistics_of(values)})
+            continue
+        for seed, found in runs_of(run).items():
+            for series, values in found["series"].items():
+                said = {"run": name, "seed": seed, "series": series}
+                lines.append(said | statistics_of(values))
     return pd.DataFrame(lines)
 
 

@@ -91,6 +91,40 @@ def test_a_null_routed_scale_is_the_papers(name: str, scale: float) -> None:
     assert found == pytest.approx(scale, abs=0.005)
 
 
+@pytest.mark.parametrize(
+    ("name", "bound", "exact"),
+    [("llama1b_adamw_pc", 0.391, 0.258), ("llama1b_muon_pc", 0.235, 0.191)],
+)
+def test_pc_layers_cost_what_their_paper_counts(name: str, bound: float, exact: float) -> None:
+    """FLOPs over those of the blocks, in percent (appendix G.1): k products with the smaller Gram
+    matrix, q power iterations, and twice as much in the backward pass."""
+    config = recipe(name)
+    assert config.pc is not None and config.pc.level is not None
+    k, q = config.pc.level, config.pc.steps
+    tokens = config.train.global_batch * config.train.sequence_length
+    covered = ("o", "gate", "up", "down")
+    sides = [sorted(unit.shape) for unit in all_units(config.model) if unit.role in covered]
+    blocks = sum(6 * s * long * tokens for s, long in sides)
+    most = sum(6 * (k + 1) * long * s * s + 6 * (2 * q + 1) * long * s for s, long in sides)
+    terms = sum(
+        3 * (4 * long * s * s + 2 * (k - 1) * s**3 + (4 * q + 2) * long * s) for s, long in sides
+    )
+    assert 100 * most / blocks == pytest.approx(bound, abs=5e-4)
+    assert 100 * terms / blocks == pytest.approx(exact, abs=5e-4)
+
+
+@pytest.mark.parametrize(("width", "millions"), [(256, 73), (512, 191), (1024, 558), (2048, 1820)])
+def test_the_width_sweep_is_that_of_the_sso_paper(width: int, millions: int) -> None:
+    """70M to 1.8B parameters, whose heads keep their size, and 30B tokens (A.5)."""
+    config = recipe(f"qwen3_width{width}_sso")
+    model, train = config.model, config.train
+    assert (model.hidden, model.heads * 128, model.ffn) == (width, width, 3 * width)
+    size = model_size(model, train.sequence_length)
+    assert round(size.parameters / 1e6) == millions
+    tokens = train.steps * train.global_batch * train.sequence_length
+    assert tokens / 30e9 == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize("units", ["head", "group", "component", "fused"])
 @pytest.mark.parametrize(
     ("name", "keys"),
