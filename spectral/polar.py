@@ -281,3 +281,15 @@ def is_bounded(
     # Summed in float32, and rounded to the dtype at the end: several times faster on a CPU.
     norm: Tensor = torch.linalg.vector_norm(square, dim=(-2, -1))
     return norm <= abs(c) * limit
+
+
+def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
+    """Compute the polar factor of one matrix `[rows, cols]`: what `msign` equals, step by step.
+
+    Source: K. Jordan et al., "Muon" (2024); "The Polar Express" (arXiv 2505.16932) for `steps`.
+    """
+    X: Tensor = matrix / matrix.norm()  # singular values in [0, 1]
+    for a, b, c in steps:
+        A = X @ X.mT  # [rows, rows]
+        X = a * X + (b * A + c * A @ A) @ X  # each singular value s becomes a s + b s^3 + c s^5
+    return X

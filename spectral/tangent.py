@@ -20,8 +20,8 @@ from torch import Tensor
 
 from . import tangent_model
 from .joined_stacks import apart, together
-from .polar import Polar, cache_slices, divide_, is_tall, polars_of
-from .schedules import coefficients
+from .polar import Polar, cache_slices, divide_, is_tall, newton_schulz, polars_of
+from .schedules import Coefficients, coefficients
 from .tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `shifted`.
@@ -327,3 +327,19 @@ class _Refinement:
                 directions, by_stack, out, strict=True
             )
         ]
+
+
+def bisected(matrix: Tensor, theta: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
+    """Return msign(M + lambda Theta) at the root of `f(lambda) = <Theta, msign(M + lambda Theta)>`,
+    of one matrix `[rows, cols]`, by the paper's bisection: what `Solver.solve` equals."""
+    M = matrix / matrix.norm()
+
+    def f(multiplier: Tensor) -> Tensor:  # grows with the multiplier
+        return (theta * newton_schulz(M + multiplier * theta, steps)).sum()
+
+    high = 2 * torch.linalg.matrix_norm(M, ord="nuc")
+    low = -high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if f(middle) < 0 else (low, middle)
+    return newton_schulz(M + low * theta, steps)

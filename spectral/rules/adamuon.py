@@ -13,8 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..polar import newton_schulz
+from ..schedules import coefficients
 from .base import Report, Stack, State
-from .normuon import NorMuonRule
+from .momentum import momentum_of
+from .muon import matrix_shape
+from .normuon import EPSILON, NorMuonRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +47,26 @@ class AdaMuonRule(NorMuonRule):
     def norm_of(self, direction: Tensor) -> Tensor:
         """Return the Frobenius norm of exact polar factors, for each of the batch."""
         return direction.new_full(direction.shape[:1], math.sqrt(min(direction.shape[1:])))
+
+
+def reference(
+    rule: AdaMuonRule,
+    weight: Tensor,  # [rows, cols]
+    grad: Tensor,  # [rows, cols]
+    state: State,  # momentum and square [rows, cols]
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one matrix by AdaMuon as plainly as possible; `AdaMuonRule` equals it.
+
+    Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1.
+    """
+    W = weight
+    M, B = momentum_of(rule, grad, state)
+    Phi = newton_schulz(B.sign(), coefficients(rule.schedule, rule.steps, W.dtype))
+    V = rule.beta2 * state["square"] + (1 - rule.beta2) * Phi.square()
+    D = Phi / (V.sqrt() + EPSILON)
+    D = rule.update_scale(matrix_shape(W)) * math.sqrt(min(W.shape)) / D.norm() * D
+    decays = W * D >= 0 if rule.cautious else torch.ones_like(W)
+    W = W - lr * weight_decay * decays * W
+    return W - lr * D, {"momentum": M, "square": V}

@@ -101,3 +101,28 @@ class AdamWRule(Rule):
 def units(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the units of tensors `[batch, ...]`, which have counters of their own."""
     return [unit for x in tensors for unit in x.unbind()]
+
+
+def reference(
+    rule: AdamWRule,
+    weight: Tensor,  # any shape, as all below
+    grad: Tensor,
+    state: State,  # momentum, variance, step 0-d
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one weight by AdamW as plainly as possible; `AdamWRule` equals it.
+
+    Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2.
+    """
+    t = float(state["step"]) + 1
+    m = rule.beta1 * state["momentum"] + (1 - rule.beta1) * grad
+    v = rule.beta2 * state["variance"] + (1 - rule.beta2) * grad.square()
+    m_hat = m / (1 - rule.beta1**t)
+    v_hat = v / (1 - rule.beta2**t)
+    W = weight * (1 - lr * weight_decay)
+    return W - lr * m_hat / (v_hat.sqrt() + rule.epsilon), {
+        "momentum": m,
+        "variance": v,
+        "step": state["step"] + 1,
+    }

@@ -60,3 +60,10 @@ class MomentumRule(Rule):
             else:
                 torch._foreach_copy_(gradients, momenta)
         return list(grads)
+
+
+def momentum_of(rule: MomentumRule, grad: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """Return the new mean M and what a rule steps along, of one gradient `[rows, cols]`."""
+    mu, G = rule.momentum, grad
+    M = mu * state["momentum"] + (1 - mu) * G
+    return M, mu * M + (1 - mu) * G if rule.nesterov else M

@@ -11,11 +11,13 @@ from torch import Tensor
 from .. import kernels
 from ..host_values import unless_all
 from ..joined_stacks import apart, numbers, together
-from ..polar import Polar, cache_slices
+from ..polar import Polar, cache_slices, newton_schulz
+from ..schedules import coefficients
 from ..sphere import SCALES
 from .base import (
     Report,
     Stack,
+    State,
     decay_,
     rate_of_stacks,
     refused,
@@ -23,7 +25,7 @@ from .base import (
     subtract_,
     taken,
 )
-from .momentum import MomentumRule
+from .momentum import MomentumRule, momentum_of
 from .msign_rule import MsignRule
 
 
@@ -156,3 +158,24 @@ def scale_(weights: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply the weights of stacks by `scale` `[sum of batches]` in place."""
     for w, factor in zip(weights, apart(scale[:, None, None], weights), strict=True):
         w.mul_(factor)
+
+
+def reference(
+    rule: MuonRule,
+    weight: Tensor,  # [rows, cols]
+    grad: Tensor,  # [rows, cols]
+    state: State,  # momentum [rows, cols]
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one matrix by Muon as plainly as possible; `MuonRule` equals it.
+
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+    """
+    W = weight
+    M, B = momentum_of(rule, grad, state)  # B: with Nesterov's look ahead
+    Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
+    D = rule.update_scale(matrix_shape(W)) * Phi
+    decays = W * D >= 0 if rule.cautious else torch.ones_like(W)
+    W = W - lr * weight_decay * decays * W
+    return W - lr * D, {"momentum": M}

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from ..cost import triplet_cost
 from ..measures import correlation
-from ..polar import Polar
+from ..polar import Polar, newton_schulz
 from ..power_iteration import cold_start, top_singular
+from ..schedules import coefficients
 from ..sphere import hard_factor
-from ..tangent import EVALUATIONS, Solver
+from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Rate, Report, Stack, State, decay_, require, store_
+from .momentum import momentum_of
 from .muon import matrix_shape, scale_
 from .muon_sphere import RadiusRule
 
@@ -208,3 +210,35 @@ def project_(m: Tensor, u: Tensor, v: Tensor) -> Tensor:
 def _outer(sigma: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Compute sigma u v^T `[batch, rows, cols]`."""
     return (sigma[:, None] * u)[:, :, None] * v[:, None, :]
+
+
+def reference(
+    rule: MuonPlusPlusRule,
+    weight: Tensor,  # [rows, cols]
+    grad: Tensor,  # [rows, cols]
+    state: State,  # momentum [rows, cols], correlation and rescaled 0-d
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one matrix by Muon++ as plainly as possible; `MuonPlusPlusRule` equals it.
+
+    Source: "Towards a Principled Muon under muP", algorithms 1 and 2; appendix B for the dual.
+    """
+    steps = coefficients(rule.schedule, rule.steps, weight.dtype)
+    W = weight * (1 - lr * weight_decay)
+    U, _, Vh = torch.linalg.svd(W, full_matrices=False)
+    u, v = U[:, 0], Vh[0]  # [rows], [cols], the top singular pair
+    M, B = momentum_of(rule, grad, state)
+    if rule.algorithm == "dual":
+        D = bisected(B, torch.outer(u, v), steps)  # u^T D v = 0
+    else:
+        P, Q = (torch.eye(len(x)).to(W) - torch.outer(x, x) for x in (u, v))
+        D = P @ newton_schulz(P @ B @ Q, steps) @ Q  # u^T D = 0 and D v = 0
+    W = W - lr * rule.update_scale(matrix_shape(W)) * D
+    if rule.algorithm == "project_rescale":
+        W = W * (rule.radius_of(matrix_shape(W)) / torch.linalg.matrix_norm(W, ord=2))
+    rho, last = correlation(W), state["correlation"]  # eq. 4.13
+    C = rule.correlation_threshold * (W.shape[0] ** -0.5 + W.shape[1] ** -0.5)
+    due = rule.correlation_rescale and rho > C and last > 1 / W.numel() and not state["rescaled"]
+    W = W * (last / rho).sqrt() if due else W
+    return W, {"momentum": M, "correlation": rho, "rescaled": state["rescaled"] + due}

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..cost import tangent_cost, triplet_cost
 from ..joined_stacks import apart, numbers, together
-from ..polar import is_tall, normalized_
+from ..polar import is_tall, newton_schulz, normalized_
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
+from ..schedules import coefficients
 from ..sphere import dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, tolerance_for
 from .base import (
@@ -23,6 +24,7 @@ from .base import (
     store_,
     taken,
 )
+from .momentum import momentum_of
 from .muon import PolarRule, matrix_shape
 
 
@@ -161,3 +163,30 @@ class MuonSphereRule(RadiusRule):
             factor = dynamic_factor(sigma, target, rate=self.retraction_rate, lr=lr, active=gate)
         figures = zip(apart(sigma, weights), apart(target, weights), strict=True)
         return [{"sigma": each, "radius": radius} for each, radius in figures], sound, factor
+
+
+def reference(
+    rule: MuonSphereRule,
+    weight: Tensor,  # [rows, cols]
+    grad: Tensor,  # [rows, cols]
+    state: State,  # momentum [rows, cols]
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one matrix by MuonSphere as plainly as possible; `MuonSphereRule` equals it.
+
+    Source: "Controlled LLM Training on Spectral Sphere": SSO without its multiplier.
+    """
+    W = retracted(rule, weight * (1 - lr * weight_decay), lr)
+    M, B = momentum_of(rule, grad, state)
+    Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
+    return W - lr * rule.update_scale(matrix_shape(W)) * Phi, {"momentum": M}
+
+
+def retracted(rule: MuonSphereRule, weight: Tensor, lr: float) -> Tensor:
+    """Return one matrix `[rows, cols]` moved to, or towards, the sphere ||W||_2 = R."""
+    R = rule.radius_of(matrix_shape(weight))
+    sigma: Tensor = torch.linalg.matrix_norm(weight, ord=2)
+    if rule.retraction == "hard":
+        return weight * (R / sigma)  # eq. 13
+    return weight * (1 + rule.retraction_rate * lr * torch.sign(R - sigma))  # eq. 34

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polar import Polar
+from ..polar import Polar, newton_schulz
+from ..schedules import coefficients
 from .base import Report, Stack, State, require_fraction, store_, taken
-from .muon import MuonRule
+from .momentum import momentum_of
+from .muon import MuonRule, matrix_shape
 
 EPSILON = 1e-8
 
@@ -63,3 +65,26 @@ class NorMuonRule(MuonRule):
 
     def scale_of(self, shape: tuple[int, int]) -> None:
         """Return None: the spectral norm of the update depends on the rows."""
+
+
+def reference(
+    rule: NorMuonRule,
+    weight: Tensor,  # [rows, cols]
+    grad: Tensor,  # [rows, cols]
+    state: State,  # momentum [rows, cols], square [rows]
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one matrix by NorMuon as plainly as possible; `NorMuonRule` equals it.
+
+    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1.
+    """
+    W = weight
+    M, B = momentum_of(rule, grad, state)
+    Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
+    v = rule.beta2 * state["square"] + (1 - rule.beta2) * Phi.square().mean(1)  # of each row
+    D = Phi / (v.sqrt()[:, None] + EPSILON)
+    D = rule.update_scale(matrix_shape(W)) * Phi.norm() / D.norm() * D
+    decays = W * D >= 0 if rule.cautious else torch.ones_like(W)
+    W = W - lr * weight_decay * decays * W
+    return W - lr * D, {"momentum": M, "square": v}

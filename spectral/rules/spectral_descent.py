@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polar import Polar
+from ..polar import Polar, newton_schulz
+from ..schedules import coefficients
 from .base import Report, Stack, State, decay_, refused, require, subtract_, taken
 from .msign_rule import MsignRule
 
@@ -69,3 +70,21 @@ class SpectralDescentRule(MsignRule):
             return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
         (polar,) = self.polars([grad.clone()])
         return polar._replace(direction=polar.direction.to(grad.dtype))
+
+
+def reference(
+    rule: SpectralDescentRule,
+    weight: Tensor,  # [rows, cols]
+    grad: Tensor,  # [rows, cols]
+    state: State,  # empty
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one matrix by spectral descent as plainly as possible; `SpectralDescentRule` equals it.
+
+    Source: "When do spectral gradient updates help in deep learning?", with lr = 1 / L.
+    """
+    W, G = weight, grad
+    Phi = newton_schulz(G, coefficients(rule.schedule, rule.steps, W.dtype))  # polar(G)
+    nuclear = (G * Phi).sum()  # ||G||_*
+    return W * (1 - lr * weight_decay) - lr * nuclear * Phi, {}

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from ..joined_stacks import apart
 from ..polar import Polar
-from ..tangent import EVALUATIONS, Solver, TangentSolution
+from ..schedules import coefficients
+from ..tangent import EVALUATIONS, Solver, TangentSolution, bisected
 from .base import Report, Stack, State, store_, taken
-from .muon_sphere import MuonSphereRule
+from .momentum import momentum_of
+from .muon import matrix_shape
+from .muon_sphere import MuonSphereRule, retracted
 
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
@@ -94,3 +97,23 @@ class SpectralSphereRule(MuonSphereRule):
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,
         )
+
+
+def reference(
+    rule: SpectralSphereRule,
+    weight: Tensor,  # [rows, cols]
+    grad: Tensor,  # [rows, cols]
+    state: State,  # momentum [rows, cols]
+    lr: float,
+    weight_decay: float,
+) -> tuple[Tensor, State]:
+    """Step one matrix by SSO as plainly as possible; `SpectralSphereRule` equals it.
+
+    Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
+    """
+    W = retracted(rule, weight * (1 - lr * weight_decay), lr)
+    U, _, Vh = torch.linalg.svd(W, full_matrices=False)
+    Theta = torch.outer(U[:, 0], Vh[0])  # [rows, cols], the gradient of ||W||_2
+    M, B = momentum_of(rule, grad, state)
+    Phi = bisected(B, Theta, coefficients(rule.schedule, rule.steps, W.dtype))  # <Theta, Phi> = 0
+    return W - lr * rule.update_scale(matrix_shape(W)) * Phi, {"momentum": M}
