@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.pc_config import BLOCKS
 from spectral import measures
+from spectral.grouped import grouped
 from training.monitor.moments import cosine, moments, of_matrices, split
 
 QUANTILES = 11
@@ -211,7 +212,8 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
 def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
     """Return figures of the whole model; `matrix` are the roles of matrices in its layers.
 
-    condition_number/geometric_mean  PC Layer's GMCN, of PC(W) in PC layers; with /pc that of the
+    condition_number/geometric_mean  PC Layer's GMCN, over whole matrices, each role and layer with
+                                     the same weight, of PC(W) in PC layers; with /pc that of the
                                      roles that it makes PC layers, with /qkv that of q, k and v
     criterion_ratio/geometric_mean   nr(G) / st(A)
     criterion_ratio/share            share of units where it is at least 1
@@ -221,13 +223,11 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
     roles = set(matrix)
     inside = [record for record in records if record["role"] in roles]
     summary: dict[str, float] = {}
-    missing = {"condition_number": math.nan}
     for group, members in (("", roles), ("/pc", PC_ROLES), ("/qkv", ATTENTION_INPUTS)):
-        numbers = [
-            merged.get("effective_condition_number", merged["condition_number"])
-            for merged in (missing | record for record in inside if record["role"] in members)
-        ]
-        summary[f"condition_number/geometric_mean{group}"] = geometric_mean(numbers)
+        chosen = [record for record in inside if record["role"] in members]
+        places = grouped(chosen, lambda record: (record["layer"], record["role"]))
+        means = [geometric_mean(map(condition_number, part)) for part in places.values()]
+        summary[f"condition_number/geometric_mean{group}"] = geometric_mean(means)
     ratios = [record["criterion_ratio"] for record in inside if "criterion_ratio" in record]
     summary["criterion_ratio/geometric_mean"] = geometric_mean(ratios)
     if ratios:
@@ -237,6 +237,14 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
         if values:
             summary[f"{name}/max"] = max(values)
     return {f"monitor/{name}": value for name, value in summary.items() if math.isfinite(value)}
+
+
+def condition_number(record: Record) -> float:
+    """Return the condition number of the matrix that a unit is, or is a part of; NaN without."""
+    names = (
+        f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
+    )
+    return next((record[name] for name in names if name in record), math.nan)
 
 
 def geometric_mean(values: Iterable[float]) -> float:

@@ -7,6 +7,7 @@ figure.
 
 from collections import Counter
 from collections.abc import Set
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -35,6 +36,7 @@ from training.monitor import figures
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.figures import Figures, Record
 from training.monitor.update_history import UpdateHistory, Updates
+from training.monitor.whole_matrices import WholeMatrices
 
 REPORTED: Final = {
     "sigma": "tracked_norm",
@@ -111,6 +113,8 @@ class Monitors:
         self.inputs: dict[str, Inputs] = {}
         self.blocks: dict[str, dict[str, float]] = {}
         self.sampling = LayerSampling(config)
+        stages = (units for domain in optimizer.domains for units in domain.model.stage_units)
+        self.whole_matrices = WholeMatrices(chain.from_iterable(stages))
 
     def due(self, step: int) -> bool:
         """Return whether `step`, counted from 1, is monitored."""
@@ -220,6 +224,7 @@ class Monitors:
 
     def _inspect_gradients_and_weights(self) -> None:
         arrays: dict[str, Shards] = {}
+        self.whole_matrices.begin()
         now = weights(self.optimizer, copy=False)
         if self.chosen & {"weights", "activations"}:
             arrays["weight"] = now.shards
@@ -234,6 +239,7 @@ class Monitors:
                 measured = figures.weight_figures(inspection.matrices["weight"])
                 effective = {u.name for u in inspection.units if self._assign(u).pc is not None}
                 self._keep(inspection.units, measured, effective)
+                self._keep_whole(inspection.units, inspection.matrices["weight"], effective)
             if self.inputs:
                 self._keep_inputs(inspection)
             if "gradient" in inspection.matrices:
@@ -242,6 +248,7 @@ class Monitors:
                 )
                 self._keep(inspection.units, measured)
         if "weights" in self.chosen:
+            self.whole_matrices.begin()
             self._inspect_pc()
 
     def _inspect_noise(self, samples: GradientSamples) -> None:
@@ -285,10 +292,19 @@ class Monitors:
         for unit, effective, gamma, tracked in self.model.effective_in_graph():
             measured = figures.weight_figures(effective[None])
             self._keep([unit], measured, {unit.name})
+            self._keep_whole([unit], effective[None], {unit.name})
             record = self.records[unit.name]
             record["gamma"] = gamma.item()
             if self.config.pc is not None and self.config.pc.spectral_norm != "none":
                 record["pc_tracked_norm"] = tracked.item()
+
+    def _keep_whole(self, units: list[Unit], weights: Tensor, effective: set[str]) -> None:
+        """Add the condition number of a whole matrix to the records of the units that are parts."""
+        for names, matrix in self.whole_matrices.add(units, weights):
+            value = figures.weight_figures(matrix[None])["condition_number"].item()
+            prefix = "effective_" if effective.intersection(names) else ""  # of all or none
+            for name in names:
+                self.records[name][f"{prefix}matrix_condition_number"] = value
 
     def _inspect_updates(self) -> None:
         """Record figures of the updates of the last steps."""

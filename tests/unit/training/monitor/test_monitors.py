@@ -16,6 +16,7 @@ from tests.run_results import json_lines, state_of
 from tests.step_trace import without_eigensolvers
 from training.build import build_data, build_trainer
 from training.config import Config
+from training.loop import Trainer
 from training.monitor.figures import is_figure
 from training.monitor.monitors import REPORTED
 from training.run import train
@@ -62,11 +63,59 @@ def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
     layer = [u["condition_number"] for u in line["units"].values() if u["layer"] == 0]
     mean = line["layers"]["0"]["condition_number"]
     assert mean == pytest.approx(sum(layer) / len(layer))
-    inside = [u["condition_number"] for u in line["units"].values() if u["layer"] is not None]
-    logs = sum(map(math.log, inside)) / len(inside)
-    name = "monitor/condition_number/geometric_mean"
-    assert metrics[4][name] == pytest.approx(math.exp(logs))
     assert not any(key.startswith("monitor/") for key in metrics[5])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"monitors__inspection_gib": 1e-6},  # one head at a time
+        {"optimizer__qkv_units": "group"},
+        {"pc__level": 4, "pc__blocks": "[q,o]"},
+        {"pc__level": 4, "pc__blocks": "[q,o]", "pc__evaluator": "in_graph"},
+        {**MIXTURE, "model__layers": 3},
+    ],
+    ids=str,
+)
+def test_condition_numbers_are_of_whole_matrices_of_which_each_weighs_the_same(keys, folder, world):
+    """The heads of q, k and v are parts, experts are matrices of one role and layer."""
+    config = tiny_config(folder, "adamw", monitors__interval=1, **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    logs: dict[tuple, float] = {}
+    measure = trainer.monitors.after_backward
+
+    def measured() -> None:  # at the same moment, between the forward pass and the step
+        measure()
+        logs.update(mean_logs(trainer))
+
+    trainer.monitors.after_backward = measured
+    found: list[dict] = []
+    trainer.report = lambda metrics, step: found.append(metrics)
+    trainer.advance()
+    name = "monitor/condition_number/geometric_mean"
+    for group, roles in (("", None), ("/qkv", "qkv")):
+        chosen = [log for (_, role), log in logs.items() if roles is None or role in roles]
+        expected = math.exp(sum(chosen) / len(chosen))
+        assert found[0][name + group] == pytest.approx(expected, rel=1e-4), group
+
+
+def mean_logs(trainer: Trainer) -> dict[tuple, float]:
+    """Mean logarithm of the condition numbers of the matrices of each layer and role."""
+    in_graph = {unit.name: weight for unit, weight, *_ in trainer.model.effective_in_graph()}
+    parts: dict[tuple, list] = {}
+    for unit in trainer.model.units:
+        if unit.is_matrix and unit.layer is not None and unit.role != "router":
+            weight = in_graph.get(unit.name, unit.view(trainer.model.parameters[unit.parameter]))
+            parts.setdefault((unit.layer, unit.role), []).append(weight.detach().double())
+    logs = {}
+    for place, matrices in parts.items():
+        if place[1] in ("q", "k", "v"):
+            matrices = [torch.cat(matrices)]
+        values = [torch.linalg.svdvals(matrix) for matrix in matrices]
+        numbers = [v[0] / v[-math.ceil(len(v) / 10) :].mean() for v in values]
+        logs[place] = sum(math.log(number) for number in numbers) / len(numbers)
+    return logs
 
 
 def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
