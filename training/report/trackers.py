@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from training.config import Config
+from training.report.metrics import read_metrics
 
 Metrics = Mapping[str, float | int | str | None]
 
@@ -31,10 +32,11 @@ class WandbTracker:
     """Tracker to Weights & Biases, under the run's id, which a continued run keeps.
 
     The step is a metric of its own, `progress/step`: the service refuses earlier steps, and a run
-    that continues from a checkpoint takes some steps again.
+    that continues from a checkpoint takes some steps again. An offline run has a folder for each
+    start, and `wandb sync` lets a later one replace those before: it gets the earlier steps again.
     """
 
-    def __init__(self, config: Config, run_id: str) -> None:
+    def __init__(self, config: Config, run_id: str, step: int) -> None:
         import wandb
 
         self.run = wandb.init(
@@ -47,6 +49,17 @@ class WandbTracker:
         )
         self.run.define_metric("progress/step")
         self.run.define_metric("*", step_metric="progress/step")
+        # A stand-in of the package may lack the property.
+        offline = os.environ.get("WANDB_MODE") == "offline" or getattr(self.run, "offline", False)
+        if offline and step > 0:
+            self.log_again(config.run.dir, step)
+
+    def log_again(self, folder: str, last: int) -> None:
+        """Record the steps up to `last` that the run folder has."""
+        print(f"wandb is offline: its new folder gets the steps up to {last} again", flush=True)
+        for line in read_metrics(folder):
+            if line["step"] <= last:
+                self.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Record the metrics of `step` that have a value."""
@@ -97,7 +110,7 @@ class Trackers:
     def __init__(self, config: Config, *, run_id: str, step: int) -> None:
         """Start the trackers of a run that continues after `step`."""
         makers: dict[str, Callable[[], Tracker]] = {
-            "wandb": lambda: WandbTracker(config, run_id),
+            "wandb": lambda: WandbTracker(config, run_id, step),
             "tensorboard": lambda: TensorBoardTracker(config, step),
         }
         self.working: dict[str, Tracker] = {}

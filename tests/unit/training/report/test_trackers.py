@@ -74,6 +74,19 @@ def test_a_continued_run_is_the_same_one(config, world, service):
     assert service.runs[2]["id"] != first["id"]
 
 
+def test_the_folder_of_a_later_start_offline_has_all_steps(config, world, service, monkeypatch):
+    """`wandb sync` lets it replace the folders of the starts before."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    keys = {"checkpoint__interval": 1, "log__interval": 1}
+    for stop in (1, 3, 4):
+        train(config("wandb", train__exit_step=stop, **keys), world)
+    logged = [[line["progress/step"] for line in run["logged"]] for run in service.runs]
+    assert logged == [[1], [1, 2, 3], [1, 2, 3, 4]]
+    lines = service.runs[2]["logged"]
+    assert lines[:3] == service.runs[1]["logged"] and all("step" not in line for line in lines)
+    assert len({run["id"] for run in service.runs}) == 1
+
+
 @pytest.mark.parametrize("when", ["init", "log", "finish"])
 def test_a_failing_service_is_left_out_and_the_run_goes_on(
     config, world, service, monkeypatch, capsys, tmp_path, when
