@@ -295,6 +295,58 @@ def test_ranks_stop_when_their_launcher_was_killed(tmp_path):
         time.sleep(0.05)
 
 
+WITH_CHILDREN = """
+import multiprocessing, os, time
+from itertools import islice
+import parallel.checkpoint.state_writer as state_writer
+from types import SimpleNamespace
+from torch.utils.data import DataLoader
+from training.lifecycle.interrupts import Interrupts
+listener = Interrupts()
+listener.training_begins()
+listener.listen()
+def write(*_):
+    os.write(1, b"| writes\\n")
+    time.sleep(3600)
+state_writer._written = write
+writer = state_writer.Writer(None, None, SimpleNamespace(items=[0]))
+batches = iter(DataLoader(range(10**6), num_workers=1, persistent_workers=True))
+next(batches)
+others = [child.pid for child in multiprocessing.active_children() if child.pid != writer.pid]
+print("children", writer.pid, *others, flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_second_ctrl_c_ends_the_writer_and_the_workers_that_read(tmp_path):
+    """One alone, and signals that stop a run, leave the writer its work."""
+    begun = command(["-c", WITH_CHILDREN])([], tmp_path / "output.txt")
+    begun.await_line("| writes")
+    begun.await_line("children")
+    (line,) = [line for line in begun.said() if line.startswith("children")]
+    writer, _ = pids = [int(pid) for pid in line.split()[1:]]
+    begun.interrupt()
+    begun.await_line("Ctrl-C: ")
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(writer, number)
+    time.sleep(0.3)
+    held = running(writer)
+    begun.interrupt()
+    assert begun.wait(60) == CODE and held, begun.said()
+    end = time.monotonic() + 30
+    while any(map(running, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 MAIN = "import runpy; runpy.run_path('pretrain.py', run_name='__main__')"
 
 

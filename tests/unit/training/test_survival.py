@@ -223,6 +223,24 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     assert (folder / "run" / "DONE").exists()
 
 
+def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(folder, world, monkeypatch):
+    """One from before the start does not."""
+    (folder / "run").mkdir()
+    (folder / "run" / "STOP").touch()
+    os.utime(folder / "run" / "STOP", (time.time() - 60, time.time() - 60))
+    assert train(config_of(folder), world).step == 10
+    assert not (folder / "run" / "STOP").exists()
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        (folder / "run" / "STOP").touch()
+        return build_trainer(*arguments, **options)
+
+    monkeypatch.setattr("training.run.build_trainer", built)
+    outcome = train(config_of(folder), world, resume="none")
+    assert outcome.stopped == "a STOP file" and outcome.step < 10
+    assert not (folder / "run" / "STOP").exists()
+
+
 @pytest.mark.parametrize(("before", "reason"), [(signal.SIG_DFL, 3), (signal.SIG_IGN, 0)])
 def test_a_closed_terminal_stops_a_run_but_under_nohup(before, reason, tmp_path):
     ours = signal.signal(signal.SIGHUP, before)
