@@ -128,11 +128,23 @@ def optimizer_of(
 ) -> SpectralOptimizer:
     if rule == "adamw":
         return SpectralOptimizer(model.parameters(), rule="adamw", lr=1e-2, **options)
-    rule, _, cautious = rule.partition(" ")
-    if cautious:
+    rule, _, how = rule.partition(" ")
+    if how == "cautious":
         options["cautious_decay"] = True
-    split = split_parameters(model, units=units, lr=1e-2)
+    split: Any = split_parameters(model, units=units, lr=1e-2)
+    if how == "rates":
+        split = [own for group in split for own in rated(group)]
     return SpectralOptimizer(split, rule=rule, lr=2e-2, **options)
+
+
+def rated(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group for every parameter of one, each with a rate and decay of its own."""
+    group = {"lr": 2e-2, "weight_decay": 0.1, **group}
+    own = []
+    for i, pair in enumerate(group["params"]):
+        lr, decay = group["lr"] * (1 + i % 3), group["weight_decay"] * (1 + i % 2)
+        own.append({**group, "params": [pair], "lr": lr, "weight_decay": decay})
+    return own
 
 
 def train(model: nn.Module, optimizer: SpectralOptimizer, how: str, first: int, last: int) -> None:
@@ -263,8 +275,8 @@ def unfit(how: str, rules: list[str]) -> list[list[str]]:
         saved = copy.deepcopy(optimizer.state_dict())
         if dist.get_rank() == 1:
             local_of(saved["state"][1]["momentum"]).view(-1)[-1] = torch.nan
-        cut = dict(model.named_parameters())["blocks.0.up.weight"]
-        whole_cut = cut.full_tensor()[: INNER - 4].detach()
+        cut = dict(model.named_parameters())["blocks.0.attention.o_proj.weight"]
+        whole_cut = cut.full_tensor()[: HIDDEN - 4].detach()
         before, said = whole(model), []
         for attempt in (partial(optimizer.load_state_dict, saved), optimizer.step):
             try:
@@ -273,7 +285,7 @@ def unfit(how: str, rules: list[str]) -> list[list[str]]:
                 said.append(str(error))
             cut.data = distribute_tensor(whole_cut, cut.device_mesh, cut.placements)
             cut.grad = None
-        before.pop("blocks.0.up.weight")
+        before.pop("blocks.0.attention.o_proj.weight")
         after = whole(model)
         said += [name for name, value in before.items() if not torch.equal(value, after[name])]
         found.append(said)

@@ -16,7 +16,7 @@ CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
 
 
 FAST: list[tuple[int, str, list[str], bool]] = [
-    (2, "fsdp", RULES, False),
+    (2, "fsdp", [*RULES, "muon rates", "spectral_sphere rates"], False),
     (2, "tp", ["adamw", "muon cautious", "spectral_sphere"], False),
     (2, "ddp", ["muon", "muon cautious"], False),
     (4, "hsdp", ["spectral_sphere"], False),  # one shard is empty

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.polar import is_bounded
+from spectral.polar import CACHE_ELEMENTS, is_bounded
 from spectral.rules import RULES, Rule
 from spectral.rules.base import refused, take_step, taken
 from spectral.schedules import SCHEDULES, coefficients, largest_value
@@ -87,6 +87,33 @@ def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> Non
         seen = place in ("gradient", "momentum", "u", "v", "second_u", "second_v", "variance")
         if seen and poison != 1e30 and place != "variance":
             assert count[1] > 0, (place, at)
+
+
+@pytest.mark.parametrize("together", [1, 3, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(
+    case: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight matrices, of which a CPU's cache holds some: the first, the last, and between them."""
+    monkeypatch.setitem(CACHE_ELEMENTS, "cpu", together * ROWS * COLS)
+    rule, generator = CASES[case], torch.Generator().manual_seed(0)
+    start = spectral_init_(torch.empty(8, ROWS, COLS), generator=generator)
+    grad = torch.randn(8, ROWS, COLS, generator=generator)
+
+    def stepped(poisoned: int | None) -> tuple[Tensor, Tensor]:
+        weight, given = start.clone(), grad.clone()
+        if poisoned is not None:
+            given[poisoned, 3, 5] = torch.nan
+        report = take_step(rule, weight, given, rule.init_state(weight), lr=1e-2)
+        return weight, report["refused"]
+
+    sound, _ = stepped(None)
+    for poisoned in (0, 2, 3, 7):
+        weight, missed = stepped(poisoned)
+        others = torch.arange(8) != poisoned
+        assert missed.tolist() == (~others).float().tolist()
+        assert torch.equal(weight[others], sound[others]) and weight.isfinite().all()
+        assert not torch.equal(sound[poisoned], weight[poisoned])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])

@@ -1,7 +1,9 @@
 """Whole runs in one process: output, determinism, and handling of bad steps."""
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from parallel.comm import groups as process_groups
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines
 from training.build import build_data, build_trainer
+from training.checkpoint.progress import Progress
 from training.config import group_of, load_config
+from training.config.binding import bind
+from training.config.optimizer import GROUPS
+from training.control.guard import NonFiniteError
 from training.evaluate import mean_loss, mean_over_sets
 from training.run import train
 
@@ -186,6 +192,46 @@ def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folde
     assert trainer.monitors.earlier
     trainer.restore(state["progress"], state["trainer"])
     assert trainer.monitors.earlier == []
+
+
+def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
+    """In the first steps of a warm-up, in which all are different."""
+    peaks_of = enumerate(GROUPS, 1)
+    keys: dict[str, Any] = {f"optimizer__{group}__lr": 0.01 * i for i, group in peaks_of}
+    keys |= {"schedule__warmup_steps": 3, "train__steps": 6, "log__interval": 1}
+    config = tiny_config(folder, "muon", **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    taken: list[dict[str, float]] = []
+    step, assign = trainer.optimizer.step, trainer.optimizer.domains[0].assign
+    peaks = {assigned.group: assigned.lr for assigned in map(assign, trainer.model.units)}
+
+    def noted(factor: torch.Tensor, active: torch.Tensor) -> None:
+        taken.append({f"lr/{group}": lr * float(factor) for group, lr in peaks.items()})
+        step(factor, active)
+
+    trainer.optimizer.step = noted
+    logged: list[dict[str, float]] = []
+    trainer.report = lambda metrics, step: logged.append(metrics)
+    for _ in range(6):
+        trainer.advance()
+    for i, rates in enumerate(taken):
+        assert {*rates} == {f"lr/{group}" for group in GROUPS}
+        assert {k: logged[i][k] for k in rates} == pytest.approx(rates, rel=1e-6)
+    assert len({rates["lr/matrix"] for rates in taken}) >= 5
+
+
+def test_a_resume_keeps_the_number_of_consecutive_skipped_steps(folder, world):
+    """Also the samples of those before the resume are named."""
+    config = tiny_config(folder, "muon", train__max_skipped_steps=2)
+    bad = torch.tensor(False)
+    first, second = (build_trainer(config, world, *build_data(config)) for _ in range(2))
+    first.guard.record(1, 0, bad)
+    first.guard.record(2, 8, bad)
+    state = json.loads(json.dumps(first.checkpoint()))
+    second.restore(bind(Progress, state["progress"]), state["trainer"])
+    assert second.guard.skipped == 2
+    with pytest.raises(NonFiniteError, match="in steps 1 to 3, .* samples are 0 to 23"):
+        second.guard.record(3, 16, bad)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

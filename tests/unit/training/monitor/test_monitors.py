@@ -145,6 +145,34 @@ def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
                 assert record[f"gradient_{figure}"] == close, (unit.name, figure)
 
 
+def test_alignment_is_that_of_the_gradients_of_successive_steps(folder, world):
+    """Which the buffers no longer hold: the second step has written over the first's."""
+    config = tiny_config(folder, "muon", monitors__interval=2, monitors__groups="[gradients]")
+    trainer = build_trainer(config, world, *build_data(config))
+    found: list[dict] = []
+    trainer.record = lambda line, step: found.append(line["units"])
+    steps: list[dict[str, torch.Tensor]] = []
+    measure = trainer.monitors.after_backward
+
+    def after_backward() -> None:  # before anything is clipped
+        parameters = trainer.model.parameters.items()
+        steps.append({name: p.main_grad.double().clone() for name, p in parameters})
+        measure()
+
+    trainer.monitors.after_backward = after_backward
+    for _ in range(2):
+        trainer.advance()
+    (units,) = found
+    checked = [unit for unit in trainer.model.units if unit.is_matrix]
+    for unit in checked:
+        a, b = (unit.view(step[unit.parameter]).flatten() for step in steps)
+        cosine = torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+        record = units[unit.name]["gradient_alignment"]
+        assert record == pytest.approx(cosine, rel=1e-5, abs=1e-7), unit.name
+        assert abs(record) < 0.99
+    assert len(checked) > 10
+
+
 @pytest.mark.parametrize(
     ("rule", "keys", "figures_of_rule"),
     [

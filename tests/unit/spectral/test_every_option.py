@@ -1,0 +1,144 @@
+"""Walks over the options and the state of every rule: each one matters.
+
+An option that is read nowhere, or an entry that a load leaves out, changes no result.
+"""
+
+import copy
+from dataclasses import fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from spectral import SpectralOptimizer
+from spectral.rules import RULES, Rule
+from spectral.rules.base import take_step
+from tests.step_trace import without_eigensolvers
+
+SHAPE = (3, 6, 10)
+STEPS = 3
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("muon_sphere", "retraction_rate"): {"retraction": "dynamic"},
+    ("spectral_sphere", "retraction_rate"): {"retraction": "dynamic"},
+    ("spectral_sphere", "max_evaluations"): {"tolerance": 1e-12},  # that no solve reaches
+    ("muon_plus_plus", "tolerance"): {"algorithm": "dual"},
+}
+"""Options that act only beside others."""
+OTHER: dict[str, Any] = {
+    "radius": "align_adam_rms",
+    "msign_dtype": "bfloat16",
+    "tolerance": 1e-12,
+    "max_evaluations": 1,
+    "krylov_steps": 1,
+    "steps": 3,
+    "schedule": "simple",
+}
+"""Values to try where the type does not say one."""
+
+
+def another(rule: type[Rule], name: str, value: Any) -> Any:
+    """A valid value of a field that differs from `value`."""
+    if name in OTHER:
+        return OTHER[name]
+    annotation = get_type_hints(rule)[name]
+    for kind in (annotation, *get_args(annotation)):
+        if get_origin(kind) is Literal:
+            return next(choice for choice in get_args(kind) if choice != value)
+    if isinstance(value, bool):
+        return not value
+    return value * 0.5 if isinstance(value, float) else value + 1
+
+
+def stepped(rule: Rule) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Weights, state and reports after some steps."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(SHAPE, generator=generator) + 1  # rows are correlated
+    state, report = rule.init_state(weight), {}
+    for _ in range(STEPS):
+        grad = torch.randn(SHAPE, generator=generator)
+        report = take_step(rule, weight, grad, state, lr=0.05, weight_decay=0.1)
+    return [weight, *state.values()], report
+
+
+ELSEWHERE = {
+    ("spectral_sphere", "early_exit"),  # where a root is found at once, nothing is left to save
+    ("muon_plus_plus", "max_evaluations"),
+    ("muon_plus_plus", "correlation_rescale"),
+    ("muon_plus_plus", "correlation_threshold"),
+}
+"""Options that need a gradient of their own: test_tangent.py and test_muon_plus_plus.py."""
+WALK = [
+    (name, field.name)
+    for name, kind in RULES.items()
+    for field in fields(kind)
+    if (name, field.name) not in ELSEWHERE
+]
+
+
+@pytest.mark.parametrize(("name", "option"), WALK)
+def test_every_option_of_a_rule_changes_its_steps(name: str, option: str) -> None:
+    kind = RULES[name]
+    base = kind(**BESIDE.get((name, option), {}))
+    changed = replace(base, **{option: another(kind, option, getattr(base, option))})
+    with without_eigensolvers():  # which need no steps
+        (one, before), (other, after) = stepped(base), stepped(changed)
+    same = all(map(torch.equal, one, other))
+    assert not same or any(not torch.equal(before[k], after[k]) for k in before.keys() & after)
+
+
+def optimizer_of(name: str) -> SpectralOptimizer:
+    """Of a wide and a tall matrix: which of u and v is read depends on it."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 10), (10, 6))]
+    options: dict[str, Any] = {"lr": 0.05}
+    if name == "muon_plus_plus":
+        options |= {"algorithm": "project", "correlation_rescale": True}
+    return SpectralOptimizer(weights, rule=name, **options)
+
+
+def trained(optimizer: SpectralOptimizer, first: int) -> list[Tensor]:
+    """Weights and state after two more steps, whose gradients depend on `first`."""
+    generator = torch.Generator().manual_seed(first)
+    weights = optimizer.param_groups[0]["params"]
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    state = [value for weight in weights for value in optimizer.state[weight].values()]
+    return [x.detach().clone() for x in (*weights, *state)]
+
+
+SOLVED = ("multiplier", "slope", "correlation")
+"""Entries from which a solve starts, or that only an unusual weight needs."""
+ENTRIES = [
+    (name, entry)
+    for name, kind in RULES.items()
+    for entry in kind().init_state(torch.ones(1, 2, 2))
+    if entry not in SOLVED
+]
+
+
+@pytest.mark.parametrize(("name", "entry"), ENTRIES)
+def test_every_entry_of_a_state_that_is_loaded_matters(name: str, entry: str) -> None:
+    """With another value in the checkpoint, a run goes on otherwise."""
+    optimizer = optimizer_of(name)
+    trained(optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+    def resumed(state: dict[str, Any]) -> list[Tensor]:
+        other = optimizer_of(name)
+        other.load_state_dict(copy.deepcopy(state))
+        for parameter, weight in zip(other.param_groups[0]["params"], weights, strict=True):
+            parameter.data.copy_(weight)
+        return trained(other, 2)
+
+    changed = copy.deepcopy(saved)
+    for state in changed["state"].values():
+        state[entry].copy_(state[entry].flatten().flip(0).view_as(state[entry]) * 0.7 + 0.1)
+    with without_eigensolvers():
+        plain, other, again = resumed(saved), resumed(changed), resumed(saved)
+    assert all(map(torch.equal, plain, again))
+    assert not all(map(torch.equal, plain, other))
