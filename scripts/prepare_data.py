@@ -185,6 +185,7 @@ def _corpus(options: argparse.Namespace) -> Preparation:
         tokenizer=options.tokenizer or hub_tokenizer(corpus.tokenizer),
         eod=options.eod,
         reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
+        allow_lossy=options.allow_lossy,
     )
 
 
@@ -222,6 +223,7 @@ def _custom(options: argparse.Namespace) -> Preparation:
         tokenizer=options.tokenizer,
         eod=options.eod,
         reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
+        allow_lossy=options.allow_lossy,
     )
 
 
@@ -345,6 +347,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokenizer", type=Path, help="use a tokenizer.json or Hugging Face folder"
     )
     tokenizer.add_argument("--eod", help="the token that ends a document")
+    tokenizer.add_argument(
+        "--allow-lossy",
+        action="store_true",
+        help="take a tokenizer that gives more than 1%% of the documents back as another text",
+    )
     documents = parser.add_argument_group("documents")
     documents.add_argument(
         "--validation-fraction",

@@ -10,10 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from tokenizers import Tokenizer
 from scripts.data.sources import Position
 
 _CHUNK_CHARACTERS = 1 << 18
+DECODED: Final = 1000
+ONE_IN: Final = 64
 _CHUNKS_PER_WORKER = 4  # enough to keep workers busy, few enough to bound memory
 
 
@@ -33,8 +36,8 @@ class Encoder:
     eod_id: int
     dtype: str
 
-    def encode(self, texts: list[str]) -> "EncodedChunk":
-        """Encode texts, each ended by EOD.
+    def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
+        """Encode texts, each ended by EOD, and decode those of `sample` again.
 
         Text that looks like a special token is encoded as plain text, so that no document can
         forge the end of a document.
@@ -46,6 +49,10 @@ class Encoder:
             tokens=np.concatenate([np.array(each, dtype=self.dtype) for each in documents]),
             lengths=[len(each) for each in documents],
             bytes=[len(text.encode("utf-8")) for text in texts],
+            decoded=[
+                (texts[i], tokenizer.decode(encodings[i].ids, skip_special_tokens=False))
+                for i in sample
+            ],
         )
 
 
@@ -56,6 +63,7 @@ class EncodedChunk:
     tokens: NDArray[np.integer]  # `[sum(lengths)]`
     lengths: list[int]  # tokens of each document, EOD included
     bytes: list[int]  # UTF-8 bytes of each document
+    decoded: list[tuple[str, str]] = field(default_factory=list)  # some texts, and as decoded
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
         """Yield (tokens, bytes of text) of each document."""
@@ -99,16 +107,17 @@ class Workers:
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
         """Yield the encoded documents in order with their positions, whatever the number of
         workers."""
-        chunks = _chunked(documents)
+        chunks = _sampled(_chunked(documents))
         few = list(islice(chunks, 2))
         chunks = chain(few, chunks)
         if self.count == 1 or len(few) < 2:
-            yield from ((positions, encoder.encode(texts)) for positions, texts in chunks)
+            for positions, texts, sample in chunks:
+                yield positions, encoder.encode(texts, sample)
             return
         waiting: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
         try:
-            for positions, texts in chunks:
-                waiting.append((positions, self._pool.submit(encoder.encode, texts)))
+            for positions, texts, sample in chunks:
+                waiting.append((positions, self._pool.submit(encoder.encode, texts, sample)))
                 if len(waiting) >= self.count * _CHUNKS_PER_WORKER:
                     yield _result(waiting)
             while waiting:
@@ -123,6 +132,17 @@ def _result(
 ) -> tuple[list[Position], EncodedChunk]:
     positions, future = waiting.popleft()
     return positions, future.result()
+
+
+def _sampled(
+    chunks: Iterable[tuple[list[Position], list[str]]],
+) -> Iterator[tuple[list[Position], list[str], range]]:
+    """Yield chunks with the texts to decode: the first `DECODED`, then one in `ONE_IN`."""
+    done = 0
+    for positions, texts in chunks:
+        step = 1 if done < DECODED else ONE_IN
+        yield positions, texts, range(-done % step, len(texts), step)
+        done += len(texts)
 
 
 def _chunked(

@@ -111,6 +111,7 @@ class Preparation:
     tokenizer: Path | None = None  # the tokenizer to use
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
+    allow_lossy: bool = False  # a tokenizer that gives documents back as another text
 
     def check(self) -> list[str]:
         """Check the first documents of every input; return warnings.

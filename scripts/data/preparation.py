@@ -29,6 +29,7 @@ from scripts.data.plan import (
     shards_folder,
 )
 from scripts.data.progress import Progress, Saver, read_progress
+from scripts.data.round_trip import RoundTrip
 from scripts.data.set_writer import DocumentFile, SetWriter, no_documents, token_dtype
 from scripts.data.shards import (
     RECORDS_FILE,
@@ -81,7 +82,8 @@ def prepare(
         trained = folder.path if shards is None else shards.folders[0]
         tokenizer = _prepare_tokenizer(preparation, folder.path, trained)
         saver.save(progress)
-        reader = Reader(preparation.reading, encoder_of(tokenizer, folder), pool, shards=shards)
+        encoder = encoder_of(tokenizer, folder)
+        reader = Reader(preparation.reading, encoder, pool, preparation.allow_lossy, shards=shards)
         sets = _write_sets(preparation, reader, folder, progress, saver)
         manifest = Manifest(
             folder=output,
@@ -133,7 +135,8 @@ def prepare_shard(
         progress, saver = started(folder)
         tokenizer = _prepare_tokenizer(preparation, folder.path, folder.path)
         saver.save(progress)
-        reader = Reader(preparation.reading, encoder_of(tokenizer, folder), pool, shard=shard)
+        encoder = encoder_of(tokenizer, folder)
+        reader = Reader(preparation.reading, encoder, pool, preparation.allow_lossy, shard=shard)
         _write_shard(preparation, reader, folder, progress, saver)
         entry = ShardEntry(
             key=key, dtype=reader.encoder.dtype, parts=progress.parts, left=progress.left
@@ -219,6 +222,7 @@ class Reader:
     options: ReadOptions
     encoder: Encoder
     pool: Workers
+    allow_lossy: bool
     shard: Shard = WHOLE
     shards: Shards | None = None
 
@@ -286,6 +290,7 @@ def _write_sets(
                     progress.input, progress.document = positions[-1]
                     saver.save(progress, *writers.values())
             _say_if_short(portion, progress.tokens)
+        check_decoded(progress, allowed=preparation.allow_lossy)
         return {name: writer.finish() for name, writer in writers.items()}
 
 
@@ -323,13 +328,29 @@ def _write_shard(
                     progress.input, progress.document = positions[-1]
                     saver.save(progress, file)
         file.sync()
+    check_decoded(progress, allowed=preparation.allow_lossy)
+
+
+def check_decoded(progress: Progress, *, allowed: bool) -> None:
+    """Say of each set which share of the decoded documents came back as another text.
+
+    Raises DataError if it is too large and not `allowed`.
+    """
+    for name, decoded in progress.decoded.items():
+        decoded.check(name, allowed=allowed, final=True)
+        if decoded.lost:
+            print(f"warning: set {name}: {decoded}", file=sys.stderr)
 
 
 @contextmanager
 def read_portion(
     reader: Reader, plan: SetPlan, portion: Portion, first: int, progress: Progress
 ) -> Iterator[Iterator[tuple[list[Position], EncodedChunk]]]:
-    """Give the documents of a portion that are left, with a bar of their bytes."""
+    """Give the documents of a portion that are left, with a bar of their bytes.
+
+    Raises DataError if the tokenizer gives too many of them back as another text.
+    """
+    decoded = progress.decoded.setdefault(plan.name, RoundTrip())
     with (
         progress_of(plan.name) as bar,
         closing(reader.documents(portion.inputs, first, progress.position)) as documents,
@@ -337,6 +358,8 @@ def read_portion(
 
         def counted() -> Iterator[tuple[list[Position], EncodedChunk]]:
             for positions, chunk in documents:
+                decoded.add(chunk)
+                decoded.check(plan.name, allowed=reader.allow_lossy)
                 yield positions, chunk
                 bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
                 bar.update(sum(chunk.bytes))

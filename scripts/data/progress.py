@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from scripts.data.folder import AtomicFolder
 from scripts.data.plan import Portion, Preparation, SetPlan
+from scripts.data.round_trip import RoundTrip
 from scripts.data.set_writer import DocumentFile, Written
 from scripts.data.sources import Position
 
@@ -23,6 +24,7 @@ class Progress:
     index         number of the next training document of the set
     tokens        that the portion has given
     written       by file of documents
+    decoded       documents of each set that were decoded, by its name
     parts         (documents, tokens) of each input of a shard, by its number in the preparation
     left          (first, end) ranges of inputs that a shard has not finished, as it has its share
                   of the portion's tokens
@@ -35,6 +37,7 @@ class Progress:
     index: int = 0
     tokens: int = 0
     written: dict[str, Written] = field(default_factory=dict)
+    decoded: dict[str, RoundTrip] = field(default_factory=dict)
     parts: dict[str, list[int]] = field(default_factory=dict)
     left: list[list[int]] = field(default_factory=list)
 
@@ -69,7 +72,8 @@ def read_progress(saved: Any) -> Progress:
     if saved is None:
         return Progress()
     written = {name: Written(**values) for name, values in saved["written"].items()}
-    return Progress(**{**saved, "written": written})
+    decoded = {name: RoundTrip(**values) for name, values in saved["decoded"].items()}
+    return Progress(**{**saved, "written": written, "decoded": decoded})
 
 
 class Saver:

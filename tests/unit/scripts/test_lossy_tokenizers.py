@@ -1,0 +1,107 @@
+"""Tokenizers that people bring: what they lose, and what is no tokenizer.json."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from scripts.data import encoding
+from scripts.prepare_data import main
+from tests.text_files import write_byte_level_tokenizer, write_jsonl
+from training.data.manifest import read_manifest
+
+PLAIN = [f"the cat {i} sat on the mat" for i in range(300)]
+
+
+def saved(tokenizer: Tokenizer, folder: Path) -> Path:
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=200, special_tokens=["[UNK]", "<eod>"], show_progress=False
+    )
+    if isinstance(tokenizer.model, models.BPE):
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["[UNK]", "<eod>"], show_progress=False
+        )
+    tokenizer.train_from_iterator([*PLAIN, "▁"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def lower_case(folder: Path) -> Path:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return saved(tokenizer, folder)
+
+
+def metaspace(folder: Path) -> Path:
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return saved(tokenizer, folder)
+
+
+def prefix_space(folder: Path) -> Path:
+    path = write_byte_level_tokenizer(folder)
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(content))
+    return path
+
+
+LOSSY: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
+    "case": (lower_case, ["The Cat"], "100.0% of 1 decoded documents .* such as 'the cat' for "),
+    "unknown": (lower_case, ["the cat"] * 49 + ["猫"], r"2\.0% of 50 .* '\[UNK\]' for '猫'"),
+    "other bytes": (metaspace, ["the cat", "the é"], r"50\.0% of 2 decoded"),
+    "form": (lower_case, ["the ﬁn"], r"100\.0% of 1 decoded"),
+    "white space": (lower_case, ["the  cat"], r"100\.0% .*'the cat' for 'the  cat'"),
+    "a space in front": (prefix_space, PLAIN, r"100\.0% of 300 .* such as ' the cat"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_tokenizer_that_loses_text_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, documents, message = LOSSY[name]
+    source = write_jsonl(tmp_path / "rows.jsonl", documents)
+    eod = [] if make is prefix_space else ["--eod", "<eod>"]
+    command = [f"a={source}", "--tokenizer", str(make(tmp_path)), *eod,
+               "--output", str(tmp_path / "out")]  # fmt: skip
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert re.search(f"error: set a: the tokenizer gives {message}", said), said
+    assert "take a tokenizer that keeps the text, or --allow-lossy" in said
+    assert main([*command, "--allow-lossy"]) == 0
+    assert re.search(f"warning: set a: the tokenizer gives {message}", capsys.readouterr().err)
+    assert read_manifest(tmp_path / "out").sets["a.train"].documents == len(documents)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_up_to_one_percent_is_said(
+    workers: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 2000)
+    source = write_jsonl(tmp_path / "rows.jsonl", [*PLAIN, "the Cat", *PLAIN])
+    command = [f"a={source}", "--tokenizer", str(lower_case(tmp_path)), "--eod", "<eod>",
+               "--workers", workers, "--output", str(tmp_path / "out")]  # fmt: skip
+    assert main(command) == 0
+    assert "gives 0.2% of 601 decoded documents back as another text" in capsys.readouterr().err
+
+
+def test_loss_is_found_early(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a thousandth of the documents is encoded; what comes late is sampled."""
+    monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 2000)
+    source = write_jsonl(
+        tmp_path / "rows.jsonl", ["the Cat"] * 1500 + [f"late {i}" for i in range(9)]
+    )
+    command = [f"a={source}", "--tokenizer", str(lower_case(tmp_path)), "--eod", "<eod>",
+               "--workers", "1", "--output", str(tmp_path / "out")]  # fmt: skip
+    assert main(command) == 2
+    decoded = re.search(r"100.0% of ([\d,]+) decoded", capsys.readouterr().err)
+    assert decoded is not None and int(decoded[1].replace(",", "")) < 1400
