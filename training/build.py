@@ -293,6 +293,7 @@ def build_data(
             sequence_length=config.train.sequence_length,
             samples=samples,
             token_bytes=lengths,
+            tokenizer=None if source is None else tokenizer_file(source),
             open_set=named(open_set, "validation"),
         )
         for name, each in data.validation.items()

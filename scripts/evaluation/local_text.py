@@ -57,6 +57,7 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
             sequence_length=config.train.sequence_length,
             samples=config.validation.samples,
             token_bytes=lengths,
+            tokenizer=tokenizer_file,
         )
         if data.target_bytes is None:
             raise InputError(f"validation set {name}: the number of bytes of its text is unknown")

@@ -62,6 +62,10 @@ class MockTokens(TokenSet):
         """Return the largest token id."""
         return self.vocabulary - 1
 
+    def min_token(self) -> int:
+        """Return the smallest token id."""
+        return 0
+
     def unigram_entropy(self) -> float:
         """Entropy of the distribution that tokens are drawn from, in nats."""
         edges = np.log(np.arange(1, self.vocabulary + 2)) / math.log(self.vocabulary + 1)

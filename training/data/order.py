@@ -20,11 +20,14 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from training.data.manifest import SetEntry
 from training.data.phase import Counts, Phase, SetCount
 from training.data.shuffle import Permutation
+from training.data.token_bytes import decoded_bytes
 from training.data.token_set import TokenSet
 from training.errors import ConfigError, DataError
 
@@ -298,8 +301,10 @@ class ValidationData:
         sequence_length: tokens the model predicts per window. The tokens after the last full
             window are left out.
         samples: largest number of windows; None means the whole set.
-        token_bytes: int32 `[vocab]` from `token_byte_lengths`. Without it the bytes are estimated
-            from the manifest's mean bytes per token, and unknown if there is no manifest.
+        token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
+        tokenizer: the tokenizer.json that made the tokens, with which they are decoded without
+            `token_bytes`. Without both, the bytes are estimated from the manifest's mean bytes
+            per token, and unknown if there is no manifest.
         open_set: what makes the set of its name and prefix; the default reads files.
 
     Raises:
@@ -314,18 +319,21 @@ class ValidationData:
         sequence_length: int,
         samples: int | None = None,
         token_bytes: Tensor | None = None,
+        tokenizer: Path | None = None,
         open_set: OpenSet = TokenSet,
     ) -> None:
         self.name = name
         self.set = open_set(name, prefix, sequence_length)
         self.samples = min(len(self.set), samples or len(self.set))
         self.target_tokens = self.samples * sequence_length
-        self.target_bytes = self._target_bytes(token_bytes)
+        self.target_bytes = self._target_bytes(token_bytes, tokenizer)
 
-    def _target_bytes(self, token_bytes: Tensor | None) -> float | None:
+    def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
         """Bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
         if token_bytes is None:
             entry = self.set.entry
+            if tokenizer is not None:
+                return float(self._decoded_bytes(Tokenizer.from_file(str(tokenizer)), entry))
             return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
         if self.set.max_token() >= len(token_bytes):
             raise DataError(
@@ -335,6 +343,14 @@ class ValidationData:
         lengths = token_bytes.numpy()
         blocks = self.set.blocks(1, self.target_tokens + 1)
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
+
+    def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
+        """As `_target_bytes`, by decoding the targets, or the rest of a set of known size."""
+        end, size = self.target_tokens + 1, self.set.tokens
+        if entry is None or end - 1 < size - end:
+            return decoded_bytes(tokenizer, self.set.document_parts(1, end))
+        rest = [*self.set.document_parts(0, 1), *self.set.document_parts(end, size)]
+        return entry.bytes - decoded_bytes(tokenizer, rest)
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Return a mean loss, in nats per token, as bits per byte, None if bytes are unknown."""

@@ -5,10 +5,14 @@ token's length in characters is its length in bytes, and the lengths of a docume
 to the length of its UTF-8 text. That makes bits per byte exact.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.data.manifest import Manifest
@@ -30,7 +34,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     """Return the bytes of text per token id, int32 `[vocab]`; special tokens (EOD) have 0.
 
     Returns None for a tokenizer that is not byte-level, whose single tokens have no defined bytes;
-    `ValidationData` then uses the set's mean bytes per token.
+    `ValidationData` then decodes what it reads.
 
     Args:
         source: the manifest of a prepared folder, a tokenizer.json, or a folder that holds one.
@@ -73,11 +77,12 @@ def is_byte_level(content: dict[str, Any]) -> bool:
     after a byte-level pre-tokenizer that adds no space in front of the text. Nothing may change,
     add or remove characters before: no normalizer, and no other pre-tokenizer but those that cut.
     """
-    model, steps = content["model"], _steps(content.get("pre_tokenizer"))
+    model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
     if model.get("type") != "BPE" or len(levels) != 1 or levels[0].get("add_prefix_space", True):
         return False
-    changed = content.get("normalizer") or any(model.get(name) for name in AFFIXES)
+    normalizers = _steps(content.get("normalizer"), "normalizers")
+    changed = bool(normalizers) or any(model.get(name) for name in AFFIXES)
     if changed or not all(map(_only_cuts, steps)):
         return False
     added = {token["content"] for token in content["added_tokens"]}
@@ -92,11 +97,29 @@ def _only_cuts(step: dict[str, Any]) -> bool:
     return step["type"] in CUTS and step.get("behavior") != "Removed"
 
 
-def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if pre_tokenizer is None:
+def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a section, those of sequences in it one by one; an empty one has none."""
+    if section is None:
         return []
-    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    return steps
+    if section.get("type") == "Sequence":
+        return [step for part in section[key] for step in _steps(part, key)]
+    return [section]
+
+
+def decoded_bytes(
+    tokenizer: Tokenizer, documents: Iterable[tuple[NDArray[np.integer], int]]
+) -> int:
+    """Return the bytes of text that tokens of documents stand for, whatever the tokenizer.
+
+    Args:
+        tokenizer: what made the tokens.
+        documents: the first tokens of each document, and how many of them do not count.
+    """
+    size = 0
+    for tokens, before in documents:
+        for part, sign in ((tokens, 1), (tokens[:before], -1)):
+            size += sign * len(tokenizer.decode(part.tolist()).encode())
+    return size
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:

@@ -123,6 +123,21 @@ class TokenSet:
         for first in range(start, stop, _SCAN):
             yield self.read(first, min(_SCAN, stop - first))
 
+    def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
+        """Yield the documents that tokens `start` to `stop` of the stream are of.
+
+        Of each: its tokens up to `stop`, and how many of them are before `start`.
+        """
+        size = self._dtype.itemsize
+        places = self._dataset.index.sequence_pointers
+        first = int(np.searchsorted(places, start * size, side="right")) - 1
+        last = int(np.searchsorted(places, stop * size, side="left"))
+        lengths = self._dataset.index.sequence_lengths[first:last].tolist()
+        for place, length in zip(places[first:last].tolist(), lengths, strict=True):
+            begin = place // size
+            if length:
+                yield self.read(begin, min(length, stop - begin)), max(0, start - begin)
+
     @cached_property
     def entry(self) -> SetEntry | None:
         """Entry of this set in the manifest beside its files, None without a manifest.
@@ -173,14 +188,20 @@ class TokenSet:
 
     def max_token(self) -> int:
         """Return the largest token id, from the manifest or else by scanning the set once."""
-        return self._scanned_max if self.entry is None else self.entry.max_token
+        return self._scanned[1] if self.entry is None else self.entry.max_token
+
+    def min_token(self) -> int:
+        """Return the smallest token id, 0 for a set with a manifest, or else by the same scan."""
+        return self._scanned[0] if self.entry is None else 0
 
     @cached_property
-    def _scanned_max(self) -> int:
-        pieces = (
-            (first, min(_SCAN, self.tokens - first)) for first in range(0, self.tokens, _SCAN)
-        )
-        return max(int(self._stored(*piece).max()) for piece in pieces)
+    def _scanned(self) -> tuple[int, int]:
+        """Smallest and largest token id."""
+        smallest, largest = 0, 0
+        for first in range(0, self.tokens, _SCAN):
+            tokens = self._stored(first, min(_SCAN, self.tokens - first))
+            smallest, largest = min(smallest, int(tokens.min())), max(largest, int(tokens.max()))
+        return smallest, largest
 
     def unigram_entropy(self) -> float:
         """Return the entropy of the set's token frequencies, in nats.
@@ -248,12 +269,19 @@ class TokenSet:
 
 
 def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
-    """Check that every token id of the sets is below `vocab_size`.
+    """Check that every token id of the sets is in [0, `vocab_size`).
 
     Raises:
-        DataError: names each set with a larger id, the id and the vocabulary.
+        DataError: names each set with another id, the id and the vocabulary.
     """
+    sets = list(sets)
     wrong = [
+        f"set {each.name} ({each.prefix}) holds token id {each.min_token()}: ids must be in "
+        f"[0, vocab_size = {vocab_size})"
+        for each in sets
+        if each.min_token() < 0
+    ]
+    wrong += [
         f"set {each.name} ({each.prefix}) holds token id {each.max_token()}, "
         f"but vocab_size is {vocab_size}"
         for each in sets

@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from scripts.prepare_data import main as prepare
 from tests.text_files import write_byte_level_tokenizer
+from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
 from training.errors import DataError
 
@@ -76,3 +78,45 @@ def test_missing_or_foreign_tokenizer_is_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="it has no section 'model'"):
         token_byte_lengths(tmp_path)
+
+
+@pytest.mark.parametrize("sequence", [[], [{"type": "Sequence", "normalizers": []}]])
+def test_an_empty_normalizer_changes_nothing(
+    byte_level: Path, tmp_path: Path, sequence: list[dict[str, object]]
+) -> None:
+    """DeepSeek's tokenizer has one."""
+    normalizer = {"type": "Sequence", "normalizers": sequence}
+    lengths = token_byte_lengths(edited(byte_level, tmp_path, normalizer=normalizer))
+    assert torch.equal(lengths, token_byte_lengths(byte_level))
+    normalizer["normalizers"] = [{"type": "NFC"}, *sequence]
+    assert token_byte_lengths(edited(byte_level, tmp_path, normalizer=normalizer)) is None
+
+
+@pytest.mark.parametrize("samples", [1, 3, 20, 37, None])
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_bytes_of_the_windows_that_were_read_are_counted(
+    tmp_path: Path, samples: int | None, with_manifest: bool
+) -> None:
+    """For a tokenizer of words with spaces; the reference are the places of tokens in the text."""
+    texts = [f"x{'é' * (i % 5)} the cat {'abcdefgh'[: i % 7]} {i}" for i in range(60)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<eod>"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    assert prepare([f"a={tmp_path}/rows.jsonl", f"--tokenizer={tmp_path}/tokenizer.json",
+                    f"--output={tmp_path}/out"]) == 0  # fmt: skip
+    sizes = []
+    for text in texts:
+        ends = [end for _, end in tokenizer.encode(text).offsets]
+        pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        sizes += [*(len(piece.encode()) for piece in pieces), 0]
+    if not with_manifest:
+        (tmp_path / "out/manifest.json").unlink()
+    path = tmp_path / "out/tokenizer.json"
+    data = ValidationData("a", tmp_path / "out/a.train", sequence_length=16, samples=samples,
+                          token_bytes=token_byte_lengths(path), tokenizer=path)  # fmt: skip
+    assert len(sizes) == data.set.tokens and data.samples == min(samples or 10**9, len(data.set))
+    assert data.target_bytes == sum(sizes[1 : data.target_tokens + 1])

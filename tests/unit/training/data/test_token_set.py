@@ -303,3 +303,13 @@ def test_verify_names_what_is_damaged(prepared, damage, said, capsys):
     damage(prepared)
     assert verified([str(prepared)]) == 1
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", [0, 500, -1])
+def test_a_negative_id_is_found_at_the_start(tmp_path: Path, place: int) -> None:
+    """In the scan of a set without a manifest, not when its window is read."""
+    tokens = np.arange(1000, dtype=np.int32) % 50
+    tokens[place] = -7
+    token_set = TokenSet("a", write_stream(tmp_path / "a", tokens), 8)
+    with pytest.raises(DataError, match=r"holds token id -7: ids must be in \[0, vocab_size = 50"):
+        check_vocabulary([token_set], 50)
