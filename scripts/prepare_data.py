@@ -74,8 +74,10 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
     if options.shard is not None:
         _prepare_shard(preparation, output, options, warnings)
         return
-    fingerprint = preparation.fingerprint()
-    if holds_preparation(output, fingerprint, overwrite=options.overwrite):
+    identities = preparation.identities()
+    if repeated := preparation.repeated(identities):
+        warnings.append(repeated)
+    if holds_preparation(output, preparation.fingerprint(identities), overwrite=options.overwrite):
         clean_up(output)
         print(f"{options.output} already holds this preparation")
         return
@@ -89,7 +91,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
     manifest = prepare(
         preparation,
         output,
-        fingerprint=fingerprint,
+        identities=identities,
         workers=options.workers,
         overwrite=options.overwrite,
     )

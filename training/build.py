@@ -33,6 +33,7 @@ from training.data.manifest import (
     Manifest,
     check_one_tokenizer,
     read_manifest,
+    shared_text,
 )
 from training.data.mock_tokens import VOCABULARY as MOCK_VOCABULARY
 from training.data.mock_tokens import MockTokens
@@ -307,6 +308,14 @@ def check_tokenizers(data: DataConfig) -> None:
     sections = (data.train, data.validation)
     sets = [(name, each.path) for section in sections for name, each in section.items()]
     check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
+
+
+def shared_sets(data: DataConfig) -> Iterator[str]:
+    """Yield a sentence for each two sets that hold the same text, unless tokens are made."""
+    if not data.mock:
+        prefixes = ({name: each.path for name, each in sets.items()}
+                    for sets in (data.train, data.validation))  # fmt: skip
+        yield from shared_text(*prefixes)
 
 
 def without_sets(config: Config) -> Iterator[str]:

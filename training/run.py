@@ -27,6 +27,7 @@ from training.build import (
     data_vocabulary,
     fused_loss,
     kernel_of,
+    shared_sets,
     tokenizer_path,
 )
 from training.checkpoint.files import CheckpointInfo
@@ -210,6 +211,8 @@ def opening_notes(
     """Yield kind and text of what a log says first: device, kernels, origin, what has changed."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
+    for text in shared_sets(config.data):
+        yield "warning", f"warning: {text}"
     slow = slow_precision(config.train.precision, device)
     if slow is not None:
         yield "precision", f"precision: {slow}"

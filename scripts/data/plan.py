@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
@@ -17,6 +17,7 @@ from training.errors import DataError
 
 TOKENIZER_BYTES = 1_000_000_000
 """Characters to train a tokenizer on, shared equally by the sets."""
+_EMPTY = hashlib.sha256().hexdigest()
 _METHOD = 1  # increase when the same inputs and options would give other tokens
 
 
@@ -97,6 +98,12 @@ class SetPlan:
             outputs[f"{self.name}.validation"] = self.validation_source or self.train_source
         return outputs
 
+    def outputs_of(self, portion: Portion) -> list[str]:
+        """Return the names of the sets that a portion's documents may go to."""
+        if portion.held_out:
+            return [f"{self.name}.validation"] if self.validation else []
+        return [f"{self.name}.train", *([f"{self.name}.validation"] if self.fraction else [])]
+
     def found(self) -> Found:
         """Return its inputs and ignored files."""
         return Found(self.inputs(), self.ignored)
@@ -129,15 +136,20 @@ class Preparation:
                 warnings.append(f"set {plan.name}: {mixture}")
         return warnings
 
-    def identities(self, shard: Shard = WHOLE) -> list[str]:
+    def inputs(self) -> list[Input]:
+        """Return all inputs, in order."""
+        return [each for plan in self.sets for each in plan.inputs()]
+
+    def identities(
+        self, shard: Shard = WHOLE, known: Mapping[Input, str] | None = None
+    ) -> list[str]:
         """Return what identifies the content of each input, empty for one that `shard` never reads.
 
-        It is the sha256 of a file, and the name of a dataset.
+        It is the sha256 of a file, and the name of a dataset. Those `known` are not read again.
         """
-        inputs = [each for plan in self.sets for each in plan.inputs()]
-        folders: dict[str, str] = {}
+        inputs, folders, known = self.inputs(), dict[str, str](), known or {}
         return [
-            _identity(each, folders) if shard.owns(number, None) else ""
+            known.get(each) or _identity(each, folders) if shard.owns(number, None) else ""
             for number, each in enumerate(inputs)
         ]
 
@@ -173,13 +185,30 @@ class Preparation:
 
     def hub_identities(self) -> list[str]:
         """Return the identity of each input of the hub."""
-        inputs = [each for plan in self.sets for each in plan.inputs()]
-        return [each.identity for each in inputs if isinstance(each, HubInput)]
+        return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
         """Return shard `number` of `count`, from 0; inputs are cut if there are fewer of them."""
-        inputs = sum(len(plan.inputs()) for plan in self.sets)
-        return Shard(number, count, cut=inputs < count)
+        return Shard(number, count, cut=len(self.inputs()) < count)
+
+    def repeated(self, identities: list[str]) -> str | None:
+        """Return a warning if inputs have the same content, None if all differ."""
+        names = [
+            f"{plan.name}.{'validation' if portion.held_out else 'train'}"
+            for plan in self.sets
+            for portion in plan.portions()
+            for _ in portion.inputs
+        ]
+        places: dict[str, list[int]] = {}
+        for number, identity in enumerate(identities):
+            if identity != _EMPTY:
+                places.setdefault(identity, []).append(number)
+        repeated = [numbers for numbers in places.values() if len(numbers) > 1]
+        if not repeated:
+            return None
+        inputs, numbers = self.inputs(), repeated[0]
+        example = " and ".join(f"{names[number]} ({inputs[number]})" for number in numbers[:2])
+        return f"the same text is read more than once: {len(repeated):,} inputs, such as {example}"
 
     def _tokenizer_files(self) -> list[Path]:
         if self.tokenizer is None:

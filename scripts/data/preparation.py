@@ -58,22 +58,29 @@ differ, and what is missing is encoded while they are joined."""
 
 
 def prepare(
-    preparation: Preparation, output: Path, *, fingerprint: str, workers: int, overwrite: bool
+    preparation: Preparation,
+    output: Path,
+    *,
+    identities: list[str],
+    workers: int,
+    overwrite: bool,
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
     An interrupted run goes on, and finished shards are joined and deleted.
 
     Raises:
-        DataError: an input cannot be used, gives no documents, or is not as it was when its
-            `fingerprint` was taken. `output` is as before.
+        DataError: an input cannot be used, gives no documents, or is not what its
+            entry of `identities` says. `output` is as before.
         InputError: `output` must not be replaced, as `check_replaceable` says; or a shard is
             missing or another's.
     """
+    fingerprint = preparation.fingerprint(identities)
     given, preparation = preparation, preparation.with_hub_files()
+    identities = preparation.identities(known=dict(zip(given.inputs(), identities, strict=True)))
     shards = None
     if has_shards(output):
-        shards = Shards(preparation, output, preparation.identities())
+        shards = Shards(preparation, output, identities)
         print(f"joins {len(shards.folders)} shards of {shards_folder(output)}")
     key = " ".join([fingerprint, *preparation.hub_identities()])
     check = partial(check_replaceable, output, overwrite)
@@ -84,7 +91,7 @@ def prepare(
         saver.save(progress)
         encoder = encoder_of(tokenizer, folder)
         reader = Reader(preparation.reading, encoder, pool, preparation.allow_lossy, shards=shards)
-        sets = _write_sets(preparation, reader, folder, progress, saver)
+        sets = _write_sets(preparation, identities, reader, folder, progress, saver)
         manifest = Manifest(
             folder=output,
             tokenizer=TokenizerEntry(
@@ -258,7 +265,12 @@ class Reader:
 
 
 def _write_sets(
-    preparation: Preparation, reader: Reader, folder: AtomicFolder, progress: Progress, saver: Saver
+    preparation: Preparation,
+    identities: list[str],
+    reader: Reader,
+    folder: AtomicFolder,
+    progress: Progress,
+    saver: Saver,
 ) -> dict[str, SetEntry]:
     """Write all sets; return the manifest's entries of their training and validation parts."""
     places, dtype = (folder.path, folder.state), reader.encoder.dtype
@@ -271,11 +283,12 @@ def _write_sets(
             for name, source in plan.outputs().items()
         }
 
-        def take(plan: SetPlan, portion: Portion, chunk: EncodedChunk) -> bool:
+        def take(plan: SetPlan, portion: Portion, at: list[Position], chunk: EncodedChunk) -> bool:
             train, validation = f"{plan.name}.train", f"{plan.name}.validation"
-            for tokens, size in chunk.documents():
+            for position, (tokens, size) in zip(at, chunk.documents(), strict=True):
                 if portion.tokens is not None and progress.tokens >= portion.tokens:
                     return False
+                progress.last = position.input
                 held_out = portion.held_out or is_validation(progress.index, plan.fraction)
                 writers[validation if held_out else train].add(tokens, size)
                 progress.index += 1
@@ -283,15 +296,23 @@ def _write_sets(
             return True
 
         for plan, portion, first in progress.portions(preparation):
+            end = len(portion.inputs)
             with read_portion(reader, plan, portion, first, progress) as chunks:
                 for positions, chunk in chunks:
-                    if not take(plan, portion, chunk):
+                    if not take(plan, portion, positions, chunk):
+                        end = progress.last + 1
                         break
                     progress.input, progress.document = positions[-1]
                     saver.save(progress, *writers.values())
+            for name in plan.outputs_of(portion):
+                progress.read.setdefault(name, []).append([first, first + end])
             _say_if_short(portion, progress.tokens)
         check_decoded(progress, allowed=preparation.allow_lossy)
-        return {name: writer.finish() for name, writer in writers.items()}
+        read = {
+            name: [identities[i] for first, end in ranges for i in range(first, end)]
+            for name, ranges in progress.read.items()
+        }
+        return {name: writer.finish(read[name]) for name, writer in writers.items()}
 
 
 def _write_shard(

@@ -23,6 +23,8 @@ class Progress:
     input         of the portion, and `document` of the input, that come next
     index         number of the next training document of the set
     tokens        that the portion has given
+    last          input of the portion that the last document is of
+    read          (first, end) ranges of inputs that were read for each set, by its name
     written       by file of documents
     decoded       documents of each set that were decoded, by its name
     parts         (documents, tokens) of each input of a shard, by its number in the preparation
@@ -36,6 +38,8 @@ class Progress:
     document: int = 0
     index: int = 0
     tokens: int = 0
+    last: int = 0
+    read: dict[str, list[list[int]]] = field(default_factory=dict)
     written: dict[str, Written] = field(default_factory=dict)
     decoded: dict[str, RoundTrip] = field(default_factory=dict)
     parts: dict[str, list[int]] = field(default_factory=dict)
@@ -61,7 +65,7 @@ class Progress:
                 if (number, place) > (self.set, self.portion):
                     self.index = self.index if number == self.set else 0
                     self.set, self.portion = number, place
-                    self.input = self.document = self.tokens = 0
+                    self.input = self.document = self.tokens = self.last = 0
                 if (number, place) == (self.set, self.portion):
                     yield plan, portion, first
                 first += len(portion.inputs)

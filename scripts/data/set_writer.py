@@ -112,10 +112,10 @@ class SetWriter(DocumentFile):
         self._source = source
         super().__init__(folder / f"{name}.bin", self._documents, dtype, written)
 
-    def finish(self) -> SetEntry:
+    def finish(self, inputs: list[str]) -> SetEntry:
         """Write the index and return the manifest's entry of the pair.
 
-        Raises:
+        `inputs` identify what was read. Raises:
             DataError: no document was added.
         """
         self.sync()
@@ -136,6 +136,7 @@ class SetWriter(DocumentFile):
                 for suffix in ("bin", "idx", "blocks")
             },
             source=self._source,
+            inputs=inputs,
         )
 
     def _lengths(self, first: int, count: int) -> Any:

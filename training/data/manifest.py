@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 
 from pydantic import ConfigDict
@@ -41,6 +43,7 @@ class SetEntry:
     dtype: str
     sha256: dict[str, str]  # by suffix of its files: bin, idx, and blocks if it has them
     source: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)  # sha256 of files, names of datasets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +134,48 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
             "use the sets of one tokenizer: `replace: true` in the section data of a config leaves "
             "out those of its base; or prepare the others again with --tokenizer"
         )
+
+
+def shared_text(
+    train: Mapping[str, str | Path], validation: Mapping[str, str | Path]
+) -> Iterator[str]:
+    """Yield a sentence for each two sets, prefixes by name, that hold the same text.
+
+    They are the same files, or manifests state equal tokens or a common input. A set and its own
+    held-out share of one preparation have their inputs in common, but no document.
+    """
+    kinds = {"training set": train, "validation set": validation}
+    sets = [
+        (f"{kind} {name}", Path(prefix))
+        for kind, prefixes in kinds.items()
+        for name, prefix in prefixes.items()
+    ]
+    for (one, first), (other, second) in combinations(sets, 2):
+        if one.startswith("validation"):
+            continue
+        how = _shared(first, second)
+        if how is not None:
+            yield f"{one} and {other} hold the same text: {how}"
+
+
+def _shared(first: Path, second: Path) -> str | None:
+    """How two sets come to hold the same text, None if they don't as far as manifests tell."""
+    if first.resolve() == second.resolve() or _same_file(f"{first}.bin", f"{second}.bin"):
+        return f"both are {first}"
+    manifests = [manifest_of(prefix) for prefix in (first, second)]
+    if manifests[0] is None or manifests[1] is None:
+        return None
+    one, other = manifests[0].sets[first.name], manifests[1].sets[second.name]
+    if one.sha256.get("bin") is not None and one.sha256.get("bin") == other.sha256.get("bin"):
+        return f"{first} and {second} have equal tokens"
+    if first.resolve().parent == second.resolve().parent and first.stem == second.stem:
+        return None
+    common = len({*one.inputs} & {*other.inputs})
+    return f"{common:,} inputs of {first} are inputs of {second} too" if common else None
+
+
+def _same_file(first: str, second: str) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:  # another check says that it is missing
+        return False

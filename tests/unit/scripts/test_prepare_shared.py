@@ -1,6 +1,7 @@
 """A preparation that is killed and goes on, or is shared: byte for byte that of one process."""
 
 import gzip
+import json
 import multiprocessing
 import os
 import random
@@ -22,6 +23,8 @@ from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
 from tests.text_files import TEXTS, lines, write_byte_level_tokenizer, write_jsonl
 from training.data import index_file
+from training.data.hashes import file_sha256
+from training.data.manifest import read_manifest
 from training.errors import DataError
 
 ROWS = 200
@@ -292,3 +295,56 @@ def test_every_option_counts_in_the_fingerprint(inputs: Path, option: str) -> No
         for each in (command, [*command, option], [*command, option])
     ]
     assert prints[0] != prints[1] == prints[2]
+
+
+def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: Path) -> None:
+    """Of a set that stops after a number of tokens, no more than those up to there."""
+    options = [f"a={inputs}/web/[0-4].jsonl", f"--tokenizer={inputs}/tokenizer.json"]
+    options += ["--workers=1", "--validation", f"a={inputs}/one.jsonl", "--tokens", "2500"]
+    assert main([*options, "--output", str(tmp_path / "out")]) == 0
+    sets = read_manifest(tmp_path / "out").sets
+    order = [file_sha256(inputs / f"web/{i}.jsonl") for i in range(5)]
+    read = sets["a.train"].inputs
+    assert 1 <= len(read) < 5 and read == order[: len(read)]
+    assert sets["a.validation"].inputs == [file_sha256(inputs / "one.jsonl")]
+    (tmp_path / "out/manifest.json").rename(tmp_path / "old")
+    content = json.loads((tmp_path / "old").read_text())
+    for entry in content["sets"].values():
+        del entry["inputs"]  # as manifests were before
+    (tmp_path / "out/manifest.json").write_text(json.dumps(content))
+    assert read_manifest(tmp_path / "out").sets["a.train"].inputs == []
+
+
+REPEATED = {
+    "twice in a set": "a={}/one.jsonl a={}/copy.jsonl.gz a={}/same.jsonl",
+    "in two sets": "a={}/one.jsonl b={}/same.jsonl",
+    "on both sides": "a={}/one.jsonl --validation a={}/same.jsonl",
+    "on both sides of others": "a={}/one.jsonl b={}/held_out.jsonl --validation b={}/same.jsonl",
+    "a folder and its file": "a={} b={}/one.jsonl",
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_same_text_twice_is_warned_of(
+    name: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, source in (("one", "one"), ("same", "one"), ("held_out", "held_out")):
+        (tmp_path / f"{file}.jsonl").write_bytes((inputs / f"{source}.jsonl").read_bytes())
+    (tmp_path / "copy.jsonl.gz").write_bytes(gzip.compress(lines(rows(30, 20))))
+    options = [f"--tokenizer={inputs}/tokenizer.json", "--workers=1", "--output",
+               str(tmp_path / "out")]  # fmt: skip
+    assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
+    expected = (
+        r"warning: the same text is read more than once: 1 inputs, such as a.train \(.*\) and "
+    )
+    assert re.search(expected, capsys.readouterr().err)
+
+
+def test_different_and_empty_inputs_are_not(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").touch()
+    options = arguments("held out", inputs, tmp_path / "out", f"one={tmp_path}/*.jsonl")
+    assert main(options) == 0
+    assert "the same text" not in capsys.readouterr().err

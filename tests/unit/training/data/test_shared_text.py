@@ -1,0 +1,62 @@
+"""Sets of a run that hold the same text."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.prepare_data import main as prepare
+from tests.text_files import TEXTS, write_jsonl
+from training.data.manifest import shared_text
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Preparations: of one file, of the same file with a held-out share, and of another file."""
+    home = tmp_path_factory.mktemp("prepared")
+    write_jsonl(home / "rows.jsonl", TEXTS)
+    write_jsonl(home / "others.jsonl", [text[::-1] for text in TEXTS])
+    trained = ["--train-tokenizer", "257", "--workers", "1"]
+    for name, options in {
+        "whole": [f"a={home}/rows.jsonl"],
+        "cut": [f"a={home}/rows.jsonl", "--validation-fraction", "0.2"],
+        "other": [f"a={home}/others.jsonl", f"b={home}/others.jsonl"],
+    }.items():
+        assert prepare([*options, *trained, "--output", str(home / name)]) == 0
+    (home / "link").symlink_to(home / "whole")
+    shutil.copytree(home / "whole", home / "copy")
+    shutil.copytree(home / "whole", home / "bare")
+    (home / "bare/manifest.json").unlink()
+    return home
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "how"),
+    [
+        ({"a": "whole/a.train"}, {"a": "whole/a.train"}, "both are"),
+        ({"a": "whole/a.train"}, {"a": "link/a.train"}, "both are"),
+        ({"a": "bare/a.train"}, {"a": "bare/a.train"}, "both are"),
+        ({"a": "whole/a.train"}, {"a": "copy/a.train"}, "have equal tokens"),
+        ({"a": "whole/a.train"}, {"a": "cut/a.validation"}, "1 inputs of .* are inputs of"),
+        ({"a": "whole/a.train", "b": "cut/a.train"}, {}, "1 inputs of .* are inputs of"),
+        ({"a": "other/a.train", "b": "other/b.train"}, {}, "have equal tokens"),
+        ({"a": "cut/a.train"}, {"a": "cut/a.validation"}, None),
+        ({"a": "whole/a.train", "b": "other/b.train"}, {}, None),
+        ({"a": "bare/a.train"}, {"a": "cut/a.validation"}, None),
+        ({"a": "other/a.train"}, {"a": "cut/a.validation", "b": "whole/a.train"}, None),
+        ({"a": "whole/a.train"}, {"a": "nowhere/a.train"}, None),
+    ],
+)
+def test_sets_of_the_same_text_are_named(
+    prepared: Path, train: dict[str, str], validation: dict[str, str], how: str | None
+) -> None:
+    prefixes = [
+        {name: prepared / path for name, path in sets.items()} for sets in (train, validation)
+    ]
+    said = list(shared_text(*prefixes))
+    assert len(said) == (how is not None)
+    other = "validation set a" if validation else "training set b"
+    for text in said:
+        assert text.startswith(f"training set a and {other} hold the same text: ")
+        assert re.search(how or "", text)
