@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec
@@ -44,6 +45,23 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def token_count(text: str) -> int:
+    """Return a number of tokens, written as 1000000, 1_000_000, 1e6, 1M or 0.001B.
+
+    Raises argparse.ArgumentTypeError if it is no whole number from 1 to 1e14.
+    """
+    found = re.fullmatch(
+        r"(\d[\d_]{0,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)([kmbt]?)", text, re.IGNORECASE
+    )
+    value = Decimal(found[1]) * 1000 ** " kmbt".index(found[2].lower() or " ") if found else None
+    if value is None or not 1 <= value <= 10**14 or value % 1:
+        raise argparse.ArgumentTypeError(
+            "must be a whole number from 1 to 1e14, such as 10000000000, 10_000_000_000, 1e10 or "
+            f"10B, got {text!r:.40}"
+        )
+    return int(value)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -21,13 +21,14 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
 from parallel.errors import described
-from scripts.command import command, whole_number
+from scripts.command import command, token_count, whole_number
 from scripts.data.catalogue import read_corpora
 from scripts.data.documents import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import KNOWN, Found, find_inputs
-from training.errors import InputError, fail
+from scripts.data.text import first_line
+from training.errors import DataError, InputError, fail
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 _DEMO_VOCABULARY = 4096
@@ -86,6 +87,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
+    _check_export(preparation.tokenizer)
     from scripts.data.preparation import prepare
 
     manifest = prepare(
@@ -115,6 +117,7 @@ def _prepare_shard(
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
+    _check_export(preparation.tokenizer)
     from scripts.data.preparation import prepare_shard
 
     shard: Shard = options.shard
@@ -126,6 +129,29 @@ def _prepare_shard(
         f"wrote {shard.folder(output)}: {documents:,} documents, {tokens:,} tokens; without "
         f"--shard the same command joins the {shard.count} shards"
     )
+
+
+def _check_export(tokenizer: Path | None) -> None:
+    """Check that an exported model's tokenizer will give the tokens that are prepared.
+
+    transformers builds some classes from tokenizer_config.json, with another `add_prefix_space` for
+    instance. Raises DifferentError.
+    """
+    if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
+        return
+    from scripts.huggingface.verify import DifferentError, checked_tokenizer  # here: it is slow
+
+    try:
+        checked_tokenizer(tokenizer, with_template=True)
+    except DifferentError as error:
+        raise DataError(
+            f"{error}; an export would be refused: make tokenizer_config.json agree with "
+            "tokenizer.json, or give the tokenizer.json alone"
+        ) from None
+    except Exception as error:  # transformers raises errors of many libraries
+        print(
+            f"warning: transformers cannot load {tokenizer}: {first_line(error)}", file=sys.stderr
+        )
 
 
 def say(preparation: Preparation, warnings: list[str]) -> None:
@@ -336,8 +362,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokens",
-        type=whole_number(most=10**14),
-        help="stop each set after N tokens (default: all, or what the corpus says)",
+        type=token_count,
+        help="stop each set after N tokens, written as 10000000000, 10_000_000_000, 1e10 or 10B "
+        "(default: all, or what the corpus says)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(

@@ -101,6 +101,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
         DataError: there is no usable tokenizer.json, or the token is unknown or ambiguous.
     """
     path = source / TOKENIZER_FILE if source.is_dir() else source
+    _check_form(source)
     names = (TOKENIZER_FILE, *COMPANIONS) if source.is_dir() else ()
     files = {name: found for name in names if (found := own_file(source, name)) is not None}
     content = read_tokenizer_json(path)
@@ -129,6 +130,41 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
         eod_token=eod_token,
         byte_level=is_byte_level(content),
     )
+
+
+def _check_form(source: Path) -> None:
+    """Raise DataError for a file, or a folder with nothing else, of another form of tokenizer."""
+    if (source / TOKENIZER_FILE).is_file() or not source.exists():
+        return
+    files = [source] if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))
+    for file in files:
+        form = _form(file)
+        if form is not None:
+            folder = source if source.is_dir() else source.parent
+            raise DataError(
+                f'{file} is {form}, not a tokenizer.json: python -c "from transformers import '
+                f"AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained("
+                f"'{folder}-fast')\" makes one of a Hugging Face folder; give --tokenizer "
+                f"{folder}-fast"
+            )
+
+
+def _form(file: Path) -> str | None:
+    """What form of tokenizer a file is by its content, None if it is none that is known.
+
+    SentencePiece's begins with its first piece, a field of protocol buffers in another.
+    """
+    with file.open("rb") as content:
+        head = content.read(1 << 16)
+    if re.match(rb"\n[\x02-\x7f]\n[\x00-\x7f]", head) and file.suffix != ".json":
+        return "a SentencePiece model"
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", head):
+        return "a tiktoken vocabulary"
+    if head.lstrip().startswith(b"{") and b'"token_bytes"' in head and b'"config"' in head:
+        return "a tekken vocabulary"
+    if file.name == "vocab.json":
+        return "the vocabulary of a slow tokenizer"
+    return None
 
 
 def own_file(folder: Path, name: str) -> bytes | None:

@@ -69,6 +69,17 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
     assert vocabulary is not None
     if not (folder / "tokenizer.json").exists():
         return (torch.arange(min(length, 128)) * 7919 % vocabulary)[None]
+    tokenizer = checked_tokenizer(folder, with_template=bool(weights.info.meta.get("weights_only")))
+    text = {"truncation": True, "max_length": length, "add_special_tokens": False}
+    return torch.tensor([tokenizer(TEXT, **text)["input_ids"]])
+
+
+def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
+    """Return the tokenizer of a folder as transformers loads it.
+
+    Raises DifferentError if it does not give a text the tokens of the folder's tokenizer.json; see
+    `check_tokens`.
+    """
     from transformers import AutoTokenizer
 
     with offline():
@@ -81,9 +92,8 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
             f"the tokenizer_config.json in {folder} adds {named(more)} to the tokens of its "
             "tokenizer.json: texts would get other tokens than in training"
         )
-    check_tokens(tokenizer, own, with_template=bool(weights.info.meta.get("weights_only")))
-    text = {"truncation": True, "max_length": length, "add_special_tokens": False}
-    return torch.tensor([tokenizer(TEXT, **text)["input_ids"]])
+    check_tokens(tokenizer, own, with_template=with_template)
+    return tokenizer
 
 
 def check_tokens(theirs: Any, own: Tokenizer, *, with_template: bool) -> None:

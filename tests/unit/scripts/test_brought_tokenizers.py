@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from scripts.data import encoding
-from scripts.prepare_data import main
+from scripts.prepare_data import main, parse
 from tests.text_files import write_byte_level_tokenizer, write_jsonl
 from training.data.manifest import read_manifest
 
@@ -105,3 +105,89 @@ def test_loss_is_found_early(
     assert main(command) == 2
     decoded = re.search(r"100.0% of ([\d,]+) decoded", capsys.readouterr().err)
     assert decoded is not None and int(decoded[1].replace(",", "")) < 1400
+
+
+def sentence_piece() -> bytes:
+    """The first pieces of a SentencePiece model, as protocol buffers."""
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁the", 1), ("<0x0A>", 6)]
+    content = b""
+    for piece, kind in pieces:
+        text = piece.encode()
+        message = b"\n" + bytes([len(text)]) + text + b"\x15\0\0\0\0" + b"\x18" + bytes([kind])
+        content += b"\n" + bytes([len(message)]) + message
+    return content
+
+
+TEKKEN = {
+    "config": {"pattern": "x"},
+    "vocab": [{"rank": 0, "token_bytes": "AA==", "token_str": "x"}],
+}
+FORMS: dict[str, tuple[bytes, str]] = {
+    "tokenizer.model": (sentence_piece(), "a SentencePiece model"),
+    "spiece.model": (sentence_piece(), "a SentencePiece model"),
+    "original.model": (b"IQ== 0\nIg== 1\n", "a tiktoken vocabulary"),
+    "cl100k_base.tiktoken": (b"aGVsbG8= 0\nIg== 1\n", "a tiktoken vocabulary"),
+    "tekken.json": (json.dumps(TEKKEN).encode(), "a tekken vocabulary"),
+    "vocab.json": (b'{"a": 0}', "the vocabulary of a slow tokenizer"),
+}
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_tokenizers_are_named_with_what_to_do(
+    name: str, folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", PLAIN)
+    home = tmp_path / "model"
+    home.mkdir()
+    (home / "config.json").write_text("{}")
+    (home / name).write_bytes(FORMS[name][0])
+    given = home if folder else home / name
+    assert main([f"a={source}", f"--tokenizer={given}", f"--output={tmp_path}/out"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {home / name} is {FORMS[name][1]}, not a tokenizer.json: python -c" in said
+    assert f"AutoTokenizer.from_pretrained('{home}').save_pretrained('{home}-fast')" in said
+
+
+@pytest.mark.parametrize("text", ["1000000000", "1_000_000_000", "1e9", "1E+9", "1.0e9", "1B", "1b",
+                                  "1000M", "0.001T", "1000000k"])  # fmt: skip
+def test_numbers_of_tokens_are_read_as_people_write_them(text: str) -> None:
+    assert parse(["a=b", "--output=o", f"--tokens={text}"]).tokens == 10**9
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "1.5", "1e-3", "B", "1e15", "1BB", "nan", "1e99", "0x10", "1,5", ""]
+)
+def test_what_is_no_number_of_tokens_is_refused(text: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(["a=b", "--output=o", f"--tokens={text}"])
+    assert "--tokens: must be a whole number from 1 to 1e14, such as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_config", "in_file"),
+    [("GPT2Tokenizer", None, True), ("GPT2Tokenizer", True, False)],
+)
+def test_a_tokenizer_that_an_export_would_change_is_refused(
+    kind: str, in_config: bool | None, in_file: bool, tmp_path: Path, capsys
+) -> None:
+    """By transformers' own class, which takes `add_prefix_space` from tokenizer_config.json."""
+    source = write_jsonl(tmp_path / "rows.jsonl", PLAIN)
+    home = tmp_path / "model"
+    home.mkdir()
+    path = write_byte_level_tokenizer(home)
+    settings = {"tokenizer_class": kind, "eos_token": "<|endoftext|>"}
+    command = [f"a={source}", f"--tokenizer={home}", "--allow-lossy", "--overwrite",
+               f"--output={tmp_path}/out"]  # fmt: skip
+    content = json.loads(path.read_text())
+    for there, here in ((in_config, in_file), (in_file, in_file)):
+        content["pre_tokenizer"]["add_prefix_space"] = here
+        path.write_text(json.dumps(content))
+        more = {} if there is None else {"add_prefix_space": there}
+        (home / "tokenizer_config.json").write_text(json.dumps(settings | more))
+        code = main(command)
+        said = capsys.readouterr().err
+        assert code == (0 if there is here else 2), said
+        assert ("an export would be refused: make tokenizer_config.json agree" in said) == bool(
+            code
+        )
