@@ -284,7 +284,12 @@ def test_a_sample_is_not_taken_for_another(tmp_path: Path) -> None:
     for size in ("10BT", "100BT", "350BT"):
         (tmp_path / "sample" / size).mkdir(parents=True)
         write_jsonl(tmp_path / "sample" / size / "a.jsonl", [size])
-    for name, size in (("fineweb", "350BT"), ("fineweb_gpt2", "100BT")):
+    for name, size in (
+        ("fineweb", "350BT"),
+        ("fineweb_gpt2", "100BT"),
+        ("fineweb_edu", "10BT"),
+        ("fineweb_edu_100b", "100BT"),
+    ):
         portions = read_corpora()[name].set_plan(1000, tmp_path).train
         assert list(read_documents(portions[0].inputs, ReadOptions())) == [size]
 

@@ -348,3 +348,16 @@ def test_different_and_empty_inputs_are_not(
     options = arguments("held out", inputs, tmp_path / "out", f"one={tmp_path}/*.jsonl")
     assert main(options) == 0
     assert "the same text" not in capsys.readouterr().err
+
+
+def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
+    """The parts' numbers of tokens count in the fingerprint, as the set's do."""
+    for part in ("dclm", "starcoder", "pes2o", "arxiv", "open-web-math", "algebraic-stack", "wiki"):
+        (tmp_path / part).mkdir()
+        write_jsonl(tmp_path / part / "a.jsonl", [part])
+    command = ["--corpus=olmo_mix", f"--from={tmp_path}", f"--tokenizer={tmp_path}", "--output=o"]
+    prints = {
+        chosen(parse([*command, *more])).fingerprint()
+        for more in ([], ["--tokens=1B"], ["--tokens=1_000_000_001"], ["--tokens", "1e9"])
+    }
+    assert len(prints) == 3
