@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING
 
 # Nothing here imports torch: Ctrl-C is listened for before that, and --help does without it.
 from parallel.errors import described
-from training.errors import InputError, MissingSetError, VocabularyError, fail
+from training.errors import (
+    InputError,
+    MissingSetError,
+    VocabularyError,
+    check_launched,
+    fail,
+    own_rank,
+)
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.output import outlive_readers
 from training.rehearsal import options as rehearsal
@@ -142,11 +149,6 @@ def resume_from(text: str) -> str:
     return text
 
 
-def rank() -> int:
-    """Return the global rank, 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
     """Run the command line and return the exit code.
 
@@ -181,6 +183,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     from training.machine.start import prepare
 
     try:
+        check_launched()
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(to_yaml(config), end="")
@@ -188,12 +191,12 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
         prepare(config)
         import_engine()
         untested = check_engine()
-        if untested is not None and rank() == 0:
+        if untested is not None and own_rank() == 0:
             print(f"warning: {untested}", file=sys.stderr)
         if options.dry_run or options.fit:
             from training.planning.command import dry_run, fit
 
-            if rank() > 0:
+            if own_rank() > 0:
                 return 0
             if options.dry_run:
                 dry_run(config, options.gpus, options.device, options.json)
@@ -258,7 +261,7 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
 
 def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
     """Train on the ranks that a launcher started, or else on one, and return the exit code."""
-    if rank() == 0:
+    if own_rank() == 0:
         from training.report.opening import first_line, opening
 
         print(first_line(config), flush=True)
@@ -276,7 +279,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
-    if rank() == 0:
+    if own_rank() == 0:
         for line in opening(config, groups.world_size()):
             print(line, flush=True)
     layout = start_groups(config, resume=resume)

@@ -15,9 +15,10 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command
+from scripts.command import command, write_whole
 from scripts.evaluation.harness import Run, evaluate, rows, table
 from scripts.evaluation.task_sets import TASK_SETS
+from scripts.huggingface.loading import load_whole
 from training.errors import InputError
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
@@ -52,12 +53,14 @@ def _evaluate(options: argparse.Namespace) -> None:
             dtype=options.dtype,
             options=options.options,
         )
+        if run.python.exists():  # lm-eval would fill weights that are missing with random ones
+            load_whole(options.model, dtype="auto")
         found = evaluate(run, offline=not standard)
     text = table(rows(found["results"], sets.values()), sets)
     kept = {"model": str(options.model), "command": run.command()}
     kept |= {key: found[key] for key in MEASURED if key in found}
-    (output / "results.json").write_text(json.dumps(kept, indent=2) + "\n")
-    (output / "results.md").write_text(text)
+    write_whole(output / "results.json", json.dumps(kept, indent=2) + "\n")
+    write_whole(output / "results.md", text)
     print(text + f"wrote {output / 'results.json'} and results.md")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
 
 from scripts.command import command, require, whole_number
-from training.errors import InputError
+from training.errors import InputError, printable
 
 DEFAULT_TOKENS = 40
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= options.temperature < float("inf"):
         raise InputError(f"--temperature must be at least 0, got {options.temperature}")
     with exported(options.source, options.tokenizer) as folder:
-        print(continuation(folder, options))
+        print(printable(continuation(folder, options)))
     return 0
 
 
@@ -64,20 +64,22 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
 def continuation(folder: Path, options: argparse.Namespace) -> str:
     """Return the prompt and its continuation by the exported model in `folder`."""
     import torch  # these take seconds to import
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
+    from scripts.huggingface.loading import load_whole
     from scripts.huggingface.settings import read_settings
 
     end = read_settings(folder).get("eos_token_id")
     logging.disable_progress_bar()
     torch.manual_seed(options.seed)
-    safe = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **safe)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # of any kind: each part of these files has a reader of its own
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
+    model = load_whole(folder)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
     if prompt["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens")

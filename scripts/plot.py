@@ -114,6 +114,8 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
             if not run.metrics:
                 raise InputError(f"{run.folder} has logged nothing yet")
         folder = options.output or options.runs[0] / "figures"
+        if options.output is None and folder.is_symlink():
+            raise InputError(f"{folder} must not be a link: name the folder with --output")
         return write_figures(runs, folder, f".{options.format}")
     pages = []
     for run in runs:

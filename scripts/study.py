@@ -47,7 +47,7 @@ from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import Study, read_study
 from scripts.studies.search import Found, Train, run_of, search
 from scripts.studies.tables import markdown
-from scripts.studies.trainer import Run, Trainer
+from scripts.studies.trainer import UNKNOWN, Run, Trainer
 from scripts.studies.transfer import begin
 from training.config import Config, load_config
 from training.errors import InputError
@@ -129,10 +129,8 @@ def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
 
 def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
     """Raise InputError where variants are compared whose losses are per token of others."""
-    made = {
-        name: {sums[0] for sums in run_of(study, name, [], 0, extra=extra).data.values()}
-        for name in study.variants
-    }
+    data = {name: run_of(study, name, [], 0, extra=extra).data for name in study.variants}
+    made = {name: {sums[0] for sums in sets.values()} - {UNKNOWN} for name, sets in data.items()}
     for name, variant in study.variants.items():
         if variant.against is not None and made[name] != made[variant.against]:
             raise InputError(

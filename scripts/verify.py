@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 GOOD = "good"
+LONGEST = 10_000_000
+"""Steps of a run from which on its logs are not searched for gaps."""
 
 
 def verified(path: Path) -> Iterator[Row]:
@@ -78,7 +80,7 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
     """Yield the rows of a run: its checkpoints, `latest`, its config and its logs."""
     from training.checkpoint import files as checkpoint
     from training.config import load_saved_config
-    from training.report.log_lines import read_lines
+    from training.report.log_lines import LOGS
 
     for step in checkpoint.steps(run_dir):
         folder = checkpoint.step_folder(run_dir, step)
@@ -92,10 +94,45 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
             str(run_dir / "config.yaml"),
             lambda: iter(() if load_saved_config(run_dir / "config.yaml") else ()),
         )
-    for name in ("metrics.jsonl", "monitors.jsonl", "events.jsonl"):
+    for name in LOGS:
         if (run_dir / name).is_file():
-            damaged = read_lines(run_dir / name).damaged
-            yield str(run_dir / name), f"{damaged} damaged lines" if damaged else GOOD
+            yield from rows(str(run_dir / name), partial(log_problems, run_dir, name))
+
+
+def log_problems(run_dir: Path, name: str) -> Iterator[str]:
+    """Yield how many lines of a log are damaged, and of which steps it has none."""
+    from training.report.log_lines import read_lines
+
+    log = read_lines(run_dir / name)
+    if log.damaged:
+        yield f"{log.damaged} damaged lines"
+    expected = logged_steps(run_dir, name.partition(".")[0])
+    missing = sorted(expected - {line["step"] for line in log.lines})
+    if missing:
+        yield f"lacks {len(missing)} steps from {missing[0]} to {missing[-1]}"
+
+
+def logged_steps(run_dir: Path, log: str) -> set[int]:
+    """Return the steps of which a run has written lines, up to its newest checkpoint: of `metrics`
+    or `monitors`, at the intervals that the events of its starts name."""
+    from training.checkpoint.files import read_checkpoint
+    from training.report.log_lines import read_lines
+
+    if newest_name(run_dir) is None:
+        return set()
+    meta = read_checkpoint(run_dir).meta
+    end = meta["step"] - bool(meta.get("progress", {}).get("unreported"))
+    steps: set[int] = set()
+    for event in read_lines(run_dir / "events.jsonl").lines:
+        intervals = event.get("intervals")
+        if not isinstance(intervals, dict):
+            continue
+        steps = {step for step in steps if step <= event["step"]}
+        interval = intervals.get(log)
+        if isinstance(interval, int) and interval > 0 and end < LONGEST:
+            begin = event["step"] // interval * interval + interval
+            steps.update(range(begin, end + 1, interval))
+    return steps
 
 
 def newest_name(run_dir: Path) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -42,10 +43,54 @@ class BrokenCheckpointError(InputError):
     """A checkpoint that is incomplete or has changed since it was written."""
 
 
+_COMMANDS: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069]"
+)
+
+
+def printable(text: str) -> str:
+    """Return a text from elsewhere in which nothing commands a terminal or a page.
+
+    Control characters other than line breaks and tabs, half surrogates, which UTF-8 cannot write,
+    and characters that turn the direction of writing are U+FFFD instead.
+    """
+    return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
 def print_error(error: object) -> None:
     """Print each line of an error as `error: ...` on stderr."""
-    for line in str(error).splitlines():
+    for line in printable(str(error)).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+LAUNCHED: Final = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT",
+    "SPECTRAIN_LAUNCHER",
+)  # fmt: skip
+"""Environment variables of a launcher that are whole numbers."""
+
+
+def own_rank() -> int:
+    """Return the global rank, 0 without a launcher and where `check_launched` refuses."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+
+
+def check_launched() -> None:
+    """Raise ConfigError for a launcher's variable that is no number, or a rank that is none."""
+    given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    problems = [
+        f"the environment variable {name} must be a whole number, got {text!r:.40}"
+        for name, text in given.items()
+        if not re.fullmatch("[0-9]{1,9}", text)
+    ]
+    if not problems and own_rank() >= int(given.get("WORLD_SIZE", "1")):
+        size = given.get("WORLD_SIZE", "1, as it is not set")
+        problems = [
+            f"the environment variable RANK must be below WORLD_SIZE, {size}, got {own_rank()}"
+        ]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
@@ -54,7 +99,7 @@ def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     Rank 0 speaks for all ranks if the error is `same_on_all_ranks`. A rank that still lives when
     rank 0 has had the time to print has an error of its own, and names itself.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = own_rank()
     if rank > 0 and same_on_all_ranks:
         time.sleep(PATIENCE)  # torchrun stops all ranks when one ends
         place = f"rank {rank} (host {socket.gethostname()})"

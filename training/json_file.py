@@ -3,7 +3,7 @@
 import json
 from errno import EINVAL
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from training.errors import InputError
 
@@ -17,10 +17,19 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+KERNEL: Final = ("/proc", "/sys")
+"""Folders of files that the kernel makes: to read one may wait for ever, or change something."""
+
+
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError, also for a FIFO, which would hang."""
+    """Return the content of a regular file on a disk.
+
+    Raises OSError, also for a FIFO, which would hang, and for a file that the kernel makes.
+    """
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
+    if any(path.resolve().is_relative_to(folder) for folder in KERNEL):
+        raise OSError(EINVAL, "Not a file on a disk", str(path))
     return path.read_bytes()
 
 

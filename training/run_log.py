@@ -91,7 +91,9 @@ class RunLog:
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
         self.trackers = Trackers(config, run_id=run_id, step=step)
-        self.note("continued" if step else "started", step, "")
+        intervals = {"metrics": config.log.interval, "monitors": config.monitors.interval}
+        kind = "continued" if step else "started"
+        self.events.append(event(kind, step, "", intervals=intervals))
         for text in damaged:
             self.note("warning", step, text)
         self.counted = dict(counted)

@@ -50,7 +50,8 @@ class Run:
         end = end_token(self.model)
         if end is not None:  # the token before each document in training
             settings.append(f"prefix_token_id={end}")
-        command = [str(self.python), "-m", "lm_eval", "run", "--model", "hf"]
+        # -P: not a module of this name in the working directory
+        command = [str(self.python), "-P", "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
         command += ["--output_path", str(self.output), "--batch_size", "8"]
         if self.task_folder is not None:

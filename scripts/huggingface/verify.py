@@ -19,6 +19,7 @@ from models.size import all_units
 from parallel.comm import groups as process_groups
 from parallel.model import install_in_graph
 from parallel.storage.parameter_names import named_buffers, named_parameters
+from scripts.huggingface.loading import load_whole
 from training.assignments import unit_options
 from training.checkpoint.stored_tensors import StoredTensors, named
 from training.checkpoint.weights import CheckpointWeights
@@ -128,16 +129,14 @@ def check_tokens(theirs: Any, own: Tokenizer, *, with_template: bool) -> None:
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
     """Return logits `[1, n, vocabulary]` of the model in `folder`, float32, and its files' type."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with offline():
         stored = AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-    found = {key: value for key, value in info.items() if value}
-    if found:
-        raise DifferentError(f"transformers cannot load all of {folder}: {found}")
+        try:
+            model = load_whole(folder, dtype=torch.float32)
+        except InputError as error:
+            raise DifferentError(str(error)) from error
     logits: Tensor = model.eval()(tokens).logits
     return logits, stored
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from scripts.plots.run_status import RunStatus
 from scripts.plots.style import enlarge_text, mark_single_points
+from training.errors import printable
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
@@ -49,9 +50,10 @@ def page(
     sections: Sequence[PageSection],
 ) -> str:
     """Return the text of a page; `cards` are names and values."""
-    return TEMPLATES.get_template("page.html").render(
+    text = TEMPLATES.get_template("page.html").render(
         title=title, subtitle=subtitle, status=status, cards=cards, sections=sections
     )
+    return printable(text)
 
 
 def drawn(figure: Figure, key: str) -> str:

@@ -1,5 +1,6 @@
 """The files of a run folder, read for figures."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,9 +150,11 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
 
 
 def _lines(path: Path, shape: Any) -> list[Line]:
-    """The lines of a file. Raises InputError for one that has not its shape, or for a step that is
-    before the one of the line above it."""
+    """The lines of a file; damaged ones are warned of. Raises InputError for one that has not its
+    shape, or for a step that is before the one of the line above it."""
     found, before = read_lines(path), 0
+    if found.damaged:
+        print(f"warning: {path}: {found.damaged} damaged lines are left out", file=sys.stderr)
     for number, line in zip(found.numbers, found.lines, strict=True):
         figures = {key: value for key, value in line.items() if not key.startswith("sample/")}
         check_shape(figures, shape, f"{path}, line {number}")

@@ -4,6 +4,7 @@ Figures are made without pyplot, which would keep all of them in memory and need
 """
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from matplotlib.ticker import (
     MaxNLocator,
 )
 
+from parallel.disk import replace_file
 from training.errors import InputError
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -141,4 +143,6 @@ def save(figure: Figure, path: Path) -> None:
     """Write the figure without a date, so that equal figures are equal files."""
     mark_single_points(figure)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
-    figure.savefig(path, dpi=160, metadata=undated)
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=160, metadata=undated, format=path.suffix[1:])
+    replace_file(path, buffer.getvalue())

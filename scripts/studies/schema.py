@@ -5,11 +5,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
+from typing import Final
 
 from models.section import Section
 from training.config import InvalidConfigError
 from training.config.binding import bind
 from training.config.files import read_merged
+
+VARIABLES: Final = (
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "KMP_BLOCKTIME", "MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MKL_CBWR", "MKL_NUM_THREADS", "NCCL_ALGO",
+    "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
+    "PYTORCH_ALLOC_CONF",
+)  # fmt: skip
+"""Environment variables that a study may set: none makes a program load or run anything."""
 
 
 def first_key(keys: str) -> str:
@@ -129,7 +139,7 @@ class Study(Section):
     """Variants to compare, over the same seeds and with the same `overrides` first.
 
     full         integer settings of a run of full length; shorter ones have them times their share
-    environment  variables of every run's process
+    environment  variables of every run's process, some of `VARIABLES`
     """
 
     title: str
@@ -173,7 +183,16 @@ def read_study(path: Path) -> Study:
 
 def _problems(study: Study) -> list[str]:
     """What is wrong between the parts of a study."""
-    found = []
+    found = [
+        f"environment.{name} must be one of {', '.join(VARIABLES)}"
+        for name in study.environment
+        if name not in VARIABLES
+    ]
+    found += [
+        f"environment.{name} must have no NUL, got {value!r:.40}"
+        for name, value in study.environment.items()
+        if "\0" in value
+    ]
     if len(set(study.seeds)) < max(1, len(study.seeds)):
         found.append(f"seeds must be one or more different ones, got {study.seeds}")
     for name, variant in study.variants.items():

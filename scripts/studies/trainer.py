@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -17,6 +18,7 @@ from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook, claimed
 from scripts.studies.worker import ROOT, Worker
 from training.config.files import Content, flat, read_merged
+from training.data.hashes import file_sha256
 from training.data.manifest import manifest_of
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done
@@ -24,6 +26,9 @@ from training.report.metrics import read_metrics
 
 PAUSE: Final = 1.0
 """Seconds between looks at what other processes have trained."""
+
+UNKNOWN: Final = "unknown"
+"""Stands for the sha256 of a tokenizer that no manifest names."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +54,43 @@ class Run:
         """sha256 of `merged`, in hex."""
         return hashlib.sha256(json.dumps(self.merged, sort_keys=True).encode()).hexdigest()
 
-    @cached_property
+    @property
     def data(self) -> dict[str, list[str]]:
-        """The sha256 of the tokenizer and of the tokens of each set that a manifest lists, by its
-        path."""
+        """The sha256 of the tokenizer and of the tokens of each set that is there, by its path, as
+        `digests` returns them."""
         named = flat(self.merged.get("data", {}))
         paths = [str(value) for key, value in named if key.endswith(".path")]
-        manifests = {path: manifest_of(ROOT / path) for path in paths}
-        return {
-            path: [manifest.tokenizer.sha256, *manifest.sets[Path(path).name].sha256.values()]
-            for path, manifest in manifests.items()
-            if manifest is not None
-        }
+        found = {path: digests(ROOT / path) for path in paths}
+        return {path: sums for path, sums in found.items() if sums}
 
     @property
     def folder(self) -> str:
         """Name of the run's folder."""
         return "".join(c if c.isalnum() or c in ".-" else "_" for c in self.label)
+
+
+def digests(prefix: Path) -> list[str]:
+    """Return the sha256 of a set's tokenizer, `UNKNOWN` if no manifest lists the set, and of its
+    files; [] without files."""
+    manifest = manifest_of(prefix)
+    if manifest is not None:
+        return [manifest.tokenizer.sha256, *manifest.sets[prefix.name].sha256.values()]
+    files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+    if not all(file.is_file() for file in files):
+        return []
+    return [UNKNOWN, *(_digest(file, _version(file)) for file in files)]
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    """Number, size and time of writing of a file, which differ once it is replaced."""
+    facts = file.stat()
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+@cache
+def _digest(file: Path, version: tuple[int, int, int]) -> str:
+    """The sha256 of a file, computed once for each version."""
+    return file_sha256(file)
 
 
 class RunFailedError(InputError):
@@ -93,6 +118,7 @@ class Trainer:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.given}
         self._pool = ThreadPoolExecutor(len(places))
         self._begun: dict[str, Future[bool]] = {}
+        self._warned = False
         self._free: SimpleQueue[tuple[Place, Worker | None]] = SimpleQueue()
         for place in places:
             self._free.put((place, None))
@@ -128,6 +154,10 @@ class Trainer:
 
     def _check(self, run: Run, record: Record) -> None:
         """Raise InputError for a record that says it is of other data or another environment."""
+        if not record.facts and not self._warned:
+            self._warned = True
+            text = "some records are of earlier versions and do not say of what data they are"
+            print(f"warning: {self.book.path}: {text}", file=sys.stderr)
         for kind, now in self._facts(run).items():
             was = record.facts.get(kind, now)
             if was != now:
@@ -166,6 +196,7 @@ class Trainer:
             return None
         mark_done(folder, False)
         log = folder / "log.txt"
+        facts = self._facts(run)
         arguments = ["--config", str(ROOT / run.config), *run.overrides, f"run.dir={folder}"]
         code, seconds = self._run([*arguments, "--resume", "none"], log)
         said = message(log)
@@ -176,8 +207,9 @@ class Trainer:
         if not not_finite and (code != 0 or loss is None):
             raise RunFailedError(f"{run.label}, exited with {code} and reported no loss: {said}")
         failed = not_finite or not finite
-        seconds = round(seconds, 1)
-        return Record(key, run.label, run.settings, failed, seconds, figures, self._facts(run))
+        if self._facts(run) != facts:
+            raise RunFailedError(f"{run.label}: its data was replaced while it trained")
+        return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
         """Exit code and processor seconds of a run in a place that is free."""

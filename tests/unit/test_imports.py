@@ -30,7 +30,8 @@ FLOORS = {
     ],
     "training": [
         {"errors", "aid"},
-        {"config", "json_file"},
+        {"json_file"},
+        {"config"},
         {"assignments", "schedule", "data", "machine"},
         {"report", "monitor", "control"},
         {"checkpoint"},

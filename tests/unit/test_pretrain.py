@@ -16,6 +16,8 @@ from tests.commands import output_of
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
+from training import errors
+from training.lifecycle.interrupts import _stop_with_launcher
 
 
 @pytest.fixture
@@ -51,6 +53,26 @@ def test_wrong_input_gives_a_clear_line_and_exit_code_2(case, folder, capsys):
     for word in words:
         assert word in printed.err, printed.err
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "abc"}, "RANK must be a whole number, got 'abc'"),
+        ({"WORLD_SIZE": "", "RANK": "-1"}, "WORLD_SIZE must be a whole number, got ''"),
+        ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK must be a whole number, got '1.5'"),
+        ({"MASTER_PORT": "0x10"}, "MASTER_PORT must be a whole number, got '0x10'"),
+        ({"SPECTRAIN_LAUNCHER": "abc"}, "SPECTRAIN_LAUNCHER must be a whole number, got 'abc'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE, 2, got 2"),
+        ({"RANK": "1"}, "RANK must be below WORLD_SIZE, 1, as it is not set, got 1"),
+    ],
+)
+def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, folder, capsys):
+    with patch.dict(os.environ, variables), patch.object(errors, "PATIENCE", 0.0):
+        _stop_with_launcher()
+        assert run(folder) == 2
+    printed = capsys.readouterr().err
+    assert f"the environment variable {said}" in printed and "Traceback" not in printed
 
 
 def test_a_missing_set_is_found_where_it_was_named(folder, capsys):

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from models.section import join
 from training.config.binding import NAMED_SECTIONS, InvalidConfigError
+from training.json_file import read_regular
 
 Content = Mapping[Any, Any]
 
@@ -260,7 +261,7 @@ def _load(path: Path, origin: str = "") -> Content:
             if size > LARGEST:
                 rule = f"must have at most {LARGEST} bytes, got {size}"
                 raise InvalidConfigError([f"config {name}{origin} {rule}"])
-            text = path.read_text(encoding="utf-8")
+            text = read_regular(path).decode()
         except OSError as error:
             problem = f"cannot read config {name}{origin}: {error.strerror or error}"
             raise InvalidConfigError([problem]) from error

@@ -82,8 +82,10 @@ class Interrupts:
 def _stop_with_launcher() -> None:
     """Let this rank get SIGTERM when its launcher ends: one that was killed passes nothing on, and
     its ranks would train on with nobody in charge. On other systems than Linux they do."""
-    launcher = os.environ.pop(LAUNCHER, None)
-    if launcher is None or sys.platform != "linux":
+    if not os.environ.get(LAUNCHER, "").isdecimal():  # which `check_launched` refuses
+        return
+    launcher = os.environ.pop(LAUNCHER)
+    if sys.platform != "linux":
         return
     import ctypes
 

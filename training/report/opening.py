@@ -6,6 +6,7 @@ from shlex import quote
 from models.size import model_size
 from spectral.grouped import grouped
 from training.config import Config
+from training.errors import printable
 
 
 def first_line(config: Config) -> str:
@@ -77,4 +78,4 @@ def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
 
 
 def _one_line(text: object) -> str:
-    return " ".join(str(text).split())
+    return printable(" ".join(str(text).split()))

@@ -1,6 +1,7 @@
 """Evaluation of exported models: windows of the local task, the table, wrong input."""
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +112,13 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     line = f"| mean of pc_paper | accuracy | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |"
     assert line in table(listed, sets)
     assert "mean" not in table(listed[1:], sets)
+
+
+def test_a_module_of_the_working_directory_is_not_lm_eval(tmp_path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "lm_eval.py").write_text("from pathlib import Path; Path('executed').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    run = Run(model=tmp_path, tasks=["a"], python=Path(sys.executable), output=tmp_path / "out")
+    with pytest.raises(InputError, match="lm-eval exited with code"):
+        evaluate(run, offline=True)
+    assert not (tmp_path / "executed").exists()

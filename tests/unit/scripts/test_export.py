@@ -142,6 +142,28 @@ def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> Non
     assert "which its tokenizer does not have" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change", ["layer more", "layer less", "wider", "renamed"])
+def test_weights_that_are_not_those_of_the_config_are_refused(change, run, tmp_path, capsys):
+    """transformers fills in random ones."""
+    out = tmp_path / "out"
+    assert main(["export", str(run()), str(out), "--no-verify"]) == 0
+    settings, tensors = json.loads((out / "config.json").read_text()), {}
+    if change == "renamed":
+        tensors = load_file(out / "model.safetensors")
+        tensors["model.norm.gain"] = tensors.pop("model.norm.weight")
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    elif change == "wider":
+        settings["intermediate_size"] += 32
+    else:
+        settings["num_hidden_layers"] += 1 if change == "layer more" else -1
+        settings.pop("layer_types", None)
+    (out / "config.json").write_text(json.dumps(settings))
+    capsys.readouterr()
+    assert generate([str(out), "A matrix", "--tokens", "2"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and len(said.err.splitlines()) == 1
+
+
 def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
     folder, out = run(pc__level=4), tmp_path / "out"
     assert main(["export", str(folder), str(out), "--dtype", "bfloat16"]) == 0

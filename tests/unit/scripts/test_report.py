@@ -1,6 +1,7 @@
 """Figures of runs and the page about a run show what the run logged, without a network."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -116,6 +117,33 @@ def test_the_page_holds_everything_it_shows(folder):
     assert f"<b>{last['train/loss']:.4f}</b>" in text and f"<b>{last['val/loss']:.4f}</b>" in text
 
 
+def test_damaged_lines_are_warned_of_and_texts_of_models_are_harmless(folder, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(folder / "plain", copy)
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    line = json.loads(lines[1]) | {"sample/a/text": "x\x1b[2J\ud83d y", "sample/a/prompt": "p\x9b"}
+    lines[1] = json.dumps(line)
+    lines[0] = lines[0][:-9]
+    (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main([str(copy), "--html"]) == 0
+    assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().err
+    assert "x\ufffd[2J\ufffd y" in (copy / "report.html").read_text()
+
+
+def test_figures_are_written_through_no_link(folder, tmp_path, capsys):
+    copy, kept = tmp_path / "run", tmp_path / "kept"
+    shutil.copytree(folder / "plain", copy)
+    kept.write_text("precious")
+    (copy / "figures").mkdir()
+    (copy / "figures" / "loss.svg").symlink_to(kept)
+    assert main([str(copy)]) == 0
+    assert kept.read_text() == "precious"
+    (copy / "figures").rename(tmp_path / "elsewhere")
+    (copy / "figures").symlink_to(tmp_path / "elsewhere")
+    assert main([str(copy)]) == 2
+    assert "figures must not be a link: name the folder with --output" in capsys.readouterr().err
+
+
 def test_the_status_of_a_run(folder, tmp_path):
     def copied(name: str) -> Path:
         copy = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -138,9 +166,13 @@ def test_the_status_of_a_run(folder, tmp_path):
     lock = json.loads((running / "lock").read_text())
     (running / "lock").write_text(json.dumps(lock | {"pid": gone.pid}))
     assert run_status(read_run(running)).reason == "The run ended without a word."
+    # Another process may have the number by now: this one, or the first of the machine.
+    for other in (os.getpid(), 1):
+        (running / "lock").write_text(json.dumps(lock | {"pid": other, "began": "boot 1"}))
+        assert run_status(read_run(running)).kind == "failed"
     # Of another host only the heartbeat is known.
     (running / "lock").write_text(json.dumps({"host": "elsewhere", "pid": 1}))
-    for age, kind in ((10, "running"), (1000, "failed")):
+    for age, kind in ((10, "running"), (1000, "failed"), (-1000, "failed"), (-10, "running")):
         (running / "heartbeat.json").write_text(json.dumps({"time": time.time() - age}))
         assert run_status(read_run(running)).kind == kind
 

@@ -19,7 +19,7 @@ from scripts.studies.transfer import begin
 from scripts.study import main
 from tests.paths import ROOT
 from tests.run_results import json_lines
-from tests.token_files import write_manifest
+from tests.token_files import write_manifest, write_token_set
 from training.config import load_config
 
 STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.read_text()]
@@ -97,9 +97,11 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
 
     assert main([str(study_file), str(tmp_path)]) == 0
     study = yaml.safe_load(study_file.read_text())
-    study_file.write_text(yaml.safe_dump({**study, "environment": {"A": "1"}}, sort_keys=False))
+    study_file.write_text(
+        yaml.safe_dump({**study, "environment": {"MKL_CBWR": "1"}}, sort_keys=False)
+    )
     assert "plain-1: its record in" in (text := said())
-    assert "another environment, {} and not {'A': '1'}" in text
+    assert "another environment, {} and not {'MKL_CBWR': '1'}" in text
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     manifest.write_text(manifest.read_text().replace("first", "second"))
     assert "has another data" in said()
@@ -107,6 +109,34 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     assert "lr is against plain, whose data has another tokenizer" in said()
+
+
+def test_a_record_of_tokens_without_a_manifest_is_of_these_tokens(study_file, tmp_path, capsys):
+    assert main([str(study_file), str(tmp_path)]) == 0
+    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
+    assert main([str(study_file), str(tmp_path)]) == 2
+    assert "plain-1: its record in" in (said := capsys.readouterr().err)
+    assert "has another data, {" in said
+
+
+def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, capsys):
+    known = read_study(study_file)
+    for name, seed in product(known.variants, known.seeds):
+        run = run_of(known, name, [], seed)
+        figures = {"loss": float(seed), "course": []}
+        RecordBook(tmp_path).add(Record(run.key, run.label, [], False, 1.0, figures))
+    assert main([str(study_file), str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("do not say of what data they are") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["PYTHONPATH", "PATH", "LD_PRELOAD", "PYTHONSTARTUP", "BASH_ENV", "HOME", "A", "RANK"]
+)
+def test_a_study_sets_no_variable_that_runs_code(name, study_file, tmp_path, capsys):
+    study = yaml.safe_load(study_file.read_text())
+    study_file.write_text(yaml.safe_dump({**study, "environment": {name: str(tmp_path)}}))
+    assert main([str(study_file), str(tmp_path)]) == 2
+    assert f"environment.{name} must be one of ATEN_CPU_CAPABILITY, " in capsys.readouterr().err
 
 
 @pytest.fixture

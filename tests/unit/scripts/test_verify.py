@@ -1,5 +1,6 @@
 """scripts/verify.py names what is damaged in a run, a checkpoint or data, and changes nothing."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,24 @@ def test_everything_that_is_damaged_is_named(run_dir, capsys):
     ):
         assert said in printed, said
     assert printed.count("good") == 2  # step 2 and the events
+
+
+def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
+    """As after a power failure. The interval changes where the run continues."""
+    keys = {"checkpoint__interval": 4, "validation__samples": 2, "train__steps": 12}
+    keys |= {"monitors__interval": 2}
+    train(tiny_config(folder, "adamw", log__interval=3, **keys, train__exit_step=7), world)
+    train(tiny_config(folder, "adamw", log__interval=1, **keys), world)
+    metrics, monitors = (tmp_path / "run" / f"{name}.jsonl" for name in ("metrics", "monitors"))
+    assert main([str(tmp_path / "run")]) == 0
+    lines = metrics.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
+    metrics.write_text("".join(lines[:5] + lines[8:]))
+    monitors.write_text("".join(monitors.read_text().splitlines(keepends=True)[:-1]))
+    capsys.readouterr()
+    assert main([str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out
+    assert "lacks 3 steps from 8 to 10" in said and "lacks 1 steps from 12 to 12" in said
 
 
 def test_another_folder_is_refused(tmp_path, capsys):

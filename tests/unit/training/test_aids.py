@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from parallel.checkpoint.state_writer import write_plain
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from training.checkpoint.files import steps
@@ -86,6 +88,12 @@ def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):
         log.append({"step": 2})
     said = capfd.readouterr().out
     assert "warning: 2 lines of " in said and "events.jsonl could not be written" in said
+
+
+def test_plain_values_on_a_full_disk_are_an_error_of_the_system(tmp_path):
+    """torch's own writer raises a RuntimeError."""
+    with largest_file(1000), pytest.raises(OSError, match="too large"):
+        write_plain(tmp_path / "rng.pt", [torch.zeros(10_000)])
 
 
 def test_a_disk_that_does_not_answer_asks_for_no_stop(tmp_path):

@@ -10,8 +10,9 @@ from parallel.comm.collectives import CollectiveError
 from tests.run_configs import tiny_config
 from training import errors
 from training.control.guard import NonFiniteError
-from training.errors import fail
+from training.errors import fail, printable
 from training.report.log_lines import read_lines
+from training.report.opening import sample_lines
 from training.run import reports, train
 
 
@@ -29,6 +30,17 @@ def test_a_rank_that_outlives_the_first_one_names_itself(tmp_path, capsys, monke
     monkeypatch.setenv("RANK", "0")
     assert fail("one", code=1) == 1
     assert capsys.readouterr().err == "error: one\n"
+
+
+def test_a_text_from_elsewhere_commands_no_terminal(capsys) -> None:
+    text = "a\x1b]0;title\x07b\ud83dc\x9bd\u202ee\x00\r\nf\tä😀"
+    shown = printable(text)
+    assert shown == "a\ufffd]0;title\ufffdb\ufffdc\ufffdd\ufffde\ufffd\nf\tä😀"
+    shown.encode()
+    errors.print_error(text)
+    assert capsys.readouterr().err == "".join(f"error: {line}\n" for line in shown.split("\n"))
+    lines = list(sample_lines({"sample/a/text": text, "sample/a/prompt": text}))
+    assert lines == [printable(line) for line in lines]
 
 
 def test_a_failure_is_an_event(folder: str, tmp_path: Path, world) -> None:

@@ -40,6 +40,16 @@ def test_nothing_in_a_saved_config_refers_to_anything(tmp_path: Path, value: str
         load_saved_config(saved)
 
 
+@pytest.mark.parametrize("base", ["/proc/kmsg", "/proc/self/environ", "/sys/kernel/notes"])
+def test_a_base_that_the_kernel_makes_is_not_read(base: str, tmp_path: Path) -> None:
+    """Also through a link; to read /proc/kmsg waits for the next message."""
+    (tmp_path / "link.yaml").symlink_to(base)
+    for name in (base, "link.yaml"):
+        (tmp_path / "config.yaml").write_text(f"base: {name}\n")
+        with pytest.raises(InvalidConfigError, match="Not a file on a disk"):
+            load_config(tmp_path / "config.yaml")
+
+
 @pytest.mark.usefixtures("secret")
 def test_the_environment_is_read_only_where_a_key_is_a_path(minimal: Path) -> None:
     config = load_config(

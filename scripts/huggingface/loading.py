@@ -1,0 +1,43 @@
+"""Model folders, loaded by transformers without what it would fill in."""
+
+from pathlib import Path
+from typing import Any
+
+from training.errors import InputError
+
+
+def load_whole(folder: Path, **options: Any) -> Any:
+    """Return the model in `folder`, of which all weights are stored; `options` are transformers'.
+
+    transformers gives random values to weights that a folder lacks, and leaves out those that its
+    config.json has no place for. Raises InputError for such a folder, naming the weights, and for
+    one that cannot be loaded. No code of the folder is run.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it reports is in the error
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:  # of any kind: each part of these files has a reader of its own
+        raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
+    finally:
+        logging.set_verbosity(before)
+    problems = [
+        f"{len(names)} {kind}, such as {min(map(str, names))}"
+        for kind, names in info.items()
+        if names
+    ]
+    if problems:
+        raise InputError(
+            f"{folder}: config.json and the stored weights disagree: {'; '.join(problems)}"
+        )
+    return model

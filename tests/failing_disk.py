@@ -1,0 +1,94 @@
+"""A disk that fails: the library of failing_disk.c, and runs of pretrain.py that load it."""
+
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from scripts.studies.worker import Worker
+from tests.paths import ROOT
+
+KINDS: Final = ("write", "fsync", "rename", "stat", "open", "mkdir", "unlink")
+"""Kinds of calls, in the order of the library."""
+
+
+def compiler() -> str | None:
+    """Return the path of a C compiler, None without one."""
+    return shutil.which("cc")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What call fails: the `number`-th of a kind, and with `always` all after it.
+
+    error    number of the error
+    seconds  for which each fsync waits
+    """
+
+    kind: str | None = None
+    number: int = 0
+    error: int = 0
+    always: bool = False
+    seconds: float = 0.0
+
+    def __bytes__(self) -> bytes:
+        """The control file of a run that has not begun."""
+        kind = KINDS.index(self.kind) if self.kind else -1
+        head = kind, self.number, self.error, self.always, round(1e6 * self.seconds)
+        return struct.pack("12q", *head, *[0] * len(KINDS))
+
+
+class FailingDisk:
+    """Runs in folders of `folder`/runs, below which calls fail or wait."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs = folder / "runs"
+        self.runs.mkdir()
+        library = folder / "failing_disk.so"
+        self.control, self.log = folder / "control", folder / "calls"
+        self.control.write_bytes(bytes(Fault()))
+        source = ROOT / "tests" / "failing_disk.c"
+        subprocess.run(
+            [str(compiler()), "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
+        )
+        self.variables = {
+            "LD_PRELOAD": str(library),
+            "FAULT_FOLDER": str(self.runs),
+            "FAULT_CONTROL": str(self.control),
+            "FAULT_LOG": str(self.log),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        self._worker = Worker(os.environ | self.variables)
+
+    def run(self, name: str, arguments: Sequence[str], fault: Fault = Fault()) -> tuple[int, str]:
+        """Train in the folder `name`; return the exit code and what was printed."""
+        with self.control.open("r+b") as file:  # in place, as the worker has mapped it
+            file.write(bytes(fault))
+        self.log.write_bytes(b"")
+        output = self.runs.parent / f"{name}.txt"
+        code, _ = self._worker.run([*arguments, f"run.dir={self.runs / name}"], output)
+        return code, output.read_text()
+
+    def calls(self, name: str) -> list[tuple[str, int, str]]:
+        """Kind, number of its kind and path of each call of the last run, in the folder `name`."""
+        counts = dict.fromkeys(KINDS, 0)
+        found = []
+        for line in self.log.read_text().splitlines():
+            kind, path = line.split(" ", 1)
+            counts[kind] += 1
+            found.append((kind, counts[kind], path.removeprefix(f"{name}/")))
+        return found
+
+    def close(self) -> None:
+        """End the process that forks runs."""
+        self._worker.close()
+
+
+def settings(config: Mapping[str, object]) -> list[str]:
+    """Return overrides as arguments."""
+    return [f"{key}={value}" for key, value in config.items()]

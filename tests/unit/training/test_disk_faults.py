@@ -1,0 +1,157 @@
+"""Every call of a run to its files fails, once or for good: docs/running.md says what follows."""
+
+import errno
+import re
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.failing_disk import KINDS, FailingDisk, Fault, compiler
+from tests.run_configs import tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from tests.token_files import write_token_set
+from training.checkpoint.files import steps
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(compiler() is None, reason="no C compiler cc for tests/failing_disk.c"),
+]
+
+END, INTERVAL = 20, 7
+SETTINGS = [
+    f"train.steps={END}",
+    "train.global_batch=2",
+    "train.sequence_length=16",
+    "model.layers=1",
+    "model.hidden=32",
+    "model.ffn=32",
+    f"checkpoint.interval={INTERVAL}",
+    "checkpoint.keep_last=1",
+    "log.interval=1",
+    "monitors.interval=5",
+    "validation.samples=2",
+]
+ERRORS = {"stat": errno.ESTALE, "write": errno.ENOSPC}
+"""By kind of call, the error that is tried; EIO for others."""
+CHANGING = (("-[0-9a-f]{8}(?=/|$)", ""), (r"\.writing-\d+", ".writing"), (r"step_\d+", "step"))
+"""Parts of paths that differ between saves and between runs."""
+
+Case = tuple[str, int, str, bool]
+"""Kind, number and path of a call, and whether training has begun."""
+
+
+class Runs:
+    """Runs of one config that meet faults, and one that meets none."""
+
+    def __init__(self, folder: Path, disk: FailingDisk) -> None:
+        self.disk = disk
+        self.arguments = ["--config", str(folder / "config.yaml"), *SETTINGS]
+        code, said = disk.run("whole", self.arguments)
+        assert code == 0, said
+        self.cases = list(self._cases(disk.calls("whole")))
+        whole = disk.runs / "whole"
+        self.state, self.metrics = state_of(whole, END), metrics_of(whole)
+
+    def _cases(self, calls: list[tuple[str, int, str]]) -> Iterator[Case]:
+        """Yield the first and the last call of each kind to each path, and the first of training.
+
+        Paths of all saves count as the same.
+        """
+        begun = next(i for i, call in enumerate(calls) if call[::2] == ("write", "metrics.jsonl"))
+        places: dict[tuple[str, str, bool], list[int]] = {}
+        for i, (kind, number, path) in enumerate(calls):
+            for pattern, text in CHANGING:
+                path = re.sub(pattern, text, path)
+            places.setdefault((kind, path, i >= begun), []).append(number)
+        for (kind, path, training), numbers in places.items():
+            for number in sorted({numbers[0], numbers[-1]}):
+                yield kind, number, path, training
+
+    def problems(self, case: Case, *, always: bool) -> Iterator[str]:
+        """Yield what is wrong with a run that meets a fault, and with what continues it."""
+        kind, number, path, training = case
+        name = f"{kind}{number}{always}"
+        run_dir = self.disk.runs / name
+        fault = Fault(kind, number, ERRORS.get(kind, errno.EIO), always)
+        code, said = self.disk.run(name, self.arguments, fault)
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        if "Traceback" in said:
+            yield f"a traceback: {said}"
+        if code not in (0, 1, 2) or len(errors) != (code > 0):
+            yield f"ended with {code}: {said}"
+        taken = len(re.findall(rf"step +\d+/{END} ", said))
+        saved = max(steps(run_dir) if run_dir.exists() else [], default=0)
+        if training and not always and (code != ("DONE" in path) or saved < END):
+            yield f"was ended by one failed call: {said}"
+        elif code and taken - saved > (2 * INTERVAL if always else 0):  # one save was under way
+            yield f"lost {taken - saved} steps: {said}"
+        if code or saved < END:
+            again, said = self.disk.run(name, self.arguments)
+            if again:
+                yield f"is not continued: {said}"
+                return
+        yield from self.differences(run_dir, exact=not always)
+
+    def differences(self, run_dir: Path, *, exact: bool) -> Iterator[str]:
+        """Yield what differs from the undisturbed run; lines may be lost unless `exact`."""
+        if different := same_state(state_of(run_dir, END), self.state):
+            yield f"{len(different)} tensors differ"
+        ours, theirs = metrics_of(run_dir), self.metrics
+        if not exact:  # a run that continues has no gradient of the last monitored step
+            trained = [without_monitors(line) for line in theirs]
+            theirs = [line for line in map(without_monitors, ours) if line in trained]
+            ours = [without_monitors(line) for line in ours]
+        if ours != theirs:
+            yield "metrics differ"
+
+
+def without_monitors(line: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a line that do not compare with an earlier step."""
+    return {name: value for name, value in line.items() if not name.startswith("monitor/")}
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory) -> Iterator[FailingDisk]:
+    """A disk with a config and a token set that do not fail."""
+    folder = tmp_path_factory.mktemp("disk")
+    write_token_set(folder / "tokens", tokens=2_000, vocab=120, seed=0)
+    tiny_config(str(folder), "adamw")
+    with closing(FailingDisk(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def runs(disk) -> Runs:
+    """The runs."""
+    return Runs(disk.runs.parent, disk)
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fails_costs_no_more_than_the_table_says(kind, always, runs):
+    cases = [case for case in runs.cases if case[0] == kind]
+    assert cases
+    found = {case: list(runs.problems(case, always=always)) for case in cases}
+    assert {case: problems for case, problems in found.items() if problems} == {}
+
+
+def stall(said: str) -> float:
+    """The longest time of a step, in seconds."""
+    return max(float(ms) / 1000 for ms in re.findall(r"\| (\d+) ms", said))
+
+
+def test_ranks_wait_for_no_slow_disk(disk, runs):
+    """Syncs of 3 s each, of which a save has 15; at the end the run waits for its last save."""
+    seconds = 3.0
+    began = time.monotonic()
+    code, said = disk.run(
+        "slow", [*runs.arguments, "checkpoint.interval=16"], Fault(seconds=seconds)
+    )
+    assert code == 0, said
+    assert stall(said) < seconds
+    assert time.monotonic() - began > seconds
