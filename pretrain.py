@@ -208,7 +208,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
             from training.rehearsal.rehearse import run as rehearse
 
             return rehearse(config, options)
-        for key in unused(config, options) if rank() == 0 else ():
+        for key in unused(config, options) if own_rank() == 0 else ():
             print(f"warning: {key} has no effect, as no role uses the rule", flush=True)
         return train(config, options.resume or "latest", interrupts)
     except MissingSetError as error:

@@ -221,7 +221,7 @@ def _foreign_references(content: Content) -> Iterator[str]:
 def _override(text: str) -> Content:
     """The mapping that one `dotted.key=value` describes, its value read as YAML."""
     key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
+    if not equals or not all(key.split(".")) or key.startswith("-"):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
     with _readable(f"override {text!r:.80} is not valid YAML"):
         ends = yaml.StreamEndToken, yaml.BlockEndToken

@@ -28,14 +28,17 @@ class LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Replace stdout and stderr by streams that drop what nobody can read."""
+    """Replace stdout and stderr by streams that drop what nobody can read, and write what their
+    encoding lacks with backslashes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A notebook has its own, and one whose descriptor was closed from the start is None.
         if isinstance(stream, io.TextIOWrapper):
             by_line = stream.line_buffering or stream.write_through
             file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
-            lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
+            lasting = io.TextIOWrapper(
+                file, stream.encoding, "backslashreplace", line_buffering=by_line
+            )
             setattr(sys, name, lasting)
 
 

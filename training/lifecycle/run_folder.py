@@ -53,6 +53,8 @@ def locked(run_dir: str | Path) -> Iterator[None]:
             f"run.dir {folder} cannot be written to: {error.strerror} ({error.filename})"
         ) from None
     with file:
+        if os.fstat(file.fileno()).st_nlink > 1:
+            raise FolderError(f"run.dir {folder}: {LOCK} must have no other name: remove this one")
         if not _take(file):
             file.seek(0)
             raise FolderError(
@@ -80,8 +82,8 @@ class HeldFolder:
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir)
-        self._folder = os.open(self.path, os.O_RDONLY)
         self._lock = self._lock_number()
+        self._folder = os.open(self.path, os.O_RDONLY)
 
     def close(self) -> None:
         """Close the folder."""
@@ -95,10 +97,11 @@ class HeldFolder:
                 f"run.dir {self.path} was moved or removed while the run used it: nothing more is "
                 "saved there"
             )
-        if self._lock_number() not in (None, self._lock):
-            raise FolderError(
-                f"run.dir {self.path} is in use by another run since its lock was removed"
-            )
+        with contextlib.suppress(OSError):  # a disk that does not answer says nothing
+            if self._lock_number() not in (None, self._lock):
+                raise FolderError(
+                    f"run.dir {self.path} is in use by another run since its lock was removed"
+                )
 
     def _is_there(self) -> bool:
         """Whether the folder is where it was; True if the disk does not answer."""
@@ -110,11 +113,11 @@ class HeldFolder:
             return True
 
     def _lock_number(self) -> int | None:
-        """The number of the file that is the lock, None if there is none or the disk does not
-        answer. The file is not opened: closing it again would release the lock."""
+        """The number of the file that is the lock, None if there is none. The file is not opened:
+        closing it again would release the lock."""
         try:
             return os.stat(self.path / LOCK).st_ino
-        except OSError:
+        except FileNotFoundError:
             return None
 
 

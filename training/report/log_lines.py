@@ -47,7 +47,12 @@ class LogFile:
                 raise
 
     def _write(self) -> None:
+        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+            print(f"warning: {self.path} was removed: later lines begin a new one", flush=True)
+            self._release()
         if self._file is None:
+            if self.path.exists() and self.path.stat().st_nlink > 1:  # as in a backup of links
+                replace_file(self.path, self.path.read_bytes())
             drop_unfinished_line(self.path)
             self._file, self._begun = self.path.open("ab", buffering=0), 0
         while self._waiting:

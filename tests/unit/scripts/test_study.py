@@ -139,6 +139,15 @@ def test_a_study_sets_no_variable_that_runs_code(name, study_file, tmp_path, cap
     assert f"environment.{name} must be one of ATEN_CPU_CAPABILITY, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--config=/other.yaml", "--resume=none", "--ranks=64"])
+def test_an_override_of_a_study_is_no_option_of_pretrain(option, study_file, tmp_path, capsys):
+    study = yaml.safe_load(study_file.read_text())
+    study["variants"]["lr"]["overrides"] += [option]
+    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(study_file), str(tmp_path)]) == 2
+    assert f"an override must be key=value, got '{option}'" in capsys.readouterr().err
+
+
 @pytest.fixture
 def tuned_file(study_file) -> Path:
     """The study with a search, whose third rate is beyond all bounds."""

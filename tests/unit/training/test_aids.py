@@ -82,6 +82,16 @@ def test_lines_that_the_disk_refuses_are_written_with_the_next(size, tmp_path, c
     assert "could not be written" not in said
 
 
+def test_a_log_that_is_removed_begins_again(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with closing(LogFile(path)) as log:
+        log.append({"step": 1})
+        path.unlink()
+        log.append({"step": 2})
+    assert [line["step"] for line in json_lines(path)] == [2]
+    assert "metrics.jsonl was removed: later lines begin a new one" in capsys.readouterr().out
+
+
 def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):
     with closing(LogFile(tmp_path / "gone" / "events.jsonl")) as log:
         log.append({"step": 1})
@@ -220,9 +230,19 @@ def test_a_run_writes_through_no_link(run, tmp_path):
     stacks.mkdir(parents=True)
     (stacks / "rank_00000.txt").symlink_to(kept)
     os.link(kept, tmp_path / "run" / "config.yaml")
-    os.link(kept, tmp_path / "run" / "data.json")
+    for name in ("data.json", "events.jsonl", "metrics.jsonl", "started"):
+        os.link(kept, tmp_path / "run" / name)
     assert run().step == END
     assert kept.read_text() == "precious"
+
+
+def test_a_lock_that_has_another_name_is_refused(tmp_path):
+    (tmp_path / "kept").write_text("precious")
+    (tmp_path / "run").mkdir()
+    os.link(tmp_path / "kept", tmp_path / "run" / "lock")
+    with pytest.raises(FolderError, match="lock must have no other name"), locked(tmp_path / "run"):
+        pass
+    assert (tmp_path / "kept").read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", ["stacks", "checkpoints", "tensorboard"])
