@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.disk import delete, sync
+from training.config.places import local_path
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
 from training.json_file import read_json
@@ -37,11 +38,14 @@ class AtomicFolder:
         key: of all that determines the content; None if an interrupted run cannot go on.
 
     Raises:
-        InputError: another run is preparing the same folder, or has made one meanwhile; or a
-            folder of somebody else is in the way.
+        InputError: `output` is a URL or needs to be expanded; another run is preparing the same
+            folder, or has made one meanwhile; or a folder of somebody else is in the way.
     """
 
     def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:
+        _, wrong, rule = local_path("output", str(output))
+        if wrong:
+            raise InputError(f"the output {rule}, got {output}")
         self.output = output
         self._check = check
         self._key = key

@@ -59,7 +59,15 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
     yield "checkpoint", ("keep_every",), whole, "with checkpoint.keep_last null"
     ungated = not config.model.gated
     yield "optimizer", ("split_gate_up",), ungated, "with an activation without a gate"
-    moe = config.model.moe
+    pc, moe = config.pc, config.model.moe
+    if pc is not None:
+        keys, shape = ("degree", "cutoff", "alpha", "upper"), pc.polynomial.kind
+        yield "pc.polynomial", keys, shape != "fitted", f"with pc.polynomial.kind {shape}"
+        untracked_norm = pc.spectral_norm == "none"
+        yield "pc", ("steps", "norm_recovery"), untracked_norm, "with pc.spectral_norm none"
+        fixed_gamma = not pc.learnable_gamma
+        decays = ("gamma_lr", "gamma_weight_decay")
+        yield "pc", decays, fixed_gamma, "with pc.learnable_gamma false"
     if moe is not None:
         fixed = not moe.expert_bias
         yield "model.moe", ("expert_bias_rate",), fixed, "with model.moe.expert_bias false"

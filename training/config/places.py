@@ -1,4 +1,4 @@
-"""Paths in a config: places of this machine's file system, written out."""
+"""Paths that a user names: places of this machine's file system, written out."""
 
 import re
 from typing import Final

@@ -31,6 +31,13 @@ def beside(output: Path) -> list[str]:
     return sorted(path.name for path in output.parent.iterdir())
 
 
+@pytest.mark.parametrize("place", ["s3://bucket/x", "hf://a/b", "gs:/bucket", "~/x", "$HOME/x"])
+def test_a_place_that_is_none_is_refused(place: str) -> None:
+    """Neither prepared data nor an export lies in a local folder named `s3:`."""
+    with pytest.raises(InputError, match="the output must be (a local path|written out)"):
+        new(Path(place))
+
+
 def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> None:
     with new(output) as first:
         (first.path / "file").write_text("first")

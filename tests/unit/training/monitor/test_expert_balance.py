@@ -69,10 +69,11 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(
     assert found["moe/global_aux_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_global_loss_does_not_depend_on_micro_batches(folder: str, world: Groups) -> None:
+@pytest.mark.parametrize("loss", ["global_aux_loss", "sequence_aux_loss", "z_loss"])
+def test_no_balancing_loss_depends_on_micro_batches(loss: str, folder: str, world: Groups) -> None:
     norms = []
     for micro_batch in (8, 4, 1):
-        keys = {"model__moe__global_aux_loss": 0.1, "train__micro_batch": micro_batch}
+        keys = {f"model__moe__{loss}": 0.1, "train__micro_batch": micro_batch}
         trainer = trainer_of(folder, world, **keys)
         norms.append([trainer.step(step).norm.total.item() for step in range(4)])
     # Sums of float32 in another order.
