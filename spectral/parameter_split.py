@@ -269,18 +269,14 @@ def check_name(name: str) -> None:
 def weights_of(module: nn.Module) -> Iterator[Weight]:
     """Yield every trainable parameter once, an embedding's first."""
     modules = dict(module.named_modules())
-    seen: set[int] = set()
     order = sorted(modules.items(), key=lambda item: not _is_embedding(item[1]))
-    weights: dict[str, Weight] = {}
+    places: dict[int, tuple[nn.Module, nn.Module, str]] = {}
     for prefix, owner in order:
         for short, parameter in owner.named_parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            name = f"{prefix}.{short}" if prefix else short
-            weights[name] = Weight(name, parameter, *_place(modules, prefix, short))
-    # In the order of the model, which is that of a checkpoint.
-    yield from (weights[name] for name, _ in module.named_parameters() if name in weights)
+            places.setdefault(id(parameter), _place(modules, prefix, short))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            yield Weight(name, parameter, *places[id(parameter)])
 
 
 def _place(

@@ -29,7 +29,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
 from itertools import groupby
 from math import prod
@@ -68,6 +68,8 @@ REDUCTIONS = re.compile(
 )
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 """Operations on each channel, the second axis."""
+STREAM = -1
+"""In place of a weight, any activation that no weight made: the input of the model, say."""
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read the shape of an input alone."""
 ENDS = re.compile(r".*(loss|histc|cdist|_like|new_).*")
@@ -91,7 +93,8 @@ class Use:
     start: int
     used: bool = False
     looked_up: bool = False
-    joined: bool = False  # its outputs were added to others
+    joined: set[int] = field(default_factory=set)  # weights, by `start`, that it was added to
+    ended: bool = False  # its outputs are the model's, or in its loss
     hidden: str = ""  # the operation that hides what becomes of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
@@ -191,7 +194,9 @@ class Layout(NamedTuple):
 class Watch(TorchDispatchMode):
     """Follows the outputs of weights through the operations of a forward pass."""
 
-    def __init__(self, weights: Mapping[str, Tensor], inputs: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], parameters: Iterable[Tensor], inputs: Iterable[Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paused = False
         self.records: list[Use | Sums] = []
@@ -212,7 +217,9 @@ class Watch(TorchDispatchMode):
             self._add(use, weight.numel())
             layout = Layout.of(weight, start=use.start, steps=tuple(use.steps))
             self.weights[weight.untyped_storage()] = layout
+        self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
         self.live.update((t.untyped_storage(), None) for t in inputs if t.is_floating_point())
+        self.live.update(self.parameters)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -273,7 +280,9 @@ class Watch(TorchDispatchMode):
             self._reduce(args[0], args[1:] or [*kwargs.values()], fresh[0])
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
-        elif name not in LOOKUPS and not ENDS.match(name) and max(t.numel() for t in fresh) > 1:
+        elif tracked and ENDS.match(name):
+            self.end_with(tracked)
+        elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
 
     # Numbers, and the weights that they belong to.
@@ -331,6 +340,13 @@ class Watch(TorchDispatchMode):
         if key not in self.read:
             self.read[key] = layout.values, _condensed(layout.read(tensor))
         return self.read[key][1]
+
+    def end_with(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that a model returns, or whose sum it does."""
+        for t in tensors:
+            if (columns := self._columns(t)) is not None:
+                for start in self._beneath(columns):
+                    self._at(start).ended = True
 
     def copied(self, copy: Tensor, weight: Tensor) -> None:
         """Note that a tensor is computed from a weight, each element from that at its place."""
@@ -398,8 +414,9 @@ class Watch(TorchDispatchMode):
             self.sums[key] = self.end
             sides = [self._beneath(side) for side in pairs]
             self._add(Sums(self.end, [*key], sides[0] | sides[1]), len(key))
-            for start in sides[0] ^ sides[1]:
-                self._at(start).joined = True
+            for own, other in (sides, sides[::-1]):
+                for start in own - other:
+                    self._at(start).joined |= other
         numbers = high.clone()
         numbers[both] = self.sums[key] + inverse
         return numbers
@@ -428,7 +445,7 @@ class Watch(TorchDispatchMode):
             and source.dtype == out.dtype
         ):
             if added:  # to the input of the model, say
-                self._join(self._columns(source))
+                self._join(self._columns(source), [STREAM])
             layout = self.shadows[source.untyped_storage()]
             moved = layout.offset + Layout.of(out).offset - Layout.of(source).offset
             self.shadows[storage] = layout._replace(offset=moved)
@@ -450,12 +467,12 @@ class Watch(TorchDispatchMode):
         if not distinct:
             return
         if added and len(distinct) == 1:
-            self._join(distinct[0])
+            self._join(distinct[0], [STREAM])
         self._write(self.shadows, out, reduce(self._joined, distinct))
 
-    def _join(self, columns: Tensor | None) -> None:
+    def _join(self, columns: Tensor | None, others: Iterable[int]) -> None:
         for start in self._beneath(columns) if columns is not None else ():
-            self._at(start).joined = True
+            self._at(start).joined.update(others)
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """An operation that moves numbers moves their columns, or the elements of a weight."""
@@ -493,16 +510,19 @@ class Watch(TorchDispatchMode):
     def _reduce(self, source: Tensor, options: Any, out: Tensor) -> None:
         """What is the same column along the reduced axes stays that column."""
         columns = self._columns(source)
-        if columns is None or source.is_complex() or out.numel() == 1:
+        if columns is None or source.is_complex():
             return
+        if out.numel() == 1:
+            return self.end_with([source])
         named = next((o for o in options if isinstance(o, (int, list, tuple))), ())
         axes = {a % columns.ndim for a in ([named] if isinstance(named, int) else named)}
         if all(columns.shape[a] == 1 for a in axes):
             kept = [n for a, n in enumerate(columns.shape) if a not in axes]
             sizes = kept if out.ndim < columns.ndim else columns.shape
             self._write(self.shadows, out, columns.view(sizes))
-        elif len(self._beneath(columns)) > 1:  # a sum over experts, say
-            self._join(columns)
+        else:  # a sum over experts, or in a loss
+            self._join(columns, self._beneath(columns))
+            self.end_with([source])
 
     def _choose(self, args: Any, result: Any, place: int) -> None:
         """What chooses among columns is the end of a router, what chooses among tokens is not."""
@@ -533,11 +553,12 @@ class Watch(TorchDispatchMode):
         sides = (left, right)
         # Of two weights, the second one: the first is then a table of inputs.
         weight = next((i for i in (1, 0) if sides[i].untyped_storage() in self.weights), None)
+        layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
         for i, axis in enumerate(summed):
             columns = self._columns(sides[i])
             if columns is None or i == weight:
                 continue
-            kind = "attention" if weight is None else "a layer"
+            kind = "a layer" if layer else "attention"
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
                 self._consume(columns, 2 * columns.ndim - 3 - axis, kind)
                 if weight is None and out.ndim == columns.ndim:
@@ -605,6 +626,8 @@ class Watch(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
+    if is_dataclass(values) and not isinstance(values, (type, Mapping)):
+        values = vars(values)
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple, Mapping)):
@@ -630,10 +653,12 @@ def _sorted(numbers: Tensor) -> list[int]:
 
 
 def _condensed(numbers: Tensor) -> Tensor:
-    """Return the first place of every axis along which nothing changes."""
+    """Return one place of every axis along which no column changes; padding has none."""
     for axis in range(numbers.ndim if numbers.numel() > 1 else 0):
-        if numbers.shape[axis] > 1 and _equal(numbers, first := numbers.narrow(axis, 0, 1)):
-            numbers = first
+        if numbers.shape[axis] > 1:
+            last = numbers.amax(axis, keepdim=True)
+            if bool(((numbers == last) | (numbers < 0)).all()):
+                numbers = last
     return numbers
 
 
@@ -646,7 +671,7 @@ def _axes(use: Use, numbers: Iterable[int]) -> list[int]:
 # From sets of columns to a division.
 
 
-def _verdict(use: Use) -> Seen:
+def _verdict(use: Use, taken: set[int]) -> Seen:
     """Return what became of a weight; raises ValueError for what no division expresses."""
     if use.looked_up:
         return Seen(None, "its rows are looked up: a table", decays=False)
@@ -657,9 +682,14 @@ def _verdict(use: Use) -> Seen:
     division = _division(use) if use.outputs else Division()
     sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(use.shape)]
     outputs = int(division.transposed)
+    alone = use.start in taken and all(len(s) == 1 for kind in use.sets.values() for s in kind)
+    if alone:
+        return Seen(None, "its columns are taken one at a time: scalars")
     if not use.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
         return Seen(None, "its matrices have a side of 1: vectors", decays=False)
-    if not use.joined and not use.sets.keys() & {"attention", "a layer", "a product"}:
+    if not taken & {use.start, *use.joined}:
+        if not use.ended:
+            raise ValueError("nothing took its outputs, and the pass did not return them")
         return Seen(None, "its outputs reach no further layer: a head")
     return Seen(division, _reason(use))
 
@@ -784,24 +814,27 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
                 f"example needs a model that runs, and {name} is {kind}: split before sharding and "
                 "give the sharded model the units that it shows, or leave out example"
             )
-    watched = Watch(weights, [*model.parameters(), *_tensors(example)])
+    watched = Watch(weights, model.parameters(), _tensors(example))
     with ExitStack() as stack:
         stack.enter_context(_undisturbed(model))
         for module in model.modules():
             if isinstance(module, parametrize.ParametrizationList):
                 _skip(watched, module)
+        model.register_forward_hook(lambda _, __, out: watched.end_with(_tensors(out)))
         stack.enter_context(watched)
-        _run(model, example)
+        result = _run(model, example)
+    watched.end_with(_tensors(result))
     seen, problems = {}, []
-    for use in watched.records:
-        if not isinstance(use, Use):
-            continue
+    uses = [record for record in watched.records if isinstance(record, Use)]
+    kinds = {"attention", "a layer", "a product"}
+    taken = {STREAM, *(use.start for use in uses if use.sets.keys() & kinds)}
+    for use in uses:
         try:
             if not use.used:
                 raise ValueError("the pass did not use it")
             if use.hidden:
                 raise ValueError(f"{use.hidden} hides what becomes of its outputs")
-            seen[use.name] = _verdict(use)
+            seen[use.name] = _verdict(use, taken)
         except ValueError as error:
             problems.append(f"{use.name}: {error}")
     if problems:
@@ -813,18 +846,15 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
     return seen
 
 
-def _run(model: nn.Module, example: Any) -> None:
+def _run(model: nn.Module, example: Any) -> Any:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # of which every product is seen
         if isinstance(example, Mapping):
-            model(**example)
+            return model(**example)
         elif isinstance(example, (tuple, list)):
-            model(*example)
-        elif callable(example):
-            example()
-        else:
-            model(example)
+            return model(*example)
+        return example() if callable(example) else model(example)
 
 
 def _skip(watched: Watch, computed: parametrize.ParametrizationList) -> None:

@@ -299,3 +299,23 @@ def test_a_split_of_something_else_is_refused(
     with pytest.raises(TypeError, match=r"params must be parameters or split_parameters\(model\)"):
         Muon(MODEL)
     Muon(nn.ParameterList([MODEL[0].weight]))  # a module, but of parameters alone
+
+
+@pytest.mark.parametrize("example", [None, torch.tensor([[1, 2]])])
+def test_a_table_that_is_tied_to_a_layer_before_it_stays(example: Tensor | None) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unembed = nn.Linear(4, 7, bias=False)
+            self.inner = nn.Linear(4, 4, bias=False)
+            self.table = nn.Embedding(7, 4)
+            self.unembed.weight = self.table.weight
+
+        def forward(self, tokens: Tensor) -> Any:
+            return self.unembed(self.inner(self.table(tokens)))
+
+    rows = split_parameters(Tied(), example=example).rows
+    assert [(row.name, row.rule) for row in rows] == [
+        ("unembed.weight", "adamw"),
+        ("inner.weight", "spectral"),
+    ]

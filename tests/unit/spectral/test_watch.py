@@ -548,6 +548,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         ),
         "first.weight: spectrain_tests.product.default hides",
     ),
+    "outputs that nothing takes": (
+        Module(lambda m, x: (m.side(x), m.used(x))[1], side=linear(12, 4), used=linear(12, 4)),
+        "side.weight: nothing took its outputs",
+    ),
     "on the meta device": (nn.Linear(12, 4, device="meta"), "weight is on the meta device"),
     "one matrix of two axes": (
         Module(
@@ -589,3 +593,5 @@ def test_a_stream_of_sums_ends_without_a_head() -> None:
         "its outputs reach no further layer: a head",
     ]
     Muon(split, lr=0.1)
+    two = Module(lambda m, x: (m.a(x) + m.b(x)) / 2, a=linear(12, 3), b=linear(12, 3))
+    assert not split_parameters(two, example=x).matrices
