@@ -51,6 +51,24 @@ def problems(make: Callable[..., Tensor], rows: int, cols: int, rhos: tuple[floa
     return m, u, v
 
 
+def polar(x: Tensor) -> Tensor:
+    """The exact polar factor."""
+    left, _, right = torch.linalg.svd(x, full_matrices=False)
+    return left @ right
+
+
+def limits_at_zero(m: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, float, float]:
+    """The exact polar factors of `M + lambda Theta` left and right of where `f` changes its sign,
+    and `f` there, by bisection."""
+    low, high = -100.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = (theta * polar(m + middle * theta)).sum() < 0
+        low, high = (middle, high) if below else (low, middle)
+    left, right = (polar(m + each * theta) for each in (low, high))
+    return left, right, (theta * left).sum().item(), (theta * right).sum().item()
+
+
 def momenta() -> list[Problem]:
     """The recorded momenta of training, one batch per shape."""
     stored = load_file(MOMENTA)
@@ -325,3 +343,24 @@ def test_systems_in_blocks_are_solved(rows: int, size: int, monkeypatch: pytest.
     k = half @ half.mT + torch.eye(rows)
     factor = positive_definite.factorized_(torch.triu(k))  # of which the lower triangle is not read
     assert torch.allclose(positive_definite.solve(factor, x), torch.linalg.solve(k, x.mT).mT)
+
+
+def test_where_exact_f_jumps_over_zero_the_direction_is_the_optimum() -> None:
+    """`M + lambda Theta` of a square matrix is singular for one lambda. If f has no root there, a
+    tangent direction lies between the limits of both sides, and none has a larger product with M.
+    """
+    jumps = 0
+    for seed in range(40):
+        m = unit(gaussian(16, 16, seed=seed))
+        u, v = (unit(gaussian(16, 1, seed=seed + k))[:, 0] for k in (500, 700))
+        left, right, low, high = limits_at_zero(m, torch.outer(u, v))
+        if high - low < 1e-2:
+            continue
+        jumps += 1
+        best = (high * left - low * right) / (high - low)
+        solution = solve_multiplier(m[None], u[None], v[None], tolerance=TOLERANCE)
+        found = solution.direction[0]
+        assert solution.converged.all() and abs(u @ found @ v) <= TOLERANCE
+        assert torch.linalg.matrix_norm(found, 2) < 1 + 1e-3
+        assert (m * found).sum() == pytest.approx((m * best).sum().item(), rel=1e-3)
+    assert jumps >= 2
