@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -90,10 +91,11 @@ class RunLog:
             print(f"data {name}: not in the mixture any more, {count:,} tokens before", flush=True)
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
-        self.trackers = Trackers(config, run_id=run_id, step=step)
         intervals = {"metrics": config.log.interval, "monitors": config.monitors.interval}
         kind = "continued" if step else "started"
         self.events.append(event(kind, step, "", intervals=intervals))
+        warn = partial(self.note, "warning")
+        self.trackers = Trackers(config, run_id=run_id, step=step, warn=warn)
         for text in damaged:
             self.note("warning", step, text)
         self.counted = dict(counted)
@@ -179,6 +181,8 @@ class RunLog:
         `comparison` has each validation set's loss and unigram entropy.
         """
         steps, folder = self.config.train.steps, self.config.run.dir
+        for text in self.trackers.dropped:
+            print(text, flush=True)
         if outcome.stopped is not None:
             text = f"stopped by {outcome.stopped} after step {outcome.step} of {steps}"
             advice = "the same command continues the run"

@@ -49,7 +49,7 @@ REPORTED: Final = {
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
 }
-"""Names in monitors.jsonl of what the rules report of a step."""
+"""Names in monitors.jsonl of what the rules report of a step; others have the prefix `rule_`."""
 
 
 class LayerSampling:
@@ -327,9 +327,8 @@ class Monitors:
         """Record what the rules report of the step."""
         for batch in self.optimizer.stacks:
             measured = {
-                ours: batch.report[theirs].double()
-                for theirs, ours in REPORTED.items()
-                if theirs in batch.report
+                REPORTED.get(name, f"rule_{name}"): figure.double()
+                for name, figure in batch.report.items()
             }
             if "radius" in measured:
                 measured["retraction_bias"] = measured["tracked_norm"] / measured["radius"] - 1

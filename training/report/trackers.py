@@ -1,7 +1,7 @@
 """Trackers of metrics: Weights & Biases and TensorBoard.
 
-None of them can stop a run: one that is not installed or fails is dropped, with a warning on the
-console. Only the reporting rank has trackers.
+None of them can stop a run: one that is not installed or fails is dropped with a warning, which the
+end of the run repeats. Only the reporting rank has trackers.
 """
 
 import contextlib
@@ -105,10 +105,18 @@ class TensorBoardTracker:
 
 
 class Trackers:
-    """The trackers that a config names, as long as they work."""
+    """The trackers that a config names, as long as they work.
 
-    def __init__(self, config: Config, *, run_id: str, step: int) -> None:
-        """Start the trackers of a run that continues after `step`."""
+    Attributes:
+        dropped: the warnings of those that do not.
+    """
+
+    def __init__(
+        self, config: Config, *, run_id: str, step: int, warn: Callable[[int, str], None]
+    ) -> None:
+        """Start trackers of a run that continues after `step`; `warn` takes a step and a text."""
+        self.step, self.warn = step, warn
+        self.dropped: list[str] = []
         makers: dict[str, Callable[[], Tracker]] = {
             "wandb": lambda: WandbTracker(config, run_id, step),
             "tensorboard": lambda: TensorBoardTracker(config, step),
@@ -120,6 +128,7 @@ class Trackers:
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Pass the metrics of `step` to every tracker."""
+        self.step = step
         for name, tracker in list(self.working.items()):
             with self._kept(name):
                 tracker.log(metrics, step=step)
@@ -141,4 +150,5 @@ class Trackers:
             self.working.pop(name, None)
             advice = f": pip install {name}" if isinstance(error, ImportError) else ""
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"warning: {name} no longer gets metrics: {reason}{advice}", flush=True)
+            self.dropped.append(f"warning: {name} no longer gets metrics: {reason}{advice}")
+            self.warn(self.step, self.dropped[-1])

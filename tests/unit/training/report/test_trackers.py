@@ -103,7 +103,12 @@ def test_a_failing_service_is_left_out_and_the_run_goes_on(
 
     monkeypatch.setattr(service, "init", fail if when == "init" else broken)
     assert train(config("wandb"), world).step == 4
-    assert capsys.readouterr().out.count("warning: wandb no longer gets metrics: no route\n") == 1
+    text = "warning: wandb no longer gets metrics: no route"
+    # Said again at the end, far below the first, unless the end is where it failed.
+    assert capsys.readouterr().out.count(f"{text}\n") == (1 if when == "finish" else 2)
+    warnings = [e for e in json_lines(tmp_path / "run/events.jsonl") if "wandb" in e["text"]]
+    step = {"init": 0, "log": 2, "finish": 4}[when]
+    assert [(e["kind"], e["step"], e["text"]) for e in warnings] == [("warning", step, text)]
     assert [line["step"] for line in json_lines(tmp_path / "run/metrics.jsonl")] == [2, 4]
 
 
