@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
-from itertools import groupby
+from itertools import combinations, groupby
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -68,6 +68,8 @@ REDUCTIONS = re.compile(
 )
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 """Operations on each channel, the second axis."""
+VIEWS = re.compile(r"as_strided|t|transpose|squeeze|unsqueeze|swap(axes|dims)|detach|resize")
+"""Operations that change the shape of a tensor in place."""
 STREAM = -1
 """In place of a weight, any activation that no weight made: the input of the model, say."""
 SHAPES = re.compile(r".*(_like|new_).*")
@@ -264,6 +266,8 @@ class Watch(TorchDispatchMode):
             self._choose(args, result, CHOICES[name])
         elif not fresh:
             return  # a view, or nothing that has columns
+        elif in_place and VIEWS.fullmatch(name):
+            return
         elif name in PRODUCTS:
             first = PRODUCTS[name]
             self._multiply(args[first], args[first + 1], fresh[0])
@@ -483,6 +487,8 @@ class Watch(TorchDispatchMode):
         def numbers(t: Any) -> Any:
             if isinstance(t, (list, tuple)):
                 return [numbers(each) for each in t]
+            if isinstance(t, float):
+                return -1
             if not isinstance(t, Tensor) or not t.is_floating_point():
                 return t
             if t.untyped_storage() not in shadows:
@@ -679,6 +685,9 @@ def _verdict(use: Use, taken: set[int]) -> Seen:
         return Seen(None, "no product uses it: a table", decays=False)
     if "choice" in use.sets:
         return Seen(None, "an operation chooses among its columns: a router")
+    windows = [set(s) for s in use.sets["attention"]] if "attention" in use.sets else []
+    if any(a & b and a - b and b - a for a, b in combinations(windows, 2)):
+        return Seen(None, "windows of its outputs overlap: a table of positions", decays=False)
     division = _division(use) if use.outputs else Division()
     sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(use.shape)]
     outputs = int(division.transposed)

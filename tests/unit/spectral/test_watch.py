@@ -150,6 +150,26 @@ def recurrent(m: Any, x: Tensor) -> Any:
 x = torch.randn(2, 9, 12)
 image = torch.randn(2, 8, 5, 5)
 tokens = torch.randn(9, 8)
+
+
+def relative(m: Any, x: Tensor) -> Any:
+    """Attention whose logits include products with a table of relative positions."""
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    size = x.shape[1]
+    places = F.pad(q @ m.positions.T, (0, 1)).flatten(-2)
+    places = F.pad(places, (0, size - 1)).unflatten(-1, (size + 1, 2 * size - 1))
+    scores = q @ k.mT + places[..., :size, size - 1 :]
+    return m.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def viewed_in_place(m: Any, x: Tensor) -> Any:
+    y = m.both(x)
+    y.unsqueeze_(0)
+    y.masked_fill_(torch.zeros(20, dtype=torch.bool), float("-inf"))
+    gate, up = y.squeeze_(0).chunk(2, -1)
+    return m.out(gate.scatter(1, torch.zeros(2, 1, 10, dtype=torch.long), 0.5) * up)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] = {
     "glu": (
         lambda: Module(
@@ -355,6 +375,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         lambda: Module(recurrent, gru=nn.GRU(12, 5), head=linear(5, 2)),
         x,
         {"gru.weight_ih_l0": rows(5), "gru.weight_hh_l0": rows(5)},
+    ),
+    "a table of relative positions": (
+        lambda: Module(
+            relative, qkv=linear(12, 24), positions=torch.randn(17, 4), out=linear(8, 12)
+        ),
+        x,
+        {"qkv.weight": rows(4), "positions": None},
+    ),
+    "a view in place": (
+        lambda: Module(viewed_in_place, both=linear(12, 20), out=linear(10, 12)),
+        x,
+        {"both.weight": rows(10)},
     ),
     "a tied head": (
         lambda: Module(
