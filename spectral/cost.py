@@ -9,10 +9,10 @@ import torch
 
 from .krylov import cycle
 from .polar import prefers_gram
-from .positive_definite import blocks_of
+from .positive_definite import BLOCK, JOINED, blocks_of
 from .power_iteration import basis_size
 from .schedules import coefficients, restart_steps
-from .tangent_model import SPACES
+from .tangent_model import SPACES, TRIANGLE
 
 ELEMENTWISE_FLOPS = 16
 """Per element: momentum, decay, update and their norms; AdamW is within a factor of 1.5."""
@@ -75,7 +75,7 @@ def tangent_cost(
     is that of msign's products.
     """
     shifts, resolvents, products = SPACES[dtype]
-    model = product_flops(short, long, short) + len(shifts) * factorization_cost(short)
+    model = gram_cost(short, long) + len(shifts) * factorization_cost(short)
     vectors = 2 * (len(shifts) * resolvents + products)
     model += product_flops(vectors, short, short) + product_flops(2 + vectors, short, long)
     return model + evaluations * msign
@@ -88,5 +88,14 @@ def factorization_cost(rows: int) -> float:
         size, rest = part.stop - part.start, rows - part.stop
         # A Cholesky factor takes a sixth of a product, its inverse by a triangular solve half.
         total += product_flops(size, size, size) * 2 / 3
-        total += product_flops(size, size, rest) + product_flops(rest, size, rest)
+        total += product_flops(size, part.start, rows - part.start)
+        total += product_flops(size, size, rest)
+        joined = part.start % (JOINED * BLOCK)  # rows of the same joined block before these
+        total += product_flops(size, joined, joined) + product_flops(size, size, joined)
     return total
+
+
+def gram_cost(rows: int, cols: int) -> float:
+    """Count the FLOPs of half of a symmetric product, as the model of a tangent solve makes it."""
+    parts = blocks_of(rows, TRIANGLE)
+    return sum(product_flops(part.stop - part.start, cols, rows - part.start) for part in parts)

@@ -22,7 +22,7 @@ from . import tangent_model
 from .joined_stacks import apart, together
 from .polar import Polar, cache_slices, divide_, is_tall, newton_schulz, polars_of
 from .schedules import Coefficients, coefficients
-from .tangent_model import Model
+from .tangent_model import Model, is_wide
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `shifted`.
 DEGENERATE_EPS = 32
@@ -39,8 +39,9 @@ TOLERANCES = {
 }
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
-# msign evaluations that suffice on recorded momenta (docs/numerics.md).
-EVALUATIONS = 1
+# msign evaluations that suffice on recorded momenta (docs/numerics.md). On a GPU where the model is
+# narrow (`tangent_model.is_wide`) a second one in float32 corrects what squaring has lost.
+EVALUATIONS, NARROW_EVALUATIONS = 1, 2
 # The largest component along Theta that is taken for rounding errors of msign, by the dtype of its
 # products: 0.031 and 0.067 were the largest of recorded momenta at the exact multiplier.
 ROUNDING = {torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -105,7 +106,8 @@ class Solver:
 
     Attributes:
         tolerance: largest accepted `|f|`, where `f` lies in [-1, 1]; positive.
-        max_evaluations: largest number of msign evaluations, at least 1.
+        max_evaluations: largest number of msign evaluations, at least 1; None for 1, or 2 in
+            float32 on a GPU where the model is narrow (`spectral.tangent_model.is_wide`).
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise
             exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
@@ -114,14 +116,14 @@ class Solver:
     """
 
     tolerance: float = 2e-4
-    max_evaluations: int = EVALUATIONS
+    max_evaluations: int | None = None
     early_exit: bool = False
     schedule: str = "polar_express"
     steps: int = 8
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.max_evaluations < 1:
+        if self.max_evaluations is not None and self.max_evaluations < 1:
             raise ValueError(f"max_evaluations must be at least 1, got {self.max_evaluations}")
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
@@ -143,7 +145,7 @@ class Solver:
         work.begin(tangent_model.build(work.stacks, work.u, work.v, *work.msign))
         directions, f = work.measured(polars_of(work.shifted(), *work.msign))
         best, residual, kept = work.trial, f, work.kept
-        for _ in range(1, self.max_evaluations):
+        for _ in range(1, work.limit):
             work.narrow(f)
             if self.early_exit and not bool(work.open.any()):
                 break
@@ -188,6 +190,14 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     return solution
 
 
+def default_evaluations(rows: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the number of evaluations of matrices with so many rows on a device, for an msign in
+    `dtype`."""
+    rounds = torch.finfo(dtype).bits < 32
+    suffices = rounds or device.type == "cpu" or is_wide(rows, dtype, device)
+    return EVALUATIONS if suffices else NARROW_EVALUATIONS
+
+
 def _check(m: Tensor, u: Tensor, v: Tensor) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
@@ -223,7 +233,8 @@ class _Refinement:
         self.msign = coefficients(solver.schedule, solver.steps, dtype), dtype
         self.rounding = ROUNDING.get(dtype, 0.0)
         # Whether the first evaluation is the last one and may overwrite M.
-        self.last = solver.max_evaluations == 1
+        self.limit = solver.max_evaluations or default_evaluations(short[0], dtype, self.u.device)
+        self.last = self.limit == 1
 
     def begin(self, model: Model) -> None:
         """Take the root of the model for the first guess."""

@@ -27,7 +27,7 @@ from .constant_result import constant, constant_result
 from .host_values import is_known
 from .joined_stacks import apart, images, preimages, together
 from .kernels.dispatch import device_name, small_problem
-from .krylov import DEPENDENT, extended, orthonormal, unit
+from .krylov import DEPENDENT, orthonormal, unit
 from .polar import CACHE_ELEMENTS, workspace_units
 from .positive_definite import blocks_of, factorized_, solve
 from .schedules import Coefficients
@@ -44,10 +44,14 @@ DIRECT_ROWS = 32
 SQUARED_ROWS = 64
 """Up to how many rows the model of an msign in 16 bits projects `N N^T` instead of N, which takes
 no pass over M; in float16 it puts errors of up to 6e-5 into f on recorded momenta, from 1e-5."""
-WIDE_ROWS = {"cpu": 256}
-"""Up to how many rows, by device, the model of an msign in 32 bits or more computes `N N^T` and its
-resolvents in float64, which keeps singular values below 3e-4 of the largest. Where float64 products
-are as fast as those in float32, as on data-centre GPUs, always. In 16 bits f is not that exact."""
+WIDE_ROWS = 256
+"""Up to how many rows the model of an msign in 32 bits or more computes `N N^T` and its resolvents
+in float64, which keeps singular values below 3e-4 of the largest. Where float64 products are fast,
+always. In 16 bits f is not that exact."""
+FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+"""Compute capabilities of GPUs whose float64 products take at most about twice as long as those in
+float32: P100, V100, A100, H100 and H200, B200. On all others (consumer cards, L40S, B300) they take
+30 to 64 times as long."""
 
 
 class Space(NamedTuple):
@@ -58,19 +62,24 @@ class Space(NamedTuple):
     products: int = 0  # powers of N N^T itself
 
 
-EXACT = Space(tuple(10.0 ** (-3.6 + 3.2 * i / 9) for i in range(10)))
-"""Of one power of each resolvent; msign's polynomial is nearly linear below them."""
+EXACT = Space((10**-1.7, 10**-3.1), 5, 3)
+"""Of two shifts with five powers each: as exact as ten shifts with one power each, and two
+factorisations instead of ten. docs/numerics.md has the figures."""
 SPACES = {
     torch.bfloat16: Space((10**-2.8,), 5, 3),
     torch.float16: Space((1e-2, 1e-3), 4, 4),
     torch.float32: EXACT,
     torch.float64: EXACT,
 }
-"""By the dtype of msign's products. A resolvent costs a factorisation, its powers little more; in
-32 bits and more they would lose digits that several resolvents, solved together, keep."""
+"""By the dtype of msign's products. A resolvent costs a factorisation, its powers little more."""
 SYSTEM_ELEMENTS = 3 << 27
 """Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
-time: all ten of nine matrices with 2,048 rows, in 3 GiB of float64."""
+time: both of 48 matrices with 2,048 rows, in 3 GiB of float64."""
+
+
+TRIANGLE, CPU_TRIANGLE = 512, 256
+"""Rows of the blocks in which half of a symmetric product is computed: smaller ones take less work,
+but more launches."""
 
 
 class Model(NamedTuple):
@@ -172,8 +181,16 @@ def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
 
     With few rows there is no basis, and nothing to hide what squaring in float32 loses.
     """
-    exact = torch.finfo(dtype).bits >= 32 and rows <= WIDE_ROWS.get(device.type, rows)
+    exact = torch.finfo(dtype).bits >= 32 and (rows <= WIDE_ROWS or has_fast_doubles(device))
     return exact or rows <= DIRECT_ROWS
+
+
+@constant_result
+def has_fast_doubles(device: torch.device) -> bool:
+    """Return whether float64 products take at most about twice as long as those in float32."""
+    if device.type == "cuda":
+        return tuple(torch.cuda.get_device_capability(device)) in FAST_DOUBLES
+    return device.type != "cpu"
 
 
 def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -181,15 +198,18 @@ def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
     `N N^T` stays positive only if both come from the same float64 M and an exact unit vector.
     """
-    grams, products = [], []
-    for m, along in zip(stacks, v, strict=True):
+    rows = stacks[0].shape[1]
+    gram = v[0].new_empty(sum(map(len, stacks)), rows, rows)
+    products = []
+    for m, along, result in zip(stacks, v, apart(gram, stacks), strict=True):
         size = workspace_units(m.shape[1:].numel(), m.device)
-        for part, direction in zip(torch.split(m, size), torch.split(along, size), strict=True):
+        chunks = (torch.split(x, size) for x in (m, along, result))
+        for part, vectors, out in zip(*chunks, strict=True):
             wide = part.double()
-            image = torch.bmm(wide, direction[:, :, None])
-            grams.append(torch.bmm(wide, wide.mT).baddbmm_(image, image.mT, alpha=-1))
-            products.append(image[:, :, 0])
-    return together(grams), together(products)
+            products.append(torch.bmm(wide, vectors[:, :, None])[:, :, 0])
+            _write_upper(wide, out)
+    image = together(products)
+    return _mirrored(gram).baddbmm_(image[:, :, None], image[:, None], alpha=-1), image
 
 
 def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -201,17 +221,32 @@ def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def _grams(stacks: Sequence[Tensor]) -> Tensor:
-    """Compute `M M^T`, its blocks below the diagonal by copying those above."""
-    parts = blocks_of(stacks[0].shape[1])
-    if len(parts) == 1 or kernels.mirrors(stacks):
-        return kernels.gram(*stacks)
+    """Compute `M M^T`, by a kernel that computes half of it if there is one."""
     rows = stacks[0].shape[1]
-    result = stacks[0].new_empty(sum(map(len, stacks)), rows, rows)
-    for m, gram in zip(stacks, apart(result, stacks), strict=True):
-        for part in parts:
-            gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT, beta=0)
-            gram[:, part.stop :, part] = gram[:, part, part.stop :].mT
-    return result
+    if len(_triangle(rows, stacks[0].device)) == 1 or kernels.mirrors(stacks):
+        return kernels.gram(*stacks)
+    gram = stacks[0].new_empty(sum(map(len, stacks)), rows, rows)
+    for m, out in zip(stacks, apart(gram, stacks), strict=True):
+        _write_upper(m, out)
+    return _mirrored(gram)
+
+
+def _triangle(rows: int, device: torch.device) -> list[slice]:
+    """Return the ranges of rows in which the upper triangle of a product is computed."""
+    return blocks_of(rows, CPU_TRIANGLE if device.type == "cpu" else TRIANGLE)
+
+
+def _write_upper(m: Tensor, out: Tensor) -> None:
+    """Write the blocks of `M M^T` on and above the diagonal to `out`."""
+    for part in _triangle(m.shape[1], m.device):
+        out[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT, beta=0)
+
+
+def _mirrored(gram: Tensor) -> Tensor:
+    """Copy the blocks above the diagonal to those below."""
+    for part in _triangle(gram.shape[1], gram.device)[:-1]:
+        gram[:, part.stop :, part] = gram[:, part, part.stop :].mT
+    return gram
 
 
 def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: int) -> Tensor:
@@ -243,7 +278,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     split = -(-len(shifts) // count)
     parts = [together(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
-    vectors = torch.cat((pair, together(parts), products.to(pair.dtype)), dim=1)
+    vectors = torch.cat((pair, together(parts), products), dim=1)
     # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
@@ -253,16 +288,15 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
 def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> Tensor:
     """Apply `operator` to `start` `[batch, 2, rows]` so many times.
 
-    Returns `[batch, 2 count, rows]`, float64. One power is of unit vectors; of several, each is
-    without what lies along those before it, which keeps them apart.
+    Returns `[batch, 2 count, rows]`, float64, of unit vectors. What lies along lower powers is
+    taken out of each but the last, which keeps them apart.
     """
-    if count == 1:
-        return unit(operator(start).double()).nan_to_num(0, 0, 0)
-    vectors, last = None, start
-    for _ in range(count):
-        vectors = extended(vectors, operator(last).double())
-        last = vectors[:, -2:].to(start.dtype)
-    return start.new_empty(len(start), 0, start.shape[2]) if vectors is None else vectors
+    vectors = unit(operator(start if count else start[:, :0]).double())
+    for _ in range(1, count):
+        vectors = orthonormal(vectors, DEPENDENT[torch.float64])
+        new = operator(vectors[:, -2:].to(start.dtype)).double()
+        vectors = torch.cat((vectors, unit(new)), dim=1)
+    return vectors.nan_to_num_(0, 0, 0)  # of an indefinite system
 
 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:

@@ -47,8 +47,9 @@ class MuonPlusPlusRule(RadiusRule):
     )
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16 and 5e-3 with bfloat16."""
-    max_evaluations: int = EVALUATIONS
-    """msign evaluations per unit and step, all of which run, algorithm dual only; at least 1."""
+    max_evaluations: int | None = None
+    """msign evaluations per unit and step, all of which run, algorithm dual only; null: 1, or 2 for
+    float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards, B300)."""
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
     the weight by sqrt(rho before / rho now). Not with project_rescale."""
@@ -116,7 +117,7 @@ class MuonPlusPlusRule(RadiusRule):
         triplets = 3 if self.algorithm == "project_rescale" else 2
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)
         if self.algorithm == "dual":
-            return track + self.solver_cost(short, long, self.max_evaluations)
+            return track + self.solver_cost(short, long, self.max_evaluations or EVALUATIONS)
         return track + self.msign_cost(short, long) + 8.0 * 2 * short * long
 
     def track(

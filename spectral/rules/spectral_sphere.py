@@ -36,8 +36,9 @@ class SpectralSphereRule(MuonSphereRule):
     subtracts the rounding error along u v^T; more than 0.05 in float16 or 0.1 in bfloat16 is a
     miss, whatever the tolerance."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step; null: 1, or 8 with early exit. Without
-    early exit all of them run."""
+    """Largest number of msign evaluations per unit and step, all of which run without early exit;
+    null: 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU whose
+    float64 is slow (consumer cards, B300)."""
     early_exit: bool | None = field(default=None, metadata={"waits": True})
     """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 
@@ -91,7 +92,7 @@ class SpectralSphereRule(MuonSphereRule):
     def solver_on(self, device: torch.device) -> Solver:
         """Return the solver for a device, with what acts in place of each null."""
         early = device.type == "cpu" if self.early_exit is None else self.early_exit
-        limit = EARLY_EXIT_EVALUATIONS if early else EVALUATIONS
+        limit = EARLY_EXIT_EVALUATIONS if early else None
         return self.solver(
             self.tolerance,
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from spectral import positive_definite, power_iteration
-from spectral.cost import ELEMENTWISE_FLOPS, msign_cost
+from spectral import positive_definite, power_iteration, tangent_model
+from spectral.cost import ELEMENTWISE_FLOPS, factorization_cost, gram_cost, msign_cost
 from spectral.effective_weight import Preconditioner
 from spectral.polar import msign
 from spectral.rules import RULES
@@ -39,7 +39,13 @@ def triangular_flops(shape, right, *rest, **options):
     return math.prod(shape[:-2]) * shape[-1] ** 2 * right[-1]
 
 
+def product_flops(out, left, right, *rest, **options):
+    """Two per multiply-add."""
+    return 2 * math.prod(left) * right[-1]
+
+
 FACTORIZATIONS = {
+    torch.ops.aten.baddbmm_: product_flops,  # which PyTorch's formulas leave out
     torch.ops.aten.linalg_cholesky_ex: cholesky_flops,
     torch.ops.aten.linalg_solve_triangular: triangular_flops,
 }
@@ -72,6 +78,20 @@ def test_a_step_costs_what_it_executes(name, settings, shape, monkeypatch):
     rule = RULES[name](**settings)
     # The cost leaves out the small dense algebra of Krylov spaces and of the solver's model.
     assert products(rule, shape) == pytest.approx(executed(rule, shape), rel=0.025)
+
+
+@pytest.mark.parametrize("rows", [40, 300, 1100])
+def test_the_model_of_a_solve_costs_what_it_executes(rows, monkeypatch):
+    on_a_gpu = {"block_rows": positive_definite.BLOCK, "joined_blocks": positive_definite.JOINED}
+    for name, value in on_a_gpu.items():
+        monkeypatch.setattr(positive_definite, name, lambda *_, value=value: value)
+    monkeypatch.setattr(tangent_model, "CPU_TRIANGLE", tangent_model.TRIANGLE)
+    with FlopCounterMode(display=False, custom_mapping=FACTORIZATIONS) as counter:
+        positive_definite.factorized_(torch.eye(rows)[None])
+        factor = counter.get_total_flops()
+        tangent_model._grams([torch.zeros(1, rows, rows + 8)])
+    assert factorization_cost(rows) == pytest.approx(factor)
+    assert gram_cost(rows, rows + 8) == counter.get_total_flops() - factor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectral import msign, positive_definite, solve_multiplier, tangent_model
 from spectral.schedules import coefficients
-from spectral.tangent import Solver, TangentProblem, TangentSolution
+from spectral.tangent import Solver, TangentProblem, TangentSolution, default_evaluations
 from spectral.tangent_model import SPACES, Space, build, root, value
 from tests.matrices import gaussian, msign_by_svd, spectrum
 
@@ -113,9 +113,51 @@ def test_evaluations_on_recorded_momenta() -> None:
 
 
 def test_the_default_evaluations_on_recorded_momenta() -> None:
+    """Worst 1.8e-5; ten shifts of one power each, as published code would choose them, 2.8e-5."""
     solutions = [solve_multiplier(*batch) for batch in momenta()]
     assert torch.cat([s.converged for s in solutions]).all()
-    assert torch.cat([s.residual.abs() for s in solutions]).max() <= TOLERANCE / 2
+    assert torch.cat([s.residual.abs() for s in solutions]).max() <= 2.8e-5
+
+
+def rank_deficient(rows: int, cols: int, seed: int) -> Tensor:
+    return gaussian(rows, rows // 2, seed=seed) @ gaussian(rows // 2, cols, seed=seed + 1)
+
+
+def decaying(rows: int, cols: int, seed: int) -> Tensor:
+    """Singular values from 1 to 1e-3 in equal ratios."""
+    return spectrum(torch.logspace(0, -3, rows, dtype=torch.float64), rows, cols, seed)
+
+
+@pytest.mark.parametrize("make", [gaussian, low_rank, rank_deficient, decaying])
+def test_two_shifts_are_as_exact_as_ten(
+    make: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one evaluation; up to rounding, and what partial fractions leave."""
+    problem = problems(make, 128, 160, RHOS)
+    few = solve_multiplier(*problem).residual.abs()
+    ten = Space(tuple(10.0 ** (-3.6 + 3.2 * i / 9) for i in range(10)))
+    monkeypatch.setitem(SPACES, torch.float32, ten)
+    many = solve_multiplier(*problem).residual.abs()
+    assert few.max() <= TOLERANCE and few.max() <= many.max() + 2e-6
+
+
+def test_a_second_evaluation_where_float64_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrow path alone misses on nearly low-rank matrices; a second evaluation mends most."""
+    capabilities = {"fast": (9, 0), "slow": (10, 3), "consumer": (8, 9)}
+    found = {}
+    for name, capability in capabilities.items():
+        tangent_model.has_fast_doubles.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        device = torch.device("cuda")
+        found[name] = [default_evaluations(n, torch.float32, device) for n in (256, 257)]
+        assert default_evaluations(2048, torch.bfloat16, device) == 1
+    tangent_model.has_fast_doubles.cache_clear()
+    assert found == {"fast": [1, 1], "slow": [1, 2], "consumer": [1, 2]}
+    monkeypatch.setattr(tangent_model, "WIDE_ROWS", 0)
+    problem = problems(low_rank, 128, 160, RHOS)
+    once, twice = (solve_multiplier(*problem, max_evaluations=n).residual.abs() for n in (1, 2))
+    assert (once > TOLERANCE).sum() >= 2 * (twice > TOLERANCE).sum()
+    assert once.max() > 5 * twice.max()
 
 
 GOLDEN = [
@@ -335,10 +377,14 @@ def test_empty_batch_and_errors() -> None:
         solve_multiplier(m.bfloat16(), u, v)
 
 
+@pytest.mark.parametrize("joined", [1, 3])
 @pytest.mark.parametrize("size", [3, 64, 256])
 @pytest.mark.parametrize("rows", [1, 64, 65, 200])
-def test_systems_in_blocks_are_solved(rows: int, size: int, monkeypatch: pytest.MonkeyPatch):
+def test_systems_in_blocks_are_solved(
+    rows: int, size: int, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(positive_definite, "block_rows", lambda rows, device: size)
+    monkeypatch.setattr(positive_definite, "joined_blocks", lambda device: joined)
     half, x = gaussian(3, rows, rows + 8), gaussian(3, 2, rows, seed=1)
     k = half @ half.mT + torch.eye(rows)
     factor = positive_definite.factorized_(torch.triu(k))  # of which the lower triangle is not read
