@@ -4,13 +4,22 @@ Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Si
 from an exact decomposition in at least float32, which waits for a GPU, so these functions belong to
 logging steps; `correlation` may run in any step. A zero matrix has ranks, norms and correlations 0;
 a matrix with NaN has NaN. For several figures of one matrix, the functions that end in `_of` take
-its singular values.
+its singular values. `stable_rank_of_gram` and `nuclear_norm` consist of products alone, and neither
+waits.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .polar import msign
+from .power_iteration import cold_start
+
+TOP_STEPS = 24
+"""Block Krylov steps that find the largest eigenvalue of a Gram matrix."""
+POLAR_STEPS = 16
+"""Steps of msign that map singular values from 1e-6 of the Frobenius norm on to 1."""
 
 
 def singular_values(w: Tensor) -> Tensor:
@@ -34,8 +43,8 @@ def eigenvalue_roots(gram: Tensor) -> Tensor:
     return torch.where(finite, values.clamp_min(0).sqrt().flip(-1), torch.nan)
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide; 0 where numerator and denominator are 0."""
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide; return 0 where numerator and denominator are 0."""
     both = (numerator == 0) & (denominator == 0)
     return torch.where(both, 0, numerator / torch.where(both, 1, denominator))
 
@@ -53,7 +62,27 @@ def stable_rank(w: Tensor) -> Tensor:
 def stable_rank_of(values: Tensor) -> Tensor:
     """Compute the stable rank `[...]` from singular values `[..., n]`."""
     square = values.square()
-    return _ratio(square.sum(-1), square.amax(-1))
+    return ratio(square.sum(-1), square.amax(-1))
+
+
+def stable_rank_of_gram(gram: Tensor) -> Tensor:
+    """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, to 1e-3 of it.
+
+    It is the trace over the largest eigenvalue, which a Krylov space finds: never above it, and
+    below it by less than 1e-6 unless the largest eigenvalues are within 1% of each other.
+    """
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)
+    return torch.where(trace.isfinite(), ratio(trace, top.reshape(trace.shape)), torch.nan)
+
+
+def nuclear_norm(w: Tensor) -> Tensor:
+    """Compute ||W||_* = <W, msign(W)> `[...]` in at least float32.
+
+    To 1e-5 of it, less the singular values below 1e-6 of the Frobenius norm.
+    """
+    wide = w.to(torch.promote_types(w.dtype, torch.float32))
+    return torch.linalg.vecdot(wide.flatten(-2), msign(wide, steps=POLAR_STEPS).flatten(-2))
 
 
 def nuclear_rank(w: Tensor) -> Tensor:
@@ -68,7 +97,7 @@ def nuclear_rank(w: Tensor) -> Tensor:
 
 def nuclear_rank_of(values: Tensor) -> Tensor:
     """Compute the nuclear rank `[...]` from singular values `[..., n]`."""
-    return _ratio(values.sum(-1).square(), values.square().sum(-1))
+    return ratio(values.sum(-1).square(), values.square().sum(-1))
 
 
 def effective_rank(w: Tensor) -> Tensor:
@@ -79,7 +108,7 @@ def effective_rank(w: Tensor) -> Tensor:
 def effective_rank_of(values: Tensor) -> Tensor:
     """Compute the effective rank `[...]` from singular values `[..., n]`."""
     total = values.sum(-1, keepdim=True)
-    share = _ratio(values, total)
+    share = ratio(values, total)
     rank = torch.special.entr(share).sum(-1).exp()
     return torch.where(total[..., 0] == 0, 0, rank)
 
@@ -139,9 +168,9 @@ def noise_of(products: Tensor) -> Noise:
     finite = noise.isfinite()
     top = torch.linalg.eigvalsh(torch.where(finite[..., None, None], centred, 0))[..., -1]
     return Noise(
-        snr=_ratio(signal, noise),
-        signal_share=_ratio(signal, signal + noise),
-        top_share=torch.where(finite, _ratio(top.clamp_min(0), noise), torch.nan),
+        snr=ratio(signal, noise),
+        signal_share=ratio(signal, signal + noise),
+        top_share=torch.where(finite, ratio(top.clamp_min(0), noise), torch.nan),
     )
 
 
@@ -161,4 +190,4 @@ def correlation(w: Tensor) -> Tensor:
 
 def correlation_of(mean: Tensor, square: Tensor, size: int) -> Tensor:
     """Estimate the correlation `[...]` from mean and mean square `[...]` of `size` entries."""
-    return _ratio(size * mean.square() - square, max(1, size - 1) * square) * (size > 1)
+    return ratio(size * mean.square() - square, max(1, size - 1) * square) * (size > 1)

@@ -1,7 +1,8 @@
 """Figures of stacks of matrices, and aggregates over many units: pure functions.
 
 Every figure is computed in float64 from float32 values, so it does not depend on the inspection
-rank.
+rank. Singular values of weights are exact, as all of them are wanted; stable ranks and nuclear
+ranks need products only, and are right to three digits.
 """
 
 import math
@@ -14,8 +15,11 @@ from torch import Tensor
 from models.pc_config import BLOCKS
 from spectral import measures
 from spectral.grouped import grouped
-from training.monitor.moments import cosine, moments, of_matrices, split
+from spectral.host_values import is_known
+from training.monitor.moments import Moments, cosine, moments, of_matrices, split
 
+ROOT_SHIFT = 1e-10
+"""Share of the trace that keeps a Gram matrix of rounding errors positive."""
 QUANTILES = 11
 """Quantiles of singular values: 0, 10, ... 100%."""
 
@@ -62,16 +66,23 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     Their alignment is among them if `previous`, the gradients of the step before, is given.
     """
     sums = of_matrices(gradient)
-    values = sums.singular_values()
     figures = {
         "gradient_rms": sums.rms(),
-        "gradient_nuclear_rank": measures.nuclear_rank_of(values),
-        "gradient_stable_rank": measures.stable_rank_of(values),
+        "gradient_nuclear_rank": _nuclear_rank(gradient, sums),
+        "gradient_stable_rank": measures.stable_rank_of_gram(sums.gram),
     }
     if previous is not None:
         blocks = zip(split(gradient), split(previous), strict=True)
         figures["gradient_alignment"] = cosine((a.double(), b.double()) for a, b in blocks)
     return figures
+
+
+def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
+    """Return the nuclear ranks `[units]`: by products where a decomposition would wait."""
+    if is_known(gradient):
+        return measures.nuclear_rank_of(sums.singular_values())
+    square = sums.mean_square() * sums.entries
+    return measures.ratio(measures.nuclear_norm(gradient).double().square(), square)
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
@@ -111,7 +122,7 @@ def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
         "applied_rms": sums.rms(),
-        "update_stable_rank": measures.stable_rank_of(sums.singular_values()),
+        "update_stable_rank": measures.stable_rank_of_gram(sums.gram),
     }
     if len(kept) > 1:
         pairs = ((each[-1], each[-2]) for each in updates(weights[-3:], kept[-2:]))
@@ -129,17 +140,19 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     gram = gram.double()
     if gram.ndim == 1:
         return {"input_stable_rank": measures.stable_rank_of(gram.sqrt())}
-    values = measures.eigenvalue_roots(gram)
     return {
-        "input_stable_rank": measures.stable_rank_of(values),
+        "input_stable_rank": measures.stable_rank_of_gram(gram),
         "input_rms": (gram.trace() / (tokens * len(gram))).sqrt(),
     }
 
 
 def gram_root(gram: Tensor) -> Tensor:
-    """Return an R `[inputs, inputs]`, float64, with R R^T = `gram`."""
-    values, vectors = torch.linalg.eigh(gram.double())
-    return vectors * values.clamp_min(0).sqrt()
+    """Return an R `[inputs, inputs]`, float64, with R R^T = `gram` + 1e-10 of its trace."""
+    wide = gram.double()
+    shift = ROOT_SHIFT * wide.trace()
+    shifted = wide + torch.diag(torch.where(shift > 0, shift, 1).expand(len(wide)))
+    factor: Tensor = torch.linalg.cholesky_ex(shifted).L
+    return factor * (shift > 0)  # of zero inputs
 
 
 def output_figures(weight: Tensor, root: Tensor) -> Figures:
@@ -152,7 +165,7 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
         gram = root.mT @ of_matrices(weight[None]).gram[0] @ root
     else:
         gram = measures.gram(weight.double() @ root)
-    return {"output_stable_rank": measures.stable_rank_of(measures.eigenvalue_roots(gram))}
+    return {"output_stable_rank": measures.stable_rank_of_gram(gram)}
 
 
 def pair(units: dict[str, Record]) -> None:

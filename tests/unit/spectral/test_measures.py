@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spectral import measures
+from tests.matrices import gaussian, spectrum
 
 SHAPES = [(9, 6), (6, 9), (1, 7), (2, 3, 8, 5), (40, 31)]
 ZERO_FOR_ZERO = [
@@ -46,6 +47,36 @@ def test_zero_and_nan_matrices(measure: object) -> None:
     values = measure(w)  # type: ignore[operator]
     assert values[0] == 0 and values[1].isfinite() and values[2].isnan()
     assert measure(w[:0]).shape == (0,)  # type: ignore[operator]
+
+
+SPECTRA = {
+    "Gaussian": lambda: gaussian(160, 200),
+    "flat": lambda: spectrum(torch.ones(160, dtype=torch.float64), 160, 200),
+    "close": lambda: spectrum(1 - 1e-5 * torch.arange(160, dtype=torch.float64), 160, 200),
+    "decaying": lambda: spectrum(torch.logspace(0, -6, 160, dtype=torch.float64), 160, 200),
+    "power": lambda: spectrum(torch.arange(1, 161, dtype=torch.float64) ** -2, 200, 160),
+    "low rank": lambda: gaussian(160, 5) @ gaussian(5, 200, seed=1),
+    "tail": lambda: spectrum(torch.tensor([1.0] + [1e-5] * 159, dtype=torch.float64), 160, 200),
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_figures_by_products_are_those_of_a_decomposition(name: str) -> None:
+    """To the errors that their docstrings state."""
+    w = torch.stack([SPECTRA[name](), 1e-9 * SPECTRA[name]()])
+    values = torch.linalg.svdvals(w)
+    close = 1e-3 if name == "close" else 1e-6
+    found = measures.stable_rank_of_gram(measures.gram(w))
+    torch.testing.assert_close(found, measures.stable_rank_of(values), rtol=close, atol=0)
+    found = measures.nuclear_norm(w.float()).double()
+    torch.testing.assert_close(found, values.sum(-1), rtol=1e-5, atol=0)
+
+
+def test_figures_by_products_of_zero_and_nan_matrices() -> None:
+    w = torch.zeros(2, 80, 90)
+    w[1, 0, 0] = math.nan
+    for figure in (measures.stable_rank_of_gram(measures.gram(w)), measures.nuclear_norm(w)):
+        assert figure[0] == 0 and figure[1].isnan()
 
 
 def test_modified_condition_number() -> None:

@@ -32,8 +32,9 @@ def test_weight_figures_are_those_of_whole_matrices(shape):
     torch.testing.assert_close(found["off_diagonal_gram"], energy, **close)
 
 
+@pytest.mark.parametrize("on_a_cpu", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradient_and_update_figures_are_those_of_whole_matrices(shape):
+def test_gradient_and_update_figures_are_those_of_whole_matrices(shape, on_a_cpu, monkeypatch):
     before, between, after = (torch.randn(shape) for _ in range(3))
     kept = [torch.rand(shape[0], 1, 1, dtype=torch.float64) for _ in range(2)]
     last = after.double() - between.double() * kept[1]
@@ -49,7 +50,15 @@ def test_gradient_and_update_figures_are_those_of_whole_matrices(shape):
     aligned = cosine_similarity(last.flatten(1), earlier.flatten(1))
     torch.testing.assert_close(found["update_alignment"], aligned, **close)
     assert "update_alignment" not in figures.update_figures([before, between], kept[:1])
+    monkeypatch.setattr(figures, "is_known", lambda *_: on_a_cpu)
     found = figures.gradient_figures(before, after)
+    values = torch.linalg.svdvals(before.double())
+    wanted = measures.nuclear_rank_of(values)
+    exact = {"rtol": 1e-9 if on_a_cpu else 1e-5, "atol": 1e-7}  # from float32 products elsewhere
+    torch.testing.assert_close(found["gradient_nuclear_rank"], wanted, **exact)
+    torch.testing.assert_close(
+        found["gradient_stable_rank"], measures.stable_rank_of(values), **close
+    )
     both = (x.double().flatten(1) for x in (before, after))
     aligned = cosine_similarity(*both)
     torch.testing.assert_close(found["gradient_alignment"], aligned, **close)
@@ -70,4 +79,8 @@ def test_outputs_have_the_stable_rank_of_the_product(shape):
     root = figures.gram_root(inputs @ inputs.mT)
     found = figures.output_figures(weight, root)["output_stable_rank"]
     wanted = measures.stable_rank(weight.double() @ inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=0)  # the shift under the root
+
+
+def test_zero_inputs_have_a_zero_root():
+    assert not figures.gram_root(torch.zeros(5, 5)).any()
