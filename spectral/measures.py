@@ -82,7 +82,9 @@ def nuclear_norm(w: Tensor) -> Tensor:
     To 1e-5 of it, less the singular values below 1e-6 of the Frobenius norm.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
-    return torch.linalg.vecdot(wide.flatten(-2), msign(wide, steps=POLAR_STEPS).flatten(-2))
+    direction = msign(wide, steps=POLAR_STEPS)
+    norm: Tensor = torch.linalg.vecdot(wide.flatten(-2), direction.flatten(-2))
+    return norm
 
 
 def nuclear_rank(w: Tensor) -> Tensor:

@@ -420,11 +420,13 @@ def build_trainer(
     validation: Sequence[ValidationData],
     *,
     weights: InitialWeights | None = None,
+    monitor_interval: int | None = None,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Trainer:
     """Build model and optimizer and return this rank's trainer.
 
-    `weights` are those of `build_parallel_model`, `on_step` that of `Trainer`.
+    `weights` are those of `build_parallel_model`, `on_step` that of `Trainer`. Monitors measure
+    every `monitor_interval`-th step, by default as the config says.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
@@ -437,6 +439,7 @@ def build_trainer(
         partial(training_batches, config, groups, data),
         validation,
         sampler=build_sampler(config, validation),
+        monitor_interval=config.monitors.interval if monitor_interval is None else monitor_interval,
         on_step=on_step,
     )
 

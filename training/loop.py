@@ -69,6 +69,7 @@ class Trainer:
         validation: Sequence[ValidationData],
         *,
         sampler: Sampler | None = None,
+        monitor_interval: int | None = None,
         on_step: Callable[[int, StepResult], None] | None = None,
     ) -> None:
         """Build everything that a step needs beside model and optimizer.
@@ -77,6 +78,7 @@ class Trainer:
         batches    function from the progress to an iterator of the micro-batches that follow on
                    this rank, `[micro_batch, sequence_length + 1]`
         sampler    writes the samples of text that are due, None if none are
+        monitor_interval   of `Monitors`
         on_step    called after every step with its number and result
 
         `report` is called once per logging or validation step with its metrics, which are the same
@@ -101,7 +103,7 @@ class Trainer:
         model.after_backward = self.pace.clock.end
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
         self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
-        self.monitors = Monitors(config, groups, model, optimizer, self.experts)
+        self.monitors = Monitors(config, groups, model, optimizer, self.experts, monitor_interval)
         self.report: Callable[[dict[str, Any], int], None] = lambda metrics, step: None
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
         self.note: Callable[[str, int, str], None] = lambda kind, step, text: None

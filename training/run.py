@@ -57,6 +57,7 @@ from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
 from training.machine.facts import described, device_facts, slow_attention, slow_precision, versions
 from training.machine.repeatable import repeatable
+from training.monitor.cost import monitor_cost
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 
@@ -137,7 +138,16 @@ def train(
             check_content(weights.info)
         elif start is None:
             check_rows(config)
-        trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
+        cost = monitor_cost(config, dist.get_world_size(), groups.device)
+        trainer = build_trainer(
+            config,
+            groups,
+            data,
+            validation,
+            weights=weights,
+            monitor_interval=cost.interval,
+            on_step=on_step,
+        )
         stack.callback(trainer.update.release)
         if start is not None:
             restore(trainer, start)
@@ -151,6 +161,8 @@ def train(
         log = open_log(trainer, data, beginning, kernel)
         if log is not None:
             stack.callback(log.close)
+            if cost.interval:
+                log.note("monitors", trainer.progress.step, f"monitors: {cost}")
         trainer.rewind = partial(rewind, trainer, log)
         lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
         trainer.lifecycle = lifecycle

@@ -107,17 +107,22 @@ SLOWER: Final = {"MIG", "NVL", "PCIe"}
 """Words of the names of variants with fewer FLOP/s."""
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a device, None if unknown or only part of a GPU.
+def device_called(name: str) -> Device | None:
+    """Return the device with the peak of the one called `name`, None if unknown or only part of a
+    GPU.
 
-    `device_name` is that of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
+    `name` is that of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
     """
-    words = set(re.split(r"[ -]", device_name))
+    words = set(re.split(r"[ -]", name))
     if words & SLOWER:
         return None
-    return next(
-        (DEVICES[key].peak["bf16"] for name, key in SAME_PEAK.items() if name in words), None
-    )
+    return next((DEVICES[key] for word, key in SAME_PEAK.items() if word in words), None)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak dense bf16 FLOP/s of a device, None as `device_called` does."""
+    device = device_called(device_name)
+    return None if device is None else device.peak["bf16"]
 
 
 def device_named(text: str) -> Device:

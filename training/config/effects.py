@@ -46,7 +46,7 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"
     yield "spikes", ("window",), spikes.deviations is None, "with spikes.deviations null"
-    quiet = monitors.interval > 0 and "noise" not in monitors.groups
+    quiet = monitors.interval != 0 and "noise" not in monitors.groups
     yield "monitors", ("noise_samples",), quiet, "without noise in monitors.groups"
     unseen = not config.data.validation and not config.data.mock
     keys = ("interval", "samples", "samples_interval", "samples_tokens")

@@ -38,6 +38,9 @@ from training.monitor.figures import Figures, Record
 from training.monitor.update_history import UpdateHistory, Updates
 from training.monitor.whole_matrices import WholeMatrices
 
+DEFAULT_INTERVAL: Final = 100
+"""Steps between monitored steps where a plan does not choose them, and the fewest that it does."""
+
 REPORTED: Final = {
     "sigma": "tracked_norm",
     "radius": "radius",
@@ -60,8 +63,8 @@ class LayerSampling:
     layout.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.interval = config.monitors.interval
+    def __init__(self, config: Config, interval: int) -> None:
+        self.interval = interval
         self.count = config.model.layers
         together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
         self.rounds = -(-self.count // together)  # monitored steps that together measure all layers
@@ -86,7 +89,7 @@ def largest_layer(config: Config) -> int:
 
 
 class Monitors:
-    """Monitors of one rank, which measure every `monitors.interval`-th step."""
+    """Monitors of one rank, which measure every `interval`-th step."""
 
     def __init__(
         self,
@@ -95,7 +98,10 @@ class Monitors:
         model: ParallelModel,
         optimizer: DistributedOptimizer,
         experts: ExpertBalance,
+        interval: int | None,
     ) -> None:
+        """Measure every `interval`-th step, none if it is 0; None is `DEFAULT_INTERVAL`."""
+        self.interval = DEFAULT_INTERVAL if interval is None else interval
         self.config = config
         self.groups = groups
         self.model = model
@@ -112,14 +118,13 @@ class Monitors:
         self.samples: GradientSamples | None = None
         self.inputs: dict[str, Inputs] = {}
         self.blocks: dict[str, dict[str, float]] = {}
-        self.sampling = LayerSampling(config)
+        self.sampling = LayerSampling(config, self.interval)
         stages = (units for domain in optimizer.domains for units in domain.model.stage_units)
         self.whole_matrices = WholeMatrices(chain.from_iterable(stages))
 
     def due(self, step: int) -> bool:
         """Return whether `step`, counted from 1, is monitored."""
-        interval = self.config.monitors.interval
-        return interval > 0 and step % interval == 0
+        return self.interval > 0 and step % self.interval == 0
 
     @property
     def unit_gather(self) -> UnitGather:
@@ -171,9 +176,8 @@ class Monitors:
             self.inputs = {}
         keeps = "gradients" in self.config.monitors.groups and self.due(self.step + 1)
         self.earlier = [gradients(self.optimizer, copy=True)] if keeps else []
-        interval = self.config.monitors.interval
-        if interval > 0:
-            self.history.begin(-self.step % interval)
+        if self.interval > 0:
+            self.history.begin(-self.step % self.interval)
 
     @torch.no_grad()
     def after_step(self, factor: float, active: Tensor) -> None:

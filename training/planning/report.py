@@ -13,6 +13,8 @@ from spectral.grouped import grouped
 from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
+from training.dry_run import step_shape
+from training.monitor.cost import planned_cost
 from training.report.opening import layout
 from training.report.table import table
 
@@ -168,7 +170,8 @@ def time_table(config: Config, planned: Plan) -> str:
         "optimizer": time.optimizer,
     }
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
-    hours = planned.gpu_hours(config.train.steps)
+    cost = planned_cost(config, planned, step_shape(config, planned.gpus, planned.device))
+    hours = planned.gpu_hours(config.train.steps) * (1 + cost.share)
     names = sorted({route.rule for route in config_routes(config)})
     uncounted = [name for name in names if not RULES[name].costs_are_counted()]
     rows = [
@@ -178,6 +181,7 @@ def time_table(config: Config, planned: Plan) -> str:
             f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.1%} of "
             f"{planned.peak_flops / 1e12:,.0f} TFLOP/s",
         ),
+        ("monitors", str(cost)),
         ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
         ("", "modelled as docs/planning.md says, up to 25% from published runs"),
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),

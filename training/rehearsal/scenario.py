@@ -65,7 +65,7 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
             stop=replace(config.stop, slurm_margin_seconds=None),
             watchdog=replace(config.watchdog, hang_seconds=None),
             log=replace(config.log, interval=due, trackers=()),
-            monitors=replace(config.monitors, interval=due if config.monitors.interval else 0),
+            monitors=replace(config.monitors, interval=0 if config.monitors.interval == 0 else due),
             validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
         ),
         due,
@@ -92,6 +92,6 @@ def with_known_kernels(config: Config) -> Config:
 def last_step(config: Config) -> int:
     """The step that is monitored: late enough that the first one is like any other, and that a
     graph is replayed."""
-    compared = steps_compared(config.monitors) if config.monitors.interval else 0
+    compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)

@@ -1,0 +1,63 @@
+"""Monitors cost at most a hundredth of a run by default, by the model of plans."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel.plan.devices import device_named
+from tests.paths import ROOT
+from training.build import on_mock_tokens
+from training.config import load_config
+from training.dry_run import plan_run, step_shape
+from training.monitor import cost
+
+RUNS = [
+    ("llama1b_muon", 1, ["train.micro_batch=2", "train.global_batch=16"]),
+    ("llama1b_muon", 8, []),
+    ("llama1b_sso", 64, ["train.micro_batch=5"]),
+    ("moe_8b_a1b_sso", 64, []),
+]
+
+
+def cost_of(name, gpus, overrides):
+    config = on_mock_tokens(load_config(ROOT / f"configs/{name}.yaml", overrides))
+    device = device_named("h200")
+    return cost.planned_cost(
+        config, plan_run(config, gpus, device), step_shape(config, gpus, device)
+    )
+
+
+@pytest.mark.parametrize(("name", "gpus", "overrides"), RUNS)
+def test_the_default_interval_costs_a_hundredth_at_most(name, gpus, overrides):
+    found = cost_of(name, gpus, overrides)
+    assert found.interval % 100 == 0 and 0 < found.share <= 0.01
+    # The next smaller multiple would cost more, unless there is none.
+    assert found.interval == 100 or found.share * found.interval / (found.interval - 100) > 0.01
+    fixed = cost_of(name, gpus, [*overrides, "monitors.interval=100"])
+    assert fixed.share == pytest.approx(found.share * found.interval / 100)
+
+
+def test_a_group_that_is_not_chosen_costs_nothing():
+    every = cost_of(*RUNS[0]).seconds
+    spent = [every]
+    for groups in ("weights,gradients,updates", "weights,gradients", "weights", "attention"):
+        name, gpus, overrides = RUNS[0]
+        spent.append(cost_of(name, gpus, [*overrides, f"monitors.groups=[{groups}]"]).seconds)
+    assert spent == sorted(spent, reverse=True) and spent[-1] < every / 10
+
+
+def test_a_cpu_and_monitors_that_are_off_need_no_plan(monkeypatch):
+    monkeypatch.delattr(cost, "plan_run")
+    config = on_mock_tokens(load_config(ROOT / "configs/tiny_muon.yaml", []))
+    found = cost.monitor_cost(config, 2, torch.device("cpu"))
+    assert found == cost.MonitorCost(100) and "as long as two" in str(found)
+    off = replace(config, monitors=replace(config.monitors, interval=0))
+    assert cost.monitor_cost(off, 2, torch.device("cuda")) == cost.MonitorCost(0)
+
+
+def test_a_gpu_is_planned_by_its_name(monkeypatch):
+    name, gpus, overrides = RUNS[0]
+    config = on_mock_tokens(load_config(ROOT / f"configs/{name}.yaml", overrides))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert cost.monitor_cost(config, gpus, torch.device("cuda")) == cost_of(*RUNS[0])

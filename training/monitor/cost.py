@@ -1,0 +1,169 @@
+"""What monitored steps cost, and the interval at which they cost a hundredth of a run.
+
+By the model of plans, for GPUs: the singular values of every weight, products for all other
+figures, and what is added up while the model runs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from models.size import all_units
+from models.units import Unit
+from parallel.plan.devices import device_called
+from parallel.plan.planner import Plan
+from parallel.plan.roofline import EIGEN_ROW, product_seconds
+from parallel.plan.step_shape import StepShape
+from spectral.grouped import grouped
+from spectral.measures import POLAR_STEPS, TOP_STEPS
+from training.assignments import unit_options
+from training.config import Config
+from training.dry_run import plan_run, step_shape
+from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
+
+SHARE: Final = 0.01
+"""Share of a run's time that monitors take at most if `monitors.interval` is null."""
+WIDE: Final = 8
+"""Bytes of a number in float64."""
+SCORE_BYTES: Final = 18
+"""Bytes that each attention score moves: written, scaled, masked, and its largest taken."""
+SIZE_BYTES: Final = 130
+"""Bytes for each element of the residual stream in a layer, whose sizes are measured four times."""
+LAUNCHES: Final = 300
+"""Launches for each matrix, of all groups of figures."""
+
+
+@dataclass(frozen=True)
+class MonitorCost:
+    """What the monitors of a run cost.
+
+    interval   steps between monitored steps, 0 for none
+    seconds    modelled, of a monitored step in addition to another step; None on a CPU
+    step       modelled seconds of a step
+    """
+
+    interval: int
+    seconds: float | None = None
+    step: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """What monitors add to the time of the run, as a share of it without them."""
+        return (self.seconds or 0.0) / (self.interval * self.step) if self.interval else 0.0
+
+    def __str__(self) -> str:
+        if not self.interval:
+            return "off"
+        every = f"every {self.interval:,} steps"
+        if self.seconds is None:
+            return f"{every}, each of which takes about as long as two others"
+        return (
+            f"{every}, which adds {self.share:.1%} to the time of the run: {self.seconds:.3g} s "
+            f"each beside steps of {self.step:.3g} s, modelled"
+        )
+
+
+def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCost:
+    """Return what the monitors of a run cost on `ranks` devices such as `device`.
+
+    A GPU that plans do not know counts as `plan.device`.
+    """
+    interval = config.monitors.interval
+    if interval == 0 or device.type != "cuda":
+        return MonitorCost(DEFAULT_INTERVAL if interval is None else interval)
+    known = device_called(torch.cuda.get_device_name(device))
+    planned = plan_run(config, ranks, known)
+    return planned_cost(config, planned, step_shape(config, ranks, known))
+
+
+def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost:
+    """Return what the monitors of a planned run cost, the interval chosen if it is null."""
+    interval, step = config.monitors.interval, planned.time.total
+    if interval == 0:
+        return MonitorCost(0)
+    seconds = monitored_seconds(config, shape)
+    if interval is None:
+        needed = math.ceil(seconds / (SHARE * step) / DEFAULT_INTERVAL)
+        interval = DEFAULT_INTERVAL * max(1, needed)
+    return MonitorCost(interval, seconds, step)
+
+
+def monitored_seconds(config: Config, shape: StepShape) -> float:
+    """Return the modelled seconds of a monitored step on the busiest rank, in addition to those of
+    another step."""
+    groups, ranks = config.monitors.groups, shape.inputs.stage_ranks * shape.inputs.pipeline
+    units = [u for u in all_units(config.model, **unit_options(config)) if u.is_matrix]
+    rounds = LayerSampling(config, DEFAULT_INTERVAL).rounds
+    inspected = [inspection_seconds(config, shape, unit, rounds) for unit in units]
+    if "weights" in groups:
+        inspected += [whole_seconds(shape, parts) for parts in parts_of_matrices(units)]
+    # Each matrix is inspected by one rank, so the busiest has up to one more than the mean.
+    seconds = sum(inspected) / ranks + max(inspected) * (1 - 1 / ranks)
+    if "activations" in groups:
+        seconds += input_seconds(shape, units) / rounds
+    if "attention" in groups:
+        seconds += score_seconds(shape)
+    return seconds
+
+
+def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int) -> float:
+    """Return the time of the figures of one matrix, `[rows, cols]`."""
+    device, groups = shape.device, config.monitors.groups
+    rows, cols = unit.shape
+    short, long = min(rows, cols), max(rows, cols)
+    gram = product_seconds(device, "fp64", short, long, short)
+
+    def top(size: int) -> float:
+        return 2 * TOP_STEPS * WIDE * size**2 / device.copy_rate
+
+    seconds = LAUNCHES * device.launch_seconds
+    if "weights" in groups:
+        seconds += (1 + (config.pc is not None)) * (gram + EIGEN_ROW * short)
+    if "gradients" in groups:
+        step = 2 * product_seconds(device, "fp32", short, long, short)
+        step += product_seconds(device, "fp32", short, short, short)
+        seconds += gram + top(short) + POLAR_STEPS * step
+    if "updates" in groups:
+        seconds += gram + top(short)
+    if "activations" in groups:
+        outputs = 2 * product_seconds(device, "fp64", rows, cols, cols) + top(short)
+        gated = unit.role.endswith(("gate", "up"))
+        seconds += (top(cols) + gated * outputs) / rounds
+    return seconds
+
+
+def parts_of_matrices(units: list[Unit]) -> list[list[Unit]]:
+    """Return the units of each matrix that several of them are parts of."""
+    matrices = grouped(units, lambda unit: (unit.parameter, unit.role))
+    return [parts for parts in matrices.values() if len(parts) > 1]
+
+
+def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
+    """Return the time of the singular values of the matrix that has `parts` as rows."""
+    rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
+    short, long = min(rows, cols), max(rows, cols)
+    return product_seconds(shape.device, "fp64", short, long, short) + EIGEN_ROW * short
+
+
+def input_seconds(shape: StepShape, units: list[Unit]) -> float:
+    """Return the time of the Gram matrices of all inputs of a step, and of the sizes of the
+    residual stream."""
+    inputs, tokens = shape.inputs, shape.tokens * shape.microbatches
+    widths = {unit.parameter: unit.axes[-1] for unit in units if unit.role != "embedding"}
+    products = sum(
+        product_seconds(shape.device, "fp32", cols / inputs.tensor, tokens, cols)
+        for cols in widths.values()
+    )
+    elements = tokens * shape.model.hidden * shape.model.layers
+    return (products + SIZE_BYTES * elements / shape.device.copy_rate) / inputs.pipeline
+
+
+def score_seconds(shape: StepShape) -> float:
+    """Return the time of the largest attention scores of a step, which are computed in float32."""
+    model, inputs, device = shape.model, shape.inputs, shape.device
+    heads = model.heads // inputs.tensor * model.layers / inputs.pipeline
+    pairs = shape.tokens * shape.microbatches * shape.sequence_length / 2
+    flops = 2 * pairs * model.head_size / (device.efficiency * device.peak["fp32"])
+    return heads * (flops + SCORE_BYTES * pairs / device.copy_rate)
