@@ -60,7 +60,7 @@ MOVES = re.compile(
 )
 STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
-    r"|_weight_norm_interface|native_dropout|leaky_relu|elu|hardtanh|rrelu.*|nan_to_num|masked_fill"
+    r"|_weight_norm_interface|native_dropout|leaky_relu|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
 )
 """Operations, beside those that torch calls pointwise, that act on each place or scale it."""
 REDUCTIONS = re.compile(
