@@ -13,6 +13,7 @@ from math import prod
 from numbers import Integral
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 Box = tuple[range, ...]
@@ -100,6 +101,11 @@ class Division:
         outputs = first + int(self.transposed)
         axes[outputs] = [part for whole in axes[outputs] for part in self._matrices(whole, shape)]
         return [*product(*axes)]
+
+    def shapes(self, shape: Iterable[int]) -> list[tuple[int, ...]]:
+        """Return the shape of each matrix of a parameter of `shape`; raises as `boxes` does."""
+        parts = (torch.empty(sizes_of(box), device="meta") for box in self.boxes(shape))
+        return [tuple(self.matrix(part).shape) for part in parts]
 
     def _matrices(self, outputs: range, shape: tuple[int, ...]) -> list[range]:
         """Return the outputs of each matrix."""

@@ -22,9 +22,10 @@ from .division import Division, narrowed
 from .effective_weight import Preconditioner
 from .grouped import grouped
 from .ieee_products import without_autocast
+from .known_weights import KnownWeights
 from .local_part import is_dtensor, placed_as, whole_of
+from .model_weights import weights_of
 from .odd_polynomial import Level, stages
-from .parameter_split import division_of, weights_of
 
 BLOCKS = (
     *("o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),  # Llama and its relatives
@@ -171,8 +172,9 @@ def preconditioned(
         weights[layer] = weight
     if not weights:
         raise ValueError(f"blocks names no layer that can be preconditioned, got {blocks}")
+    known = KnownWeights(model)
     for weight in weights.values():
-        _register(weight.module, division_of(weight), Preconditioner(level=level))
+        _register(weight.module, known.division(weight)[0], Preconditioner(level=level))
     return [*weights]
 
 

@@ -1,0 +1,152 @@
+"""The trainable weights of a model, and the layers around them in the order of the model."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+RENAMED = ("weight", "weight_g", "weight_v", "weight_orig")
+"""Names of a layer's weight: its own, and those of the hooks of weight_norm and spectral_norm."""
+
+
+class Weight(NamedTuple):
+    """A trainable parameter and its place in the model.
+
+    name        full name of the parameter
+    module      that has the parameter, or whose weight a parametrization makes of it
+    own         name of the parameter in `module`
+    path        names and modules from `module` outward, the whole model last, whose name is ""
+    """
+
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    own: str
+    path: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether this is the weight of a layer, and no bare parameter."""
+        return self.own in RENAMED
+
+    @property
+    def own_name(self) -> str:
+        """The name by which models tell what it is: of its layer, or its own."""
+        return self.path[0][0] if self.is_layer else self.own
+
+    @property
+    def around(self) -> nn.Module:
+        """The module in which `own_name` is a name."""
+        return self.path[:2][-1][1] if self.is_layer else self.module
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return the name of a class. FSDP2 and parametrizations derive classes of longer names."""
+    return type(module).__name__.removeprefix("FSDP").removeprefix("Parametrized")
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module looks its outputs up in its weight."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
+def weights_of(model: nn.Module) -> Iterator[Weight]:
+    """Yield every trainable parameter once, in the order of the model, at its place in an embedding
+    if it has one."""
+    modules = dict(model.named_modules())
+    order = sorted(modules.items(), key=lambda item: not is_embedding(item[1]))
+    places: dict[int, tuple[str, str]] = {}
+    for prefix, owner in order:
+        for own, parameter in owner.named_parameters(recurse=False):
+            places.setdefault(id(parameter), (prefix, own))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield _weight(modules, name, parameter, *places[id(parameter)])
+
+
+def _weight(
+    modules: Mapping[str, nn.Module], name: str, parameter: nn.Parameter, prefix: str, own: str
+) -> Weight:
+    parts = prefix.split(".") if prefix else []
+    if parts[-2:-1] == ["parametrizations"] and own.startswith("original"):
+        *parts, _, own = parts  # x.parametrizations.weight.original is x.weight
+    prefixes = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+    path = tuple((place.rpartition(".")[2], modules[place]) for place in prefixes)
+    return Weight(name, parameter, modules[prefixes[0]], own, path)
+
+
+class Layer(NamedTuple):
+    """A module that takes inputs of one size: a linear layer, a convolution or a norm."""
+
+    name: str
+    module: nn.Module
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> "Layer | None":
+        """Return a module as a layer, None if it is none."""
+        if isinstance(module, CONVOLUTIONS):
+            return cls(name, module, module.in_channels, module.out_channels)
+        if isinstance(module, nn.RNNBase):
+            return cls(name, module, module.input_size, module.hidden_size)
+        if isinstance(module, nn.Linear):
+            return cls(name, module, module.in_features, module.out_features)
+        own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        weight = dict(own).get("weight")
+        if parametrize.is_parametrized(module, "weight"):
+            *_, weight = module.get_submodule("parametrizations.weight").parameters(recurse=False)
+        if is_embedding(module) or weight is None or not weight.ndim:
+            return None
+        outputs, inputs = weight.shape[-2:] if weight.ndim > 1 else 2 * weight.shape
+        if is_transposed(module):
+            outputs, inputs = inputs, outputs
+        return cls(name, module, inputs, outputs)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has a matrix, as norms do not."""
+        return "orm" not in kind_of(self.module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight of a layer is `[in, out]`."""
+    if isinstance(module, CONVOLUTIONS):
+        return module.transposed
+    return kind_of(module) == "Conv1D"  # transformers' linear layer
+
+
+class Layers:
+    """The layers of a model in its order, those of each module in a slice of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: list[Layer] = []
+        self.slices: dict[nn.Module, slice] = {}
+        self._add("", model)
+
+    def _add(self, name: str, module: nn.Module) -> None:
+        start = len(self.layers)
+        if (layer := Layer.of(name, module)) is not None:
+            self.layers.append(layer)
+        for short, child in module.named_children():
+            if child not in self.slices:
+                self._add(f"{name}.{short}" if name else short, child)
+        self.slices[module] = slice(start, len(self.layers))
+
+    def within(self, module: nn.Module) -> list[Layer]:
+        """Return the layers of a module, its own included."""
+        return self.layers[self.slices[module]]
+
+    def before(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
+        """Return the layers of `outer` before those of `inner`, which is a part of it."""
+        return self.layers[self.slices[outer].start : self.slices[inner].start]
+
+    def after(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
+        """Return the layers of `outer` behind those of `inner`, which is a part of it."""
+        return self.layers[self.slices[inner].stop : self.slices[outer].stop]

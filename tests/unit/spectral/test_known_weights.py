@@ -1,0 +1,470 @@
+"""What `split_parameters` reads off a model without an example, by kinds of weights.
+
+Every answer is held against plain slices of the weight: a step on it equals the steps of the
+slices, each a parameter of an optimizer of its own.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spectral import Muon, split_parameters
+
+
+def holder(name: str = "Holder", **members: Any) -> nn.Module:
+    """A module of a class of some name, with modules, parameters and plain attributes."""
+    module: nn.Module = type(name, (nn.Module,), {})()
+    for key, value in members.items():
+        setattr(module, key, value)
+    return module
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def linear(inputs: int, outputs: int) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def attention(width: int = 8, make: Any = linear, **says: Any) -> nn.Module:
+    """Attention whose module says `says`, of projections called `q_proj` and so on."""
+    names = ("q_proj", "k_proj", "v_proj")
+    layers = {name: make(width, width) for name in names}
+    return holder("Attention", **layers, o_proj=make(width, width), **says)
+
+
+def named(names: str, width: int = 8, **says: Any) -> nn.Module:
+    layers = {name: linear(width, width) for name in names.split()}
+    return holder("Attention", **layers, **says)
+
+
+def experts(name: str, router: bool = False, **members: Any) -> nn.Module:
+    inner = holder(name, **members)
+    return holder("Moe", experts=inner, **({"gate": linear(6, 3)} if router else {}))
+
+
+def rows(n: int) -> Callable[[Tensor], list[Tensor]]:
+    return lambda w: [*w.flatten(1).split(n)]
+
+
+def columns(n: int) -> Callable[[Tensor], list[Tensor]]:
+    return lambda w: [part.T for part in w.split(n, dim=1)]
+
+
+def whole(weight: Tensor) -> list[Tensor]:
+    return [weight.flatten(1)]
+
+
+def adapted() -> nn.Module:
+    """An adapter of a fused projection, as peft and torchtune build it."""
+    layer = holder(
+        "Linear",
+        base_layer=linear(8, 24).requires_grad_(False),
+        lora_A=nn.ModuleDict({"default": linear(8, 2)}),
+        lora_B=nn.ModuleDict({"default": linear(2, 24)}),
+    )
+    return holder("Attention", qkv_proj=layer, num_heads=2, out=linear(8, 8))
+
+
+def hooked(hook: Any) -> nn.Module:
+    module = attention(num_heads=2)
+    hook(module.q_proj)
+    return module
+
+
+def weight_norm(layer: nn.Module) -> nn.Module:
+    """The hook of torch.nn.utils, which is deprecated and in use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], list[Tensor]]]] = {
+    # Groups of convolutions
+    "grouped": (lambda: nn.Conv1d(8, 12, 3, groups=2), "weight", rows(6)),
+    "grouped in two dimensions": (lambda: nn.Conv2d(8, 4, 3, groups=2), "weight", rows(2)),
+    "depthwise with several outputs": (lambda: nn.Conv1d(4, 8, 3, groups=4), "weight", rows(2)),
+    "grouped and transposed": (
+        lambda: nn.ConvTranspose1d(8, 12, 3, groups=2),
+        "weight",
+        lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(2)],
+    ),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(4, 2, 2),
+        "weight",
+        lambda w: [w.transpose(0, 1).flatten(1)],
+    ),
+    "convolution": (lambda: nn.Conv3d(3, 5, 2), "weight", whole),
+    # Heads, by their own size
+    "q by head_dim": (lambda: attention(head_dim=4, v_head_dim=2), "q_proj.weight", rows(4)),
+    "v of its own size": (lambda: attention(head_dim=4, v_head_dim=2), "v_proj.weight", rows(2)),
+    "k of latent attention": (
+        lambda: attention(qk_head_dim=2, v_head_dim=4, head_dim=1),
+        "k_proj.weight",
+        rows(2),
+    ),
+    "by their number": (lambda: attention(num_attention_heads=4), "v_proj.weight", rows(2)),
+    "by the number of keys": (
+        lambda: attention(num_heads=4, num_kv_heads=2),
+        "k_proj.weight",
+        rows(4),
+    ),
+    "BERT": (lambda: named("query key value", attention_head_size=2), "query.weight", rows(2)),
+    "T5": (lambda: named("q k v o", key_value_proj_dim=4), "k.weight", rows(4)),
+    "diffusers": (lambda: named("to_q to_k to_v", heads=2), "to_v.weight", rows(4)),
+    "DistilBERT": (lambda: named("q_lin k_lin v_lin", n_heads=2), "q_lin.weight", rows(4)),
+    "Conformer": (lambda: named("linear_q linear_k", head_dim=2), "linear_k.weight", rows(2)),
+    "one head": (lambda: attention(num_heads=1), "q_proj.weight", whole),
+    "no heads": (attention, "q_proj.weight", whole),
+    "convolutions": (
+        lambda: attention(make=lambda i, o: nn.Conv2d(i, o, 1), heads=2),
+        "q_proj.weight",
+        rows(4),
+    ),
+    "qkv of a number": (
+        lambda: holder("Attention", qkv=linear(8, 24), proj=linear(8, 8), num_heads=4),
+        "qkv.weight",
+        rows(2),
+    ),
+    "qkv of fewer keys": (
+        lambda: holder("A", Wqkv=linear(8, 16), num_heads=4, num_key_value_heads=2),
+        "Wqkv.weight",
+        rows(2),
+    ),
+    "kv": (lambda: holder("A", to_kv=linear(8, 16), heads=2), "to_kv.weight", rows(4)),
+    "qkv in a sequence": (
+        lambda: holder("A", qkv=nn.Sequential(nn.Conv2d(8, 24, 1), nn.ReLU()), num_heads=2),
+        "qkv.0.weight",
+        rows(4),
+    ),
+    "indexer": (
+        lambda: holder("Indexer", wq_b=linear(6, 8), n_heads=4, head_dim=2),
+        "wq_b.weight",
+        rows(2),
+    ),
+    "gated delta network": (
+        lambda: holder(
+            "Net",
+            in_proj_qkv=linear(6, 4 * 2 + 6),
+            in_proj_z=linear(6, 6),
+            num_k_heads=2,
+            head_k_dim=2,
+            num_v_heads=2,
+            head_v_dim=3,
+        ),
+        "in_proj_qkv.weight",
+        lambda w: [*w.split([2, 2, 2, 2, 3, 3])],
+    ),
+    "its gate": (
+        lambda: holder("Net", in_proj_z=linear(6, 6), norm=nn.LayerNorm(3), out=linear(6, 6)),
+        "in_proj_z.weight",
+        whole,
+    ),
+    "latent and rotary": (
+        lambda: holder("A", kv_a_proj_with_mqa=linear(6, 10), kv_lora_rank=8, qk_rope_head_dim=2),
+        "kv_a_proj_with_mqa.weight",
+        lambda w: [w[:8], w[8:]],
+    ),
+    "Mamba": (
+        lambda: holder("Mixer", x_proj=linear(8, 7), time_step_rank=3, ssm_state_size=2),
+        "x_proj.weight",
+        lambda w: [w[:3], w[3:5], w[5:]],
+    ),
+    # Names behind hooks, wrappers and adapters
+    "weight_norm": (lambda: hooked(weight_norm), "q_proj.weight_v", rows(4)),
+    "spectral_norm": (lambda: hooked(nn.utils.spectral_norm), "q_proj.weight_orig", rows(4)),
+    "parametrized": (
+        lambda: hooked(nn.utils.parametrizations.weight_norm),
+        "q_proj.parametrizations.weight.original1",
+        rows(4),
+    ),
+    "wrapped": (
+        lambda: holder("A", q_proj=holder("Clipped", linear=linear(8, 8)), num_heads=2),
+        "q_proj.linear.weight",
+        rows(4),
+    ),
+    "adapter's outputs": (adapted, "qkv_proj.lora_B.default.weight", rows(4)),
+    "adapter's inputs": (adapted, "qkv_proj.lora_A.default.weight", whole),
+    # Recurrent layers
+    "LSTM": (lambda: nn.LSTM(3, 4), "weight_ih_l0", rows(4)),
+    "GRU": (lambda: nn.GRUCell(3, 4), "weight_hh", rows(4)),
+    "LSTM's projection": (lambda: nn.LSTM(3, 4, proj_size=2), "weight_hr_l0", whole),
+    # Experts
+    "experts of a layout": (
+        lambda: experts(
+            "AnyExperts", gate_up_proj=parameter(2, 10, 6), down_proj=parameter(2, 6, 5)
+        ),
+        "experts.gate_up_proj",
+        lambda w: [m for e in w for m in e.split(5)],
+    ),
+    "experts [in, out]": (
+        lambda: experts(
+            "QwenMoeTextExperts", gate_up_proj=parameter(2, 6, 10), down_proj=parameter(2, 5, 6)
+        ),
+        "experts.gate_up_proj",
+        lambda w: [m.T for e in w for m in e.split(5, dim=1)],
+    ),
+    "experts' outputs": (
+        lambda: experts("AnyExperts", hidden_size=6, down_proj=parameter(2, 5, 6)),
+        "experts.down_proj",
+        lambda w: [e.T for e in w],
+    ),
+    "experts by their router": (
+        lambda: experts("Grouped", True, w1=parameter(2, 5, 6), w2=parameter(2, 6, 5)),
+        "experts.w2",
+        lambda w: [*w],
+    ),
+    "interleaved experts": (
+        lambda: experts(
+            "AnyExperts",
+            gate_up_proj=parameter(2, 6, 10),
+            gate_up_proj_bias=parameter(2, 10),
+            down_proj=parameter(2, 5, 6),
+            is_transposed=True,
+            is_concatenated=False,
+        ),
+        "experts.gate_up_proj",
+        lambda w: [e[:, j::2].T for e in w for j in (0, 1)],
+    ),
+    # What is plainly one matrix
+    "feed-forward": (
+        lambda: holder("Mlp", fc1=linear(8, 32), fc2=linear(32, 8)),
+        "fc1.weight",
+        whole,
+    ),
+    "residual branch": (
+        lambda: holder(
+            "Block",
+            downsample=nn.Conv2d(4, 16, 1),
+            conv1=nn.Conv2d(4, 8, 1),
+            conv2=nn.Conv2d(8, 16, 3),
+        ),
+        "downsample.weight",
+        whole,
+    ),
+    "merge of patches": (
+        lambda: nn.Sequential(
+            holder("Merge", norm=nn.LayerNorm(16), reduction=linear(16, 8)),
+            holder("Block", norm=nn.LayerNorm(8), fc1=linear(8, 32), fc2=linear(32, 8)),
+        ),
+        "0.reduction.weight",
+        whole,
+    ),
+    "pixels": (
+        lambda: nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 3, 3)),
+        "0.weight",
+        whole,
+    ),
+    "linear with a norm in its class": (
+        lambda: holder(mixed=holder("LayerNormLinear", weight=parameter(6, 4))),
+        "mixed.weight",
+        whole,
+    ),
+    "below an embedding": (
+        lambda: holder(embed_tokens_extend=holder(encoder=linear(4, 4))),
+        "embed_tokens_extend.encoder.weight",
+        whole,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_equals_the_steps_of_the_pieces(name: str) -> None:
+    build, weight, pieces = CASES[name]
+    torch.manual_seed(0)
+    model = build().double()
+    p = model.get_parameter(weight)
+    optimizer = Muon(split_parameters(model), lr=0.1, weight_decay=0.0)
+    before, p.grad = p.detach().clone(), torch.randn_like(p)
+    optimizer.step()
+    for start, gradient, end in zip(*map(pieces, (before, p.grad, p.detach())), strict=True):
+        piece = nn.Parameter(start.clone())
+        piece.grad = gradient.clone()
+        Muon([piece], lr=0.1, weight_decay=0.0).step()
+        difference = (end - piece).norm() / (piece - start).norm()
+        assert difference < 1e-5, "the rounding of the products, whose order differs"
+
+
+def test_every_piece_is_a_matrix_of_the_case() -> None:
+    """So that a case of slices that coincide with one matrix is seen."""
+    for name, (build, weight, pieces) in CASES.items():
+        model = build()
+        (row,) = [row for row in split_parameters(model).rows if row.name == weight]
+        assert row.rule == "spectral", name
+        assert row.matrices == len(pieces(model.get_parameter(weight).detach())), name
+
+
+ELEMENTWISE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "depthwise": (lambda: nn.Conv1d(64, 64, 4, groups=64), "weight"),
+    "depthwise in two dimensions": (lambda: nn.Conv2d(8, 8, 7, groups=8), "weight"),
+    "depthwise and transposed": (lambda: nn.ConvTranspose2d(4, 4, 2, groups=4), "weight"),
+    "router": (lambda: holder(gate=linear(6, 3), experts=nn.ModuleList([linear(6, 6)])), "gate"),
+    "torchtitan's": (
+        lambda: holder(router=holder("R", gate=linear(6, 3)), experts=holder(w=linear(6, 6))),
+        "router.gate",
+    ),
+    "router in a class": (
+        lambda: holder(gate=holder("TopKRouter", weight=parameter(3, 6)), experts=linear(6, 6)),
+        "gate",
+    ),
+    "JetMoe's": (
+        lambda: holder(
+            router=holder("TopKGating", layer=linear(6, 3)),
+            mlp=holder("ParallelExperts", w=linear(6, 6)),
+        ),
+        "router.layer",
+    ),
+    "relative positions": (lambda: holder(rel_pos_h=parameter(7, 4)), "rel_pos_h"),
+    "attention biases": (lambda: holder(attention_biases=parameter(4, 49)), "attention_biases"),
+    "latents": (lambda: holder(latents=parameter(6, 8)), "latents"),
+    "queries": (lambda: holder(query_tokens=parameter(1, 6, 8)), "query_tokens"),
+    "tokens of an unknown name": (lambda: holder(thing=parameter(1, 6, 8)), "thing"),
+    "prompts": (lambda: holder(p=holder(prompt_embeddings=parameter(6, 8))), "p.prompt_embeddings"),
+    "a magnitude": (lambda: weight_norm(nn.Linear(4, 6)), "weight_g"),
+    "head": (lambda: holder(unembed=linear(6, 9)), "unembed"),
+    "head that was saved": (
+        lambda: holder(
+            score=holder(
+                original_module=linear(6, 2).requires_grad_(False),
+                modules_to_save=nn.ModuleDict({"default": linear(6, 2)}),
+            )
+        ),
+        "score.modules_to_save.default",
+    ),
+    "head in a wrapper": (lambda: holder(net=holder(head=linear(6, 9))), "net.head"),
+    "head of a classifier": (
+        lambda: holder(classifier=nn.Sequential(linear(6, 6), nn.ReLU(), linear(6, 9))),
+        "classifier.2",
+    ),
+    "head that timm names": (lambda: named_head("get_classifier"), "backbone.out"),
+    "head that transformers name": (lambda: named_head("get_output_embeddings"), "backbone.out"),
+}
+
+
+def named_head(getter: str) -> nn.Module:
+    """A model, in another, that names its head by a method."""
+    model: nn.Module = type("Named", (nn.Module,), {getter: lambda self: self.out})()
+    model.out = linear(6, 9)
+    return holder(backbone=model, neck=linear(6, 6))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_is_no_matrix_goes_to_adamw(name: str) -> None:
+    build, weight = ELEMENTWISE[name]
+    model = holder(model=build(), other=linear(5, 5))
+    rows = {
+        row.name.removeprefix("model.").removesuffix(".weight"): row
+        for row in split_parameters(model).rows
+    }
+    assert rows[weight].rule == "adamw"
+    assert rows["other"].rule == "spectral"
+
+
+class Geglu(nn.Module):
+    def __init__(self, layer: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.proj = layer(8, 24)
+
+
+UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "gate in a module of its own": (
+        lambda: holder(net=nn.Sequential(Geglu(linear), nn.Dropout(), linear(12, 8))),
+        "net.0.proj.weight looks like .*net.2 takes 12 of its 24 outputs",
+    ),
+    "the same by convolutions": (
+        lambda: holder(a=nn.Conv1d(8, 16, 1), b=nn.Conv1d(8, 8, 1)),
+        "a.weight looks like .*b takes 8 of its 16",
+    ),
+    "convolutional qkv": (
+        lambda: holder(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
+        "to_qkv.weight looks like .*called to_qkv",
+    ),
+    "six chunks": (
+        lambda: holder(ada=nn.Sequential(nn.SiLU(), linear(8, 48)), f=linear(8, 8), g=linear(8, 8)),
+        "ada.1.weight looks like .*f takes 8 of its 48",
+    ),
+    "nine chunks in a block": (
+        lambda: holder(norm=holder(linear=linear(8, 72)), attn=attention(num_heads=2)),
+        "norm.linear.weight looks like .*takes 8 of its 72",
+    ),
+    "unequal parts": (
+        lambda: holder(inner=linear(8, 7), rank=linear(3, 8), out=linear(8, 8)),
+        "inner.weight looks like .*rank takes 3 of its 7",
+    ),
+    "heads that do not divide": (
+        lambda: attention(head_dim=3),
+        "q_proj.weight looks like .*heads of Attention do not divide its 8",
+    ),
+    "values of another size": (
+        lambda: holder(qkv=linear(8, 24), head_dim=4, v_head_dim=2),
+        "qkv.weight looks like",
+    ),
+    "adapter of a fused weight": (
+        lambda: holder(gate_in=holder(lora_a=linear(8, 2), lora_b=linear(2, 24)), o=linear(12, 8)),
+        "gate_in.lora_b.weight looks like .*o takes 12",
+    ),
+    "spectral_norm": (
+        lambda: holder(wi=nn.utils.spectral_norm(linear(8, 24)), wo=linear(12, 8)),
+        "wi.weight_orig looks like .*wo takes 12",
+    ),
+    "experts that may alternate": (
+        lambda: experts(
+            "GptOssExperts",
+            gate_up_proj=parameter(2, 6, 10),
+            gate_up_proj_bias=parameter(2, 10),
+            down_proj=parameter(2, 5, 6),
+        ),
+        "experts.gate_up_proj is a gate and .* halves .*'rows': .5, 5.*'stride': 2",
+    ),
+    "square experts": (
+        lambda: experts("AnyExperts", hidden_size=6, w1=parameter(2, 6, 6)),
+        r"experts.w1 has shape \(2, 6, 6\), and nothing says",
+    ),
+    "three dimensions": (lambda: holder(kernel=parameter(3, 4, 5)), "kernel has shape"),
+    "a bare matrix": (lambda: holder(text_projection=parameter(4, 6)), "rows or its columns"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_nothing_says_is_refused(name: str) -> None:
+    build, message = UNKNOWN[name]
+    with pytest.raises(ValueError, match=message) as error:
+        split_parameters(build())
+    advice = ["example=", "units=", "elementwise="]
+    assert [word for word in advice if word in str(error.value)] == advice
+
+
+def test_a_parameter_may_be_elementwise() -> None:
+    model = holder(bare=parameter(4, 6), layer=linear(4, 4))
+    rows = {row.name: row.rule for row in split_parameters(model, elementwise=model.bare).rows}
+    assert rows == {"bare": "adamw", "layer.weight": "spectral"}
+
+
+@pytest.mark.parametrize(
+    "flattened",
+    [
+        lambda: holder(layer=linear(4, 4), bias=nn.Parameter(torch.empty(0))),
+        lambda: holder(_flat_param=parameter(64), layer=linear(4, 4)),
+    ],
+)
+def test_flattened_parameters_are_refused(flattened: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"use fully_shard \(FSDP2\) or DDP"):
+        split_parameters(flattened())
+
+
+def test_a_shard_of_a_flat_weight_is_refused() -> None:
+    model = nn.Sequential(linear(4, 4), linear(4, 4))
+    model[1].weight = parameter(8)  # as FSDP1 with use_orig_params leaves it
+    with pytest.raises(ValueError, match=r"1.weight has shape \(8,\)"):
+        split_parameters(model)
+
+
+def test_a_split_without_a_matrix_is_an_error() -> None:
+    for model in (nn.LayerNorm(4), nn.Embedding(4, 3), linear(4, 4)):
+        with pytest.raises(ValueError, match="no parameter .* takes the optimizer's rule"):
+            split_parameters(model, elementwise=model if isinstance(model, nn.Linear) else ())
