@@ -207,6 +207,7 @@ def open_log(
         counts,
         beginning.run_id,
         progress,
+        trainer.monitors.interval,
     )
     trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
     for kind, text in opening_notes(config, trainer, beginning, kernel):

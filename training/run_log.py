@@ -51,12 +51,14 @@ class RunLog:
         counted: Mapping[str, float],
         run_id: str,
         progress: Progress,
+        monitor_interval: int,
     ) -> None:
         """Open the folder of a run that continues after `step`.
 
         counted    warnings given before that step, as `SpectralMetrics.state` returns them
         run_id     id of the run for trackers
         progress   of the run; its step is `step`, or the one after if that is still to be reported
+        monitor_interval   steps between monitored steps, as `Monitors` has it
         """
         self.config = config
         folder = Path(config.run.dir)
@@ -91,7 +93,7 @@ class RunLog:
             print(f"data {name}: not in the mixture any more, {count:,} tokens before", flush=True)
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
-        intervals = {"metrics": config.log.interval, "monitors": config.monitors.interval}
+        intervals = {"metrics": config.log.interval, "monitors": monitor_interval}
         kind = "continued" if step else "started"
         self.events.append(event(kind, step, "", intervals=intervals))
         warn = partial(self.note, "warning")

@@ -53,6 +53,15 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, ca
     assert start("b", 1, 2) == [1, 2] and aside.exists()
 
 
+@pytest.mark.parametrize(("interval", "chosen"), [("null", 100), ("2", 2), ("0", 0)])
+def test_a_run_says_how_often_it_is_monitored(interval, chosen, folder, world, capsys):
+    """In its first lines, and as a number in its events, by which a log is verified."""
+    train(tiny_config(folder, monitors__interval=interval, train__exit_step=1), world)
+    started = lines(folder, "events.jsonl")[0]
+    assert started["intervals"]["monitors"] == chosen
+    assert (f"monitors: every {chosen} steps" in capsys.readouterr().out) == (chosen > 0)
+
+
 def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys):
     config = tiny_config(folder)
     train(config, world)
