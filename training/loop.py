@@ -23,6 +23,7 @@ from training.control.penalty_schedule import GramPenalty
 from training.data.order import TrainingData, ValidationData, Windows
 from training.data.phase import SetCount
 from training.evaluate import as_batch, evaluate
+from training.lifecycle.garbage import collect
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import Pace
 from training.monitor.expert_balance import ExpertBalance
@@ -164,6 +165,7 @@ class Trainer:
         sample = self.progress.advance(train.global_batch, train.sequence_length)
         step = self.progress.step
         result = self.step(step - 1)
+        collect(step)
         self.guard.record(step, sample, result.active)
         self.spectral.record(result.active)
         if self.on_step is not None:

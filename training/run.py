@@ -41,6 +41,7 @@ from training.config.files import flat
 from training.control.guard import NonFiniteError
 from training.data.order import TrainingData
 from training.errors import InputError
+from training.lifecycle.garbage import collected_at_steps
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.preemption import StopRequests
@@ -170,7 +171,7 @@ def train(
         trainer.record = lifecycle.deferring(trainer.record)
         trainer.note = lifecycle.deferring(trainer.note)
         try:
-            with naming_absent(groups):
+            with naming_absent(groups), collected_at_steps():
                 outcome = trainer.run()
         except Exception as error:
             if reports(error, groups.rank) and not isinstance(error, FolderError):
