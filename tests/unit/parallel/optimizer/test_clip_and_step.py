@@ -12,6 +12,7 @@ from parallel.optimizer.domain_optimizer import accumulate_
 from spectral.rules import MuonRule
 from tests.slow_cases import slow_but
 from tests.step_trace import on_meta, traced
+from tests.stepped_models import TINY, assign_matrices, stepped_model
 from tests.update_cases import KINDS, built, fill
 
 FAST = [("adamw", "none"), ("muon", "none"), ("spectral_sphere", "materialized")]
@@ -53,6 +54,27 @@ def test_every_gradient_is_scaled_to_the_norm(world):
     torch.testing.assert_close(norm.coefficient, 0.25 / (expected + 1e-6), rtol=1e-5, atol=0)
     for old, (_, new) in zip(before, optimizer._gradients(), strict=True):
         assert torch.equal(new, old * norm.coefficient)
+
+
+def test_gammas_of_pc_layers_have_their_own_rate_and_decay(world):
+    """AdamW's first step is its rate, whatever the gradient; 0.03 and 0.2, by layer."""
+    factors = [0.37, 2.1]
+    assign = assign_matrices("muon", pc_level=4, layer_factors=factors)
+    model, optimizer = stepped_model(TINY, world, assign, apart=True)
+    fill(model, 0)
+    optimizer.clip(None)
+    before = {
+        unit.name: stack.gamma[i].item()
+        for stack in optimizer.materialized
+        for i, unit in enumerate(stack.units)
+    }
+    optimizer.step(0.5, torch.tensor(True))
+    for stack in optimizer.materialized:
+        for i, unit in enumerate(stack.units):
+            lr = 0.5 * 0.03 * factors[unit.layer]
+            moved = abs(stack.gamma[i].item() - before[unit.name] * (1 - lr * 0.2))
+            assert moved == pytest.approx(lr, rel=1e-5), unit.name
+    assert len(before) == 2 * (2 + 4)  # two keys, and o, gate, up and down
 
 
 def test_gradients_of_16_bits_become_momentum_in_float32() -> None:
