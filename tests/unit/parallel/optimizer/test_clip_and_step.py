@@ -54,6 +54,9 @@ def test_every_gradient_is_scaled_to_the_norm(world):
     torch.testing.assert_close(norm.coefficient, 0.25 / (expected + 1e-6), rtol=1e-5, atol=0)
     for old, (_, new) in zip(before, optimizer._gradients(), strict=True):
         assert torch.equal(new, old * norm.coefficient)
+    clipped = [gradient.clone() for _, gradient in optimizer._gradients()]
+    assert optimizer.clip(100.0).coefficient == 1  # shorter gradients are not enlarged
+    assert all(map(torch.equal, clipped, [gradient for _, gradient in optimizer._gradients()]))
 
 
 def test_gammas_of_pc_layers_have_their_own_rate_and_decay(world):
