@@ -173,8 +173,9 @@ def preconditioned(
     if not weights:
         raise ValueError(f"blocks names no layer that can be preconditioned, got {blocks}")
     known = KnownWeights(model)
-    for weight in weights.values():
-        _register(weight.module, known.division(weight)[0], Preconditioner(level=level))
+    divisions = {layer: known.division(weight)[0] for layer, weight in weights.items()}
+    for layer, division in divisions.items():
+        _register(weights[layer].module, division, Preconditioner(level=level))
     return [*weights]
 
 

@@ -118,3 +118,10 @@ def test_a_state_of_another_level_is_refused() -> None:
     PCLinear(4, 4).load_state_dict({name: value.bfloat16() for name, value in saved.items()})
     with pytest.raises(ValueError, match="a PC layer of level 3 cannot .* of another level"):
         PCLinear(4, 4, level=3).load_state_dict(saved)
+
+
+def test_a_layer_that_is_refused_leaves_the_others_as_they_are() -> None:
+    model = nn.ModuleDict({"plain": nn.Linear(4, 4), "W_pack": nn.Linear(4, 12)})
+    with pytest.raises(ValueError, match=r"W_pack.weight looks like several matrices"):
+        preconditioned(model, blocks=["*"])
+    assert [name for name, _ in model.named_parameters()][0] == "plain.weight"
