@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
+from torch._inductor import config as inductor
 
 from training.config import Config
 from training.errors import ConfigError
 
 OPEN_FILES: Final = (256, 65536)
 """Fewest that a rank can do with, and most that it asks for."""
+
+WORKERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
+COMPILE_WORKERS: Final = 32
+"""Most processes that compile kernels for one rank, as torch has it."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Names of the allocator's settings, today's and an older one."""
@@ -42,10 +47,17 @@ def wanted(config: Config) -> dict[str, str]:
                           which they were launched, so that communication runs beside products;
                           with more queues a product may take the device first
     fixed workspaces      with run.deterministic: cuBLAS repeats itself to the bit only with these
+    compile workers       a rank's share of this machine's processors; each rank would start as many
+                          as there are, up to 32
     no registration       of a recorded graph's buffers by NCCL, which expandable segments do not
                           allow
     """
-    variables = {ALLOCATOR[0]: "expandable_segments:True"}
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    workers = min(COMPILE_WORKERS, max(1, len(os.sched_getaffinity(0)) // ranks))
+    variables = {
+        ALLOCATOR[0]: "expandable_segments:True",
+        WORKERS: str(workers),
+    }
     if config.parallel.tensor > 1 or config.parallel.context > 1:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.optimizer.distributed.cuda_graph:
@@ -78,9 +90,11 @@ def prepare(config: Config) -> None:
     os.environ.update(variables)
     if ALLOCATOR[0] in variables:  # which PyTorch has read when it was imported
         torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])
+    if WORKERS in variables:  # which the compiler has read too
+        inductor.compile_threads = int(variables[WORKERS])
 
 
 def settings() -> dict[str, str]:
     """The variables of this process that change what CUDA, its allocator and NCCL do."""
-    prefixes = ("CUDA_", "CUBLAS_", "NVIDIA_TF32_", "NCCL_", "TORCH_", "PYTORCH_", "NVTE_")
+    prefixes = ("CUDA_", "CUBLAS_", "NVIDIA_TF32_", "NCCL_", "TORCH", "PYTORCH_", "NVTE_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

@@ -1,8 +1,10 @@
 """What a run wants of its environment, and what it is made with."""
 
+import os
 import resource
 
 import pytest
+from torch._inductor import config as inductor
 
 from tests.run_configs import tiny_config
 from training.errors import ConfigError
@@ -14,15 +16,21 @@ from training.machine.environment import (
 )
 
 
-def test_a_run_asks_for_what_its_layout_needs(tmp_path):
+def test_a_run_asks_for_what_its_layout_needs(tmp_path, monkeypatch):
     def of(**keys):
         return wanted(tiny_config(str(tmp_path), **keys))
 
-    plain = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    workers = "TORCHINDUCTOR_COMPILE_THREADS"
+    plain = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", workers: "16"}
     assert of() == plain
     assert of(parallel__pipeline=2) == plain
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert of(parallel__tensor=2) == of(parallel__context=2) == plain | one
+    for ranks, share in ((4, "4"), (64, "1")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert of() == plain | {workers: share}
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     graph = {
         "optimizer__distributed__cuda_graph": True,
         "optimizer__distributed__overlap_gather": False,
@@ -35,7 +43,22 @@ def test_what_the_user_has_set_stays(tmp_path):
     config = tiny_config(str(tmp_path), parallel__tensor=2)
     assert missing(config, {}) == wanted(config)
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    own["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
     assert missing(config, own) == {}
+
+
+def test_the_compiler_starts_as_many_workers_as_were_set(tmp_path, monkeypatch):
+    """It has read its environment before the run sets it."""
+    monkeypatch.setattr(inductor, "compile_threads", 32)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")  # so that it is put back
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    prepare(tiny_config(str(tmp_path)))
+    assert inductor.compile_threads == 1
+    monkeypatch.setattr(os, "environ", os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "7"})
+    monkeypatch.setattr(inductor, "compile_threads", 7)
+    prepare(tiny_config(str(tmp_path)))
+    assert inductor.compile_threads == 7
 
 
 def test_tf32_for_everything_is_refused(tmp_path, monkeypatch):
