@@ -21,15 +21,17 @@ KERNEL: Final = ("/proc", "/sys")
 """Folders of files that the kernel makes: to read one may wait for ever, or change something."""
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file on a disk.
-
-    Raises OSError, also for a FIFO, which would hang, and for a file that the kernel makes.
-    """
+def check_regular(path: Path) -> None:
+    """Raise OSError for a FIFO, which would hang, and for a file that the kernel makes."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
     if any(path.resolve().is_relative_to(folder) for folder in KERNEL):
         raise OSError(EINVAL, "Not a file on a disk", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file on a disk. Raises OSError as `check_regular` does."""
+    check_regular(path)
     return path.read_bytes()
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from parallel.errors import described
 from training.errors import DataError
+from training.json_file import check_regular
 
 SUFFIX: Final = ".blocks"
 BLOCK: Final = 1 << 16
@@ -35,6 +36,7 @@ def write_block_hashes(prefix: str | Path) -> None:
 def file_sha256(path: str | Path) -> str:
     """Return the sha256 of a file. Raises DataError if it cannot be read."""
     try:
+        check_regular(Path(path))
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

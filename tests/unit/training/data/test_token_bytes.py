@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts.prepare_data import main as prepare
 from tests.text_files import write_byte_level_tokenizer
+from training.data.hashes import file_sha256
 from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
 from training.errors import DataError
@@ -120,3 +121,11 @@ def test_bytes_of_the_windows_that_were_read_are_counted(
                           token_bytes=token_byte_lengths(path), tokenizer=path)  # fmt: skip
     assert len(sizes) == data.set.tokens and data.samples == min(samples or 10**9, len(data.set))
     assert data.target_bytes == sum(sizes[1 : data.target_tokens + 1])
+
+
+def test_a_tokenizer_that_the_kernel_makes_is_not_read():
+    """To read it waits for the next message of the kernel."""
+    with pytest.raises(DataError, match="Not a file on a disk"):
+        token_byte_lengths("/proc/kmsg")
+    with pytest.raises(DataError, match="Not a file on a disk"):
+        file_sha256("/proc/kmsg")
