@@ -15,7 +15,7 @@ from torch import nn
 
 from .division import Division
 from .model_weights import CONVOLUTIONS, Layers, Weight, is_transposed, kind_of
-from .watch import Seen
+from .weight_use import Seen
 
 HEADS = re.compile(
     r"^(embed_out|score|unembed|qa_outputs|output_projection)$|_head$|(^|_)(classifier|logits)$"

@@ -16,7 +16,8 @@ from torch import nn
 from .division import Division
 from .known_weights import EMBEDDINGS, HEADS, KnownWeights, is_fused
 from .model_weights import CONVOLUTIONS, Weight, is_embedding, weights_of
-from .watch import Seen, watch
+from .watch import watch
+from .weight_use import Seen
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

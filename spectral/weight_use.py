@@ -1,0 +1,186 @@
+"""What a forward pass did with the outputs of a weight, and which matrices that makes.
+
+Two outputs are in one matrix if every set of outputs that was used as one vector has both or
+neither. That is the coarsest division that cuts no set.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import combinations, groupby
+from math import prod
+from typing import Any, NamedTuple
+
+from .division import Division, sizes_of
+
+LAYER = "a layer"
+INNER = "a matrix product of activations"
+PRODUCT = "a product"
+CHOICE = "a choice"
+GROUP = "a group"
+"""Kinds of operations that use outputs as one vector; a product is elementwise."""
+
+
+class Seen(NamedTuple):
+    """What one forward pass showed of a weight."""
+
+    division: Division | None  # None for AdamW
+    reason: str
+    decays: bool = True
+
+
+@dataclass(eq=False)
+class Use:
+    """What became of the outputs of a weight, whose elements are numbered from `start` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    used: bool = False
+    looked_up: bool = False
+    joined: set["Use | None"] = field(default_factory=set)  # added to; None: what no weight made
+    ended: bool = False  # its outputs are the model's, or in its loss
+    hidden: str = ""  # the operation that hides what becomes of its outputs
+    groups: int = 1  # of a transposed convolution
+    inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
+    outputs: set[int] = field(default_factory=set)  # axes that number outputs
+    sets: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
+
+    def places(self, number: int) -> list[int]:
+        """Return the place of an element on each axis."""
+        places, rest = [0] * len(self.shape), number - self.start
+        for axis in sorted(range(len(self.shape)), key=lambda a: -self.strides[a]):
+            if self.shape[axis] > 1:
+                places[axis], rest = divmod(rest, self.strides[axis])
+        return places
+
+    def axes(self, numbers: Iterable[int]) -> list[int]:
+        """Return the axes along which some elements differ."""
+        places = zip(*map(self.places, numbers), strict=True)
+        return [axis for axis, along in enumerate(places) if len({*along}) > 1]
+
+    def verdict(self, taken: set["Use | None"]) -> Seen:
+        """Return what became of the weight.
+
+        Args:
+            taken: the weights whose outputs reach another layer, and None.
+
+        Raises:
+            ValueError: what no division expresses, and outputs that the pass hides or drops.
+        """
+        if not self.used:
+            raise ValueError("the pass did not use it")
+        if self.hidden:
+            raise ValueError(f"{self.hidden} hides what becomes of its outputs")
+        if self.looked_up:
+            return Seen(None, "its rows are looked up: a table", decays=False)
+        if not self.inputs:
+            return Seen(None, "no product uses it: a table", decays=False)
+        if CHOICE in self.sets:
+            return Seen(None, "an operation chooses among its columns: a router")
+        windows = [set(s) for s in self.sets.get(INNER, ())]
+        if any(a & b and a - b and b - a for a, b in combinations(windows, 2)):
+            reason = "windows of its outputs overlap: a table of positions"
+            return Seen(None, reason, decays=False)
+        division = self._division() if self.outputs else Division()
+        sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
+        outputs = int(division.transposed)
+        if self in taken and all(len(s) == 1 for kind in self.sets.values() for s in kind):
+            return Seen(None, "its columns are taken one at a time: scalars")
+        if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
+            return Seen(None, "its matrices have a side of 1: vectors", decays=False)
+        if not taken & {self, *self.joined}:
+            if not self.ended:
+                raise ValueError("nothing took its outputs, and the pass did not return them")
+            return Seen(None, "its outputs reach no further layer: a head")
+        return Seen(division, self._reason())
+
+    def _division(self) -> Division:
+        axis, inputs = max(self.outputs), set().union(*self.inputs)
+        stacked = axis > 0 and 0 not in inputs
+        transposed = any(a < axis for a in inputs)
+        others = {a for a, n in enumerate(self.shape) if n > 1} - inputs - {axis}
+        others -= {0} if stacked else set()
+        if len(self.inputs) > 1 or others or axis != stacked + transposed or axis in inputs:
+            sums = " and ".join(map(str, sorted(self.inputs)))
+            raise ValueError(f"products sum over its axes {sums} of shape {self.shape}")
+        groups = self.groups if transposed else 1
+        parts = self.shape[0] if stacked and 0 in self.outputs else groups
+        each, size, rows = self.shape[0] // parts, self.shape[axis], []
+        for columns in set().union(*self.sets.values()):
+            places = [self.places(column) for column in columns]
+            rows.append({p[axis] + size * (p[0] // each if parts > 1 else 0) for p in places})
+        # A column that is used alone may be in a matrix with others, unless it is a group's.
+        joint = (r for r in rows if len(r) > 1 or GROUP in self.sets)
+        labels, finest = (_labels(sets, parts * size) for sets in (joint, rows))
+        stride, lengths = _pattern(labels, finest, parts)
+        return Division(
+            rows=lengths, transposed=transposed, stacked=stacked, stride=stride, groups=groups
+        )
+
+    def _reason(self) -> str:
+        outputs = prod(self.shape[a] for a in self.outputs) * self.groups
+        taken = {kind: sorted({len(s) for s in sets}) for kind, sets in self.sets.items()}
+        whole = [kind for kind, sizes in taken.items() if sizes == [outputs]]
+        phrases = [
+            f"{kind} takes {' and '.join(map(str, sizes[:4]))} columns at a time"
+            for kind, sizes in sorted(taken.items(), key=lambda item: item[1])
+            if kind not in whole
+        ]
+        if not phrases:
+            return (
+                f"{whole[0]} takes all columns" if whole else "its outputs end the model in a sum"
+            )
+        return ", ".join([*phrases, *(f"{kind} all" for kind in whole[:1])])
+
+
+def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
+    """Return for each output the first one that every set has or lacks as well."""
+    members: list[list[int]] = [[] for _ in range(size)]
+    for i, indices in enumerate(sets):
+        for index in indices:
+            members[index].append(i)
+    first: dict[tuple[int, ...], int] = {}
+    return [first.setdefault(tuple(m), i) for i, m in enumerate(members)]
+
+
+def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
+    """Return the stride and the rows of matrices with these labels, equal in each part.
+
+    Raises ValueError if there are none.
+    """
+    size = len(labels) // parts
+    for stride in (n for n in range(1, size + 1) if size % n == 0):
+        runs, rows = [], set()
+        for start in (p * size + j for p in range(parts) for j in range(stride)):
+            strided = range(start, (start // size + 1) * size, stride)
+            own = [[*run] for _, run in groupby(strided, lambda i: labels[i])]
+            rows.add(tuple(map(len, own)))
+            runs += [{finest[i] for i in run} for run in own]
+        if len(rows) > 1:
+            continue
+        (lengths,) = rows
+        counts = Counter(label for run in runs for label in run)
+        whole = [all(counts[label] == 1 for label in run) for run in runs]
+        # Where heads lie one after another, what all of them have of another vector is cut too.
+        period = _period([*zip(lengths, whole, strict=False)])
+        if all(whole) or (stride == 1 and period < len(lengths) and any(whole[:period])):
+            return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
+    found = [[i for i, x in enumerate(labels) if x == label] for label in dict.fromkeys(labels)]
+    shown = "; ".join(map(_ranges, found[:4]))
+    raise ValueError(f"the outputs used together are no rows at a stride: {shown}")
+
+
+def _period(values: Any) -> int:
+    """Return after how many values they repeat."""
+    count = len(values)
+    periods = (n for n in range(1, count) if count % n == 0)
+    return next((n for n in periods if values == values[:n] * (count // n)), count)
+
+
+def _ranges(indices: list[int]) -> str:
+    """Return indices as `0-3, 8-11`."""
+    runs = [[*run] for _, run in groupby(enumerate(indices), lambda item: item[1] - item[0])]
+    spans = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs]
+    return ", ".join([*spans[:6], *["..."] * (len(spans) > 6)])
