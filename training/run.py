@@ -58,7 +58,7 @@ from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
 from training.machine.facts import described, device_facts, slow_attention, slow_precision, versions
 from training.machine.repeatable import repeatable
-from training.monitor.cost import monitor_cost
+from training.planning.monitor_cost import monitor_cost
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 

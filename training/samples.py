@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.context import context_chunks, context_part
@@ -14,8 +13,7 @@ from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
 from training.data.manifest import Manifest
 from training.data.order import ValidationData
-from training.data.token_bytes import tokenizer_file
-from training.errors import DataError
+from training.data.token_bytes import open_tokenizer, tokenizer_file
 from training.evaluate import on_device
 
 
@@ -39,11 +37,7 @@ class Sampler:
 
         Raises DataError for a file that the package `tokenizers` cannot read.
         """
-        path = tokenizer_file(tokenizer)
-        try:
-            self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+        self.tokenizer = open_tokenizer(tokenizer_file(tokenizer))
         self.names = [each.name for each in sets]
         self.prompts = torch.stack([torch.from_numpy(each.set.window(0)[:-1]) for each in sets])
         self.prompt = prompt

@@ -1,5 +1,6 @@
 """What the ranks of the export tests run: a short training."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def saved_run(folder: str, keys: dict[str, Any]) -> Tensor:
     keys = {**keys, "train__steps": 3, "run__dir": f"{folder}/saved"}
     trainer = built(folder, groups, ({}, "spectral_sphere", keys))
     trainer.run()
+    Path(trainer.config.run.dir).mkdir(exist_ok=True)
     facts = {"identity": {"data": {}, "tokenizer": {}}, "versions": {}, "run_id": "0"}
     saver = Saver(trainer.config, groups, trainer.model, trainer.optimizer, facts)
     saver.begin(trainer.checkpoint())

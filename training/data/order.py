@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from training.data.manifest import SetEntry
 from training.data.phase import Counts, Phase, SetCount
 from training.data.shuffle import Permutation
-from training.data.token_bytes import decoded_bytes
+from training.data.token_bytes import decoded_bytes, open_tokenizer
 from training.data.token_set import TokenSet
 from training.errors import ConfigError, DataError
 
@@ -333,7 +333,7 @@ class ValidationData:
         if token_bytes is None:
             entry = self.set.entry
             if tokenizer is not None:
-                return float(self._decoded_bytes(Tokenizer.from_file(str(tokenizer)), entry))
+                return float(self._decoded_bytes(open_tokenizer(tokenizer), entry))
             return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
         if self.set.max_token() >= len(token_bytes):
             raise DataError(

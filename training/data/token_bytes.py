@@ -122,6 +122,14 @@ def decoded_bytes(
     return size
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json; raises DataError if tokenizers cannot read it."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+
+
 def read_tokenizer_json(path: Path) -> dict[str, Any]:
     """Return the parsed content of a tokenizer.json, with its `model` and `added_tokens`.
 

@@ -3,11 +3,11 @@ and NCCL read when they start."""
 
 import os
 import resource
+import sys
 from collections.abc import Mapping
 from typing import Final
 
 import torch
-from torch._inductor import config as inductor
 
 from training.config import Config
 from training.errors import ConfigError
@@ -90,8 +90,9 @@ def prepare(config: Config) -> None:
     os.environ.update(variables)
     if ALLOCATOR[0] in variables:  # which PyTorch has read when it was imported
         torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])
-    if WORKERS in variables:  # which the compiler has read too
-        inductor.compile_threads = int(variables[WORKERS])
+    compiler = sys.modules.get("torch._inductor.config")
+    if WORKERS in variables and compiler is not None:  # which has read the variable already
+        compiler.compile_threads = int(variables[WORKERS])  # type: ignore[attr-defined]
 
 
 def settings() -> dict[str, str]:

@@ -14,7 +14,7 @@ from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
 from training.dry_run import step_shape
-from training.monitor.cost import planned_cost
+from training.planning.monitor_cost import planned_cost
 from training.report.opening import layout
 from training.report.table import table
 

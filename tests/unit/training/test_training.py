@@ -199,7 +199,7 @@ def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folde
     state = trainer.checkpoint()
     trainer.advance()
     assert trainer.monitors.earlier
-    trainer.restore(state["progress"], state["trainer"])
+    trainer.restore(Progress(**state["progress"]), state["trainer"])
     assert trainer.monitors.earlier == []
 
 

@@ -83,7 +83,8 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
 
 def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
     for token in "xy":
-        (tmp_path / token).write_text(json.dumps({"model": {"vocab": {token: 0}}}))
+        model = {"type": "WordLevel", "vocab": {token: 0}, "unk_token": token}
+        (tmp_path / token).write_text(json.dumps({"version": "1.0", "model": model}))
     train(configured("old", data__tokenizer=str(tmp_path / "x")), world)
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
     with pytest.raises(ResumeError, match=r"another model: ffn was 96, is 64"):
