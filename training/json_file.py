@@ -7,6 +7,10 @@ from typing import Any, Final
 
 from training.errors import InputError
 
+POINTER: Final = b"version https://git-lfs.github.com/spec/"
+"""How a file of text begins that Git LFS keeps in place of a large one."""
+UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
+
 
 def parse_json(text: str | bytes) -> Any:
     """Return what a JSON text holds. Raises ValueError, also for one that is nested too deeply or
@@ -15,6 +19,19 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError:
+        head = text[: len(POINTER)]
+        if head in (POINTER, POINTER.decode()):
+            raise ValueError(f"it is {UNFETCHED}") from None
+        raise
+
+
+def is_pointer(path: Path) -> bool:
+    """Return whether a file is one that Git LFS keeps in place of a large one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER
 
 
 KERNEL: Final = ("/proc", "/sys")

@@ -13,6 +13,7 @@ import pyarrow
 
 from scripts.data.text import first_line
 from training.errors import DataError
+from training.json_file import POINTER, UNFETCHED
 
 SUFFIXES: Final = {".gz": "gzip", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 _MAGIC: Final = {
@@ -183,6 +184,7 @@ _FOREIGN: Final = {
     b"7z\xbc\xaf\x27\x1c": "a 7z archive: 7z x {path}",
     b"BZh91AY&SY": "compressed by bzip2: bunzip2 {path}",
     b"%PDF-": "a PDF: pdftotext {path}",
+    POINTER: UNFETCHED,
     **{
         magic: kind + ", compressed twice: decompress {path} once"
         for magic, kind in _MAGIC.items()

@@ -22,10 +22,11 @@ from scripts.data.hub import HubInput, parquet_documents
 from scripts.data.sources import Input, Position
 from scripts.data.text import row_text
 from training.errors import DataError
-from training.json_file import parse_json
+from training.json_file import UNFETCHED, is_pointer, parse_json
 
 CHECKED: Final = 1000
 """Documents of each input that are checked before anything is made of them."""
+NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 
 Owns = Callable[[int, int | None], bool]
@@ -72,28 +73,29 @@ def numbered_documents(
                     yield Position(number, index + 1), text
 
 
-def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[Input]:
-    """Check the first `CHECKED` documents of every input; return the inputs without a document.
+def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
+    """Check the first `CHECKED` documents of every input; return how many there are and are blank.
+
+    An input whose documents are all blank is read to its end.
 
     Raises:
         DataError: as `read_documents`, or a file of rows has no text at all.
     """
-    empty = []
+    counts = []
     for each in inputs:
-        number, blank = 0, True
+        number, blank = 0, 0
         with closing(_documents(each, options)) as documents:
             for number, text in enumerate(documents, start=1):
-                blank = blank and _is_blank(text)
-                if not blank and number >= CHECKED:
+                blank += _is_blank(text)
+                if blank < number and number >= CHECKED:
                     break
-        if blank and number and each.has_keys:
+        if blank == number > 0 and each.has_keys:
             raise DataError(
                 f"{each}: {_key(each, options)!r} is blank in all {number:,} documents; "
                 "name the key that holds the text, or leave this out"
             )
-        if blank:
-            empty.append(each)
-    return empty
+        counts.append((number, blank))
+    return counts
 
 
 def _is_blank(text: str) -> bool:
@@ -124,22 +126,46 @@ def _columns(path: Path, key: str) -> list[str] | None:
     """Return the column that is read of a Parquet file; None, all, where it is missing."""
     try:
         names = parquet.read_schema(path).names
-    except (OSError, pyarrow.ArrowException):  # the reader says why
+    except (OSError, pyarrow.ArrowException):
+        _check_parquet(path)  # else the reader says why
         return None
     return [key] if key in names else None
+
+
+def _check_parquet(path: Path) -> None:
+    """Raise DataError for a file that does not begin as Parquet does."""
+    if is_pointer(path):
+        raise DataError(f"cannot read {path}: it is {UNFETCHED}")
+    with path.open("rb") as file:
+        head = file.read(16)
+    if not head.startswith(b"PAR1"):
+        raise DataError(
+            f"cannot read {path}: no Parquet file, it begins with {head!r}; fetch it again"
+        )
 
 
 def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> Iterator[str]:
     offset = 0
     for block in split_text(lines, document_bytes):
         try:
-            yield block.decode("utf-8")
+            text = block.decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path} is not UTF-8: byte 0x{block[error.start]:02x} at offset "
-                f"{offset + error.start} ({error.reason})"
+                f"{offset + error.start} ({error.reason}); if it is Latin-1: "
+                f"{_as_text(path, 'iconv -f ISO-8859-1 -t UTF-8')}"
             ) from None
+        if (zero := block.find(0)) >= 0:
+            raise DataError(
+                f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; without these "
+                f"bytes: {_as_text(path, NO_ZEROS)}"
+            )
+        yield text
         offset += len(block)
+
+
+def _as_text(path: Path, program: str) -> str:
+    return rewritten(path, program, f"utf8{'.md' if '.md' in path.suffixes else '.txt'}")
 
 
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
@@ -181,6 +207,8 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
 def _remedy(number: int, line: bytes, path: Path) -> str:
     """Return what to do with a line that is not JSON, or of JSON that is over several lines."""
     line = line.strip()
+    if number == 1 and line.startswith(b"<"):
+        return "it is HTML or XML, as a failed download leaves: fetch it again"
     if number == 1 and line.startswith(b"["):
         return f"the file is one list over several lines; {_rewrite('.[]', path)}"
     if number == 1 and not line.endswith(b"}"):

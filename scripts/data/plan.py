@@ -128,10 +128,18 @@ class Preparation:
         """
         warnings = []
         for plan in self.sets:
-            empty = check_first_documents(plan.inputs(), self.reading)
+            inputs = plan.inputs()
+            counts = check_first_documents(inputs, self.reading)
+            empty = [each for each, (n, blank) in zip(inputs, counts, strict=True) if blank == n]
             if empty:
                 more = f" and {len(empty) - 1:,} more inputs give" if empty[1:] else " gives"
                 warnings.append(f"set {plan.name}: {empty[0]}{more} no document")
+            first, blank = map(sum, zip(*counts, strict=True))
+            if blank:
+                warnings.append(
+                    f"set {plan.name}: {blank:,} of the first {first:,} documents are blank; blank "
+                    "documents are left out"
+                )
             if mixture := plan.found().mixture():
                 warnings.append(f"set {plan.name}: {mixture}")
         return warnings

@@ -20,6 +20,7 @@ KNOWN = (
     ".txt and .md, .jsonl, .ndjson and .json (one row a line), each also .gz, .xz, .zst or .zstd; "
     ".parquet"
 )
+REMEDY: Final = "link other plain text under a name with .txt; hf:FOLDER reads CSV"
 DESCRIPTIONS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of files that `datasets` writes about a dataset; they have no rows."""
 
@@ -116,7 +117,7 @@ def _found(source: str) -> Found:
         raise DataError(f"no file, folder or pattern {source}")
     for each in paths:
         if NAMES.fullmatch(each.name) is None:
-            raise DataError(f"unknown suffix of {each}: known are {KNOWN}")
+            raise DataError(f"unknown suffix of {each}: known are {KNOWN}; {REMEDY}")
     return Found([FileInput(each) for each in paths])
 
 
@@ -126,7 +127,7 @@ def _in_folder(folder: Path) -> Found:
     known = [path for path in paths if _has_documents(path)]
     if not known:
         there = f"; there are {_by_suffix(paths)}" if paths else ""
-        raise DataError(f"no file under {folder} has a known suffix: {KNOWN}{there}")
+        raise DataError(f"no file under {folder} has a known suffix: {KNOWN}{there}; {REMEDY}")
     read = set(known)
     return Found([FileInput(each) for each in known], [each for each in paths if each not in read])
 

@@ -20,11 +20,15 @@ def row_text(row: object, where: str, key: str) -> str:
         )
     value = row[key]
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key!r} must be a string, got {type(value).__name__}")
+        raise DataError(
+            f"{where}: {key!r} must be a string, got {type(value).__name__}; mend or remove the row"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {key!r} is not Unicode text: {error.reason}") from None
+        raise DataError(
+            f"{where}: {key!r} is not Unicode text: {error.reason}; mend or remove the row"
+        ) from None
     return value
 
 

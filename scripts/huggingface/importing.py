@@ -45,7 +45,7 @@ from training.checkpoint.stored_tensors import named
 from training.config import Config, load_config, to_yaml
 from training.config.files import to_text
 from training.errors import InputError
-from training.json_file import check_shape, parse_json, read_json
+from training.json_file import UNFETCHED, check_shape, is_pointer, parse_json, read_json
 from training.machine.facts import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -153,7 +153,8 @@ class TheirFiles:
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
             except (OSError, SafetensorError) as error:
-                raise InputError(f"{path} cannot be read: {error}") from None
+                said = f"it is {UNFETCHED}" if is_pointer(path) else error
+                raise InputError(f"{path} cannot be read: {said}") from None
             twice = self._files.keys() & set(file.keys())
             if twice:
                 raise InputError(f"{path}: {named(twice)} must be in one file, is in several")

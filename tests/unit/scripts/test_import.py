@@ -178,6 +178,8 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     assert "cannot be read" in refused(capsys, source, run, config)
+    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert refused(capsys, source, run, config).endswith("not the file itself: git lfs pull")
     config = config_in(tmp_path, tokens, pc__level=4)
     assert "pc must be null" in refused(capsys, source, run, config)
 

@@ -215,8 +215,17 @@ def test_inputs_without_a_document_are_warned_of(
     assert expected in capsys.readouterr().err
 
 
+def test_blank_documents_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["", *TEXTS, " \n"])
+    command = [f"a={tmp_path}/a.jsonl", "--train-tokenizer", "257", "--output", f"{tmp_path}/out"]
+    assert main(command) == 0
+    expected = f"2 of the first {len(TEXTS) + 2} documents are blank; blank documents are left out"
+    assert expected in capsys.readouterr().err
+
+
 # --- what is no text or no rows -----------------------------------------------------------------
 
+POINTED = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 FOREIGN: dict[str, tuple[bytes, str]] = {
     "a.txt": ("text\n".encode("utf-16"), r"UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 .*a\.txt"),
     "b.jsonl": ('{"text": "a"}\n'.encode("utf-16-be"), "UTF-16BE, not UTF-8"),
@@ -228,6 +237,14 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "h.json": (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n', r"one list over .* jq -c '\.\[\]' "),
     "i.json": (b'[{"text": "a"}, {"text": "b"}]', r"one JSON list, not a row; .*jq -c '\.\[\]' "),
     "k.json.gz": (gzip.compress(b'[\n{"text": "a"}]'), "one list over .* gzip -dc .* jq -c"),
+    "l.txt": (POINTED, r"l\.txt is a Git LFS pointer, not the file itself: git lfs pull"),
+    "m.jsonl": (POINTED, "is a Git LFS pointer"),
+    "n.parquet": (POINTED, "cannot read .* is a Git LFS pointer"),
+    "o.jsonl": (b"<!DOCTYPE html>\n<html></html>\n", "it is HTML or XML, as a failed download"),
+    "p.parquet": (b"<html></html>", r"no Parquet file, it begins with b'<html></html>'; fetch it"),
+    "q.txt": (b"aa\0", r"byte 0x00 at offset 2; .* sed 's/\\x00//g' "),
+    "r.md.gz": (gzip.compress(b"\0\0aa"), r"byte 0x00 at offset 0; .*gzip -dc .* \| sed "),
+    "s.txt": ("é".encode("latin-1"), "0xe9 at offset 0 .* if it is Latin-1: iconv -f ISO-8859-1"),
     "j.json": (b'{\n  "text": "a"\n}\n{\n  "text": "b"}\n', r"over several lines, .* jq -c '\.' "),
 }  # fmt: skip
 
@@ -238,12 +255,12 @@ def test_what_is_no_text_is_named_with_what_to_do(tmp_path: Path, name: str) -> 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as error:
         read(tmp_path / name)
-    command = re.search(r"((?:jq|iconv|gzip) -.*?)(?:; else.*)?$", str(error.value))
+    command = re.search(r"((?:jq|iconv|gzip|sed) [-'].*?)(?:; else.*)?$", str(error.value))
     if command is None or shutil.which(command[1].split()[0]) is None:
         return
     subprocess.run(command[1], shell=True, check=True)  # what it says works
     (tmp_path / name).unlink()
-    assert read(tmp_path) in (["text\n"], ["a"], ["a", "b"])
+    assert read(tmp_path) in (["text\n"], ["a"], ["a", "b"], ["aa"], ["é"])
 
 
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd")

@@ -138,7 +138,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "latin.txt": (b"ok\n\n" * 2000 + b"caf\xe9\n",
                   r"latin.txt is not UTF-8: byte 0xe9 at offset 8003"),
     "empty.txt": (b"", r"set set.train would be empty: .*empty.txt gives it no documents"),
-    "data.csv": (b"a,b", r"unknown suffix of .*data.csv: known are .txt"),
+    "data.csv": (b"a,b", r"unknown suffix of .*data.csv: known are .txt.*hf:FOLDER reads CSV"),
     "cut.txt.gz": (gzip.compress(bytes(range(128)) * 99)[:50], r"cannot read .*cut.txt.gz: "),
     "cut.txt.xz": (lzma.compress(b"x" * 9999)[:50], r"cannot read .*cut.txt.xz: "),
     "cut.txt.zst": (
@@ -148,9 +148,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
     "not.parquet": (b"plain text", r"cannot read .*not.parquet: "),
     "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3: no key 'text', .* --text-key"),
-    "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType"),
+    "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType; mend"),
     "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: not JSON.*remove the line"),
-    "half.jsonl": (b'{"text": "\\ud800"}\n', r"line 1: 'text' is not Unicode text: surrogates"),
+    "half.jsonl": (b'{"text": "\\ud800"}\n', r"is not Unicode text: surrogates.*; mend"),
 }  # fmt: skip
 
 

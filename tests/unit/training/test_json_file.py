@@ -18,6 +18,13 @@ def test_what_cannot_be_read_is_a_value_error(text: bytes) -> None:
         parse_json(text)
 
 
+@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1\noid sha256:0\n"])
+def test_a_pointer_of_git_lfs_is_named(text: str) -> None:
+    for each in (text, text.encode()):
+        with pytest.raises(ValueError, match="a Git LFS pointer, .* git lfs pull"):
+            parse_json(each)
+
+
 SHAPE = {"step": int, "windows": [[int]], "files": {...: {"bytes": int}}, "rate": float | int}
 GOOD = {"step": 1, "windows": [[1, 2]], "files": {"a": {"bytes": 3}}, "rate": 2, "more": None}
 
