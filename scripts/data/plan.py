@@ -214,8 +214,11 @@ class Preparation:
         repeated = [numbers for numbers in places.values() if len(numbers) > 1]
         if not repeated:
             return None
-        inputs, numbers = self.inputs(), repeated[0]
-        example = " and ".join(f"{names[number]} ({inputs[number]})" for number in numbers[:2])
+        inputs = self.inputs()
+        numbers = max(repeated, key=lambda places: len({names[number] for number in places}))
+        example = " and ".join(
+            f"{names[number]} ({inputs[number]})" for number in (numbers[0], numbers[-1])
+        )
         return f"the same text is read more than once: {len(repeated):,} inputs, such as {example}"
 
     def _tokenizer_files(self) -> list[Path]:

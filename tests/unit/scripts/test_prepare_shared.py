@@ -319,6 +319,7 @@ REPEATED = {
     "twice in a set": "a={}/one.jsonl a={}/copy.jsonl.gz a={}/same.jsonl",
     "in two sets": "a={}/one.jsonl b={}/same.jsonl",
     "on both sides": "a={}/one.jsonl --validation a={}/same.jsonl",
+    "often and on both sides": "a={}/one.jsonl a={}/copy.jsonl.gz --validation a={}/same.jsonl",
     "on both sides of others": "a={}/one.jsonl b={}/held_out.jsonl --validation b={}/same.jsonl",
     "a folder and its file": "a={} b={}/one.jsonl",
 }
@@ -336,6 +337,7 @@ def test_the_same_text_twice_is_warned_of(
     assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
     expected = (
         r"warning: the same text is read more than once: 1 inputs, such as a.train \(.*\) and "
+        + ("[ab].validation" if "sides" in name else "[ab].train")
     )
     assert re.search(expected, capsys.readouterr().err)
 
