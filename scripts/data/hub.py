@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from scripts.data.text import first_line, row_text
 from training.errors import DataError
+from training.json_file import UNFETCHED, is_pointer
 
 WAITS: Final = (2.0, 8.0, 32.0, 128.0)
 """Seconds before a file of the hub is read again after an error."""
@@ -108,7 +109,10 @@ def _retried(
 
 
 def _stream(each: HubInput) -> Any:
-    """Return the rows of a whole dataset."""
+    """Return the rows of a whole dataset. Raises DataError if it cannot be opened."""
+    for path in Path(each.name).rglob("*"):  # nothing of a dataset of the hub
+        if is_pointer(path):
+            raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     try:
         return _cached(each.name, each.config, each.split, each.revision)
     except Exception as error:  # of many libraries, as above

@@ -263,6 +263,15 @@ def test_what_is_no_text_is_named_with_what_to_do(tmp_path: Path, name: str) -> 
     assert read(tmp_path) in (["text\n"], ["a"], ["a", "b"], ["aa"], ["é"])
 
 
+@pytest.mark.parametrize("name", ["data.parquet", "data.jsonl", "data.txt"])
+def test_a_pointer_in_a_dataset_of_a_local_folder_is_named(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / "part.jsonl", TEXTS)
+    (tmp_path / name).write_bytes(POINTED)
+    (source,) = find_inputs(f"hf:{tmp_path}").inputs
+    with pytest.raises(DataError, match=rf"{name}: it is a Git LFS pointer"):
+        list(read_documents([source], ReadOptions()))
+
+
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd")
 def test_a_long_window_is_named_with_what_to_do(tmp_path: Path) -> None:
     """Of a frame of unknown size the window that it asks for counts, not its content."""
