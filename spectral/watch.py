@@ -48,7 +48,7 @@ PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"),
 """Operations that multiply one argument by the next, by the place of the first."""
 FACTORS = ("mul", "div", "addcmul", "addcdiv")
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
-CHOICES = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "multinomial": 4}
+CHOICES = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "multinomial": 4, "max": 1}
 """Operations that choose among columns, by the place of the axis in their arguments."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
 """Operations that add to some places, with those that write them."""
@@ -59,7 +59,7 @@ MOVES = re.compile(
 )
 STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
-    r"|_weight_norm_interface|native_dropout|leaky_relu|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
+    r"|_weight_norm_interface|native_dropout|leaky_relu|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
 )
 """Operations, beside those that torch calls pointwise, that act on each place or scale it."""
 REDUCTIONS = re.compile(
@@ -148,7 +148,7 @@ class Watch(TorchDispatchMode):
             and (t.is_floating_point() or t.is_complex())
             and (in_place or id(t.untyped_storage()) not in inputs)
         ]
-        if name in CHOICES and tracked:
+        if name in CHOICES and tracked and (name != "max" or isinstance(result, tuple)):
             self._choose(args, result, CHOICES[name])
         elif not fresh or (in_place and VIEWS.fullmatch(name)):
             return  # a view, or nothing that has columns
@@ -254,7 +254,8 @@ class Watch(TorchDispatchMode):
 
     def _consume(self, columns: Tensor, axis: int, kind: str) -> None:
         """Note the columns of every vector along an axis."""
-        for row in columns.movedim(axis, -1).reshape(-1, columns.shape[axis]).unique(dim=0):
+        rows = columns.movedim(axis, -1).reshape(-1, columns.shape[axis])
+        for row in rows.unique(dim=0) if len(rows) > 1 else rows:
             self._settle(sorted_numbers(row), kind)
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
@@ -368,10 +369,18 @@ class Watch(TorchDispatchMode):
                 if weight is None and out.ndim == columns.ndim:
                     self.columns.write(out, columns)
             self._consume(columns, axis, kind)
-        if weight is not None and sides[weight].ndim > 1:
-            axis = summed[weight]
-            made = self._outputs(sides[weight], [axis], 2 * sides[weight].ndim - 3 - axis)
-            self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
+        if weight is None or sides[weight].ndim == 1:
+            return
+        axis = summed[weight] - sides[weight].ndim + 2
+        parts = sides[weight].unbind() if sides[weight].ndim == 3 else [sides[weight]]
+        made = [self._outputs(part, [axis], 1 - axis) for part in (parts[0], parts[-1])]
+        if made[0] != made[1]:  # each entry of the batch has outputs of its own
+            made = [self._outputs(part, [axis], 1 - axis) for part in parts]
+            for numbers in made:
+                self._settle(numbers, GROUP)
+        else:
+            made = made[:1]
+        self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> list[int]:
         """Return the numbers of the columns of a product that keeps one axis of a weight."""
@@ -382,14 +391,12 @@ class Watch(TorchDispatchMode):
 
         ends = [[*line[:2], line[-1]] for line in map(along, summed)]
         inputs = {a for line in ends for use, own in self._parts(line) for a in use.axes(own)}
-        columns = []
+        columns: list[int] = []
         for use, own in self._parts(along(kept)):
             outputs = [a for a in use.axes(own) if a not in inputs]
             use.inputs.add(tuple(sorted(inputs)))
             use.outputs.update(outputs)
-            for number in own:
-                places = use.places(number)
-                columns.append(use.start + sum(places[a] * use.strides[a] for a in outputs))
+            columns += use.columns(own, outputs)
         return columns
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
@@ -415,12 +422,14 @@ class Watch(TorchDispatchMode):
             for start in range(0, len(numbers), size):
                 self._settle(numbers[start : start + size], GROUP)
         if not depthwise:
-            self._made(out, numbers, 1)
+            self._made(out, [numbers], 1)
 
-    def _made(self, out: Tensor, columns: list[int], axis: int) -> None:
-        """Note the columns that a product makes along an axis of its result."""
+    def _made(self, out: Tensor, columns: list[list[int]], axis: int) -> None:
+        """Note the columns that a product makes along an axis of its result, by its first axis."""
+        sizes = [len(columns), *[1] * (out.ndim - 1)] if len(columns) > 1 else [1] * out.ndim
+        sizes[axis] = len(columns[0])
         numbers = torch.tensor(columns, dtype=torch.float64, device=out.device)
-        self.columns.write(out, numbers.view(-1, *[1] * (out.ndim - 1 - axis)))
+        self.columns.write(out, numbers.view(sizes))
 
 
 def _aligned(operands: Iterable[Tensor], out: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,6 +11,9 @@ from itertools import combinations, groupby
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from .division import Division, sizes_of
 
 LAYER = "a layer"
@@ -47,18 +50,25 @@ class Use:
     outputs: set[int] = field(default_factory=set)  # axes that number outputs
     sets: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
-    def places(self, number: int) -> list[int]:
-        """Return the place of an element on each axis."""
-        places, rest = [0] * len(self.shape), number - self.start
+    def places(self, numbers: Iterable[int]) -> Tensor:
+        """Return where elements lie, `[axes, elements]`."""
+        rest = torch.tensor([*numbers]) - self.start
+        places = torch.zeros(len(self.shape), len(rest), dtype=torch.long)
         for axis in sorted(range(len(self.shape)), key=lambda a: -self.strides[a]):
             if self.shape[axis] > 1:
-                places[axis], rest = divmod(rest, self.strides[axis])
+                places[axis], rest = rest // self.strides[axis], rest % self.strides[axis]
         return places
 
     def axes(self, numbers: Iterable[int]) -> list[int]:
         """Return the axes along which some elements differ."""
-        places = zip(*map(self.places, numbers), strict=True)
-        return [axis for axis, along in enumerate(places) if len({*along}) > 1]
+        places = self.places(numbers)
+        return [int(a) for a in (places != places[:, :1]).any(1).nonzero()]
+
+    def columns(self, numbers: Iterable[int], outputs: list[int]) -> list[int]:
+        """Return the first element of each column, if these axes number outputs."""
+        steps = torch.tensor(self.strides)[outputs]
+        found: list[int] = (self.start + steps @ self.places(numbers)[outputs]).tolist()
+        return found
 
     def verdict(self, taken: set["Use | None"]) -> Seen:
         """Return what became of the weight.
@@ -109,8 +119,9 @@ class Use:
         parts = self.shape[0] if stacked and 0 in self.outputs else groups
         each, size, rows = self.shape[0] // parts, self.shape[axis], []
         for columns in set().union(*self.sets.values()):
-            places = [self.places(column) for column in columns]
-            rows.append({p[axis] + size * (p[0] // each if parts > 1 else 0) for p in places})
+            places = self.places(columns)
+            part = places[0] // each if parts > 1 else 0
+            rows.append({*(places[axis] + size * part).tolist()})
         # A column that is used alone may be in a matrix with others, unless it is a group's.
         joint = (r for r in rows if len(r) > 1 or GROUP in self.sets)
         labels, finest = (_labels(sets, parts * size) for sets in (joint, rows))

@@ -143,6 +143,12 @@ def transposed_convolution(groups: int) -> Pieces:
     return lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(groups)]
 
 
+def grouped_heads(m: Any, x: Tensor) -> Any:
+    """DeepSeek-V4's output: a product for each of three groups of inputs."""
+    low = torch.bmm(x.view(-1, 3, 4).transpose(0, 1), m.down.weight.view(3, 4, 4).mT)
+    return m.up(m.up(low.transpose(0, 1).reshape(*x.shape[:-1], 12)))
+
+
 def recurrent(m: Any, x: Tensor) -> Any:
     return m.head(m.gru(x)[0])
 
@@ -332,6 +338,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         ),
         x,
         {"q": lambda w: [h.T for h in w], "v.weight": rows(4)},
+    ),
+    "a group of heads for each part of a weight": (
+        lambda: Module(grouped_heads, down=linear(4, 12), up=linear(12, 12)),
+        x,
+        {"down.weight": rows(4)},
     ),
     "parts of a weight": (
         lambda: Module(
