@@ -42,7 +42,7 @@ FUSED = re.compile(
 """Parts of names, without underscores, that weights of several matrices have."""
 FILLERS = re.compile(
     r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv|dense|pos|b|up|w"
-    r"|c|weight)(?=_|$)|_"
+    r"|c|weight|project)(?=_|$)|_"
 )
 """What names of attention's projections have besides the projection."""
 PROJECTIONS = {
@@ -57,7 +57,7 @@ HEAD_SIZES = (
     "head_dim attention_head_size head_size d_kv key_value_proj_dim dim_head dim_per_head "
     "attn_head_size hidden_size_per_attention_head d_head"
 )
-QUERY_SIZES = "qk_head_dim qk_channels_per_head"
+QUERY_SIZES = "qk_head_dim head_k_dim qk_channels_per_head"
 VALUE_SIZES = "v_head_dim head_v_dim value_head_dim v_channels_per_head"
 """Attributes of attention that are the rows of a head."""
 HEAD_COUNTS = "num_heads num_attention_heads n_heads n_head nhead heads"
@@ -65,6 +65,7 @@ KEY_COUNTS = "num_key_value_heads num_kv_heads n_kv_heads"
 KNOWN = {
     **dict.fromkeys(("kv_b_proj", "wkv_b"), "qk_nope_head_dim v_head_dim"),
     **dict.fromkeys(("kv_a_proj_with_mqa", "wkv_a"), "kv_lora_rank qk_rope_head_dim"),
+    **dict.fromkeys(("f_proj", "f_b_proj"), "head_dim"),  # forget gates of Kimi's linear attention
     # Mamba, gated delta networks
     "in_proj": "intermediate_size intermediate_size",
     "x_proj": "time_step_rank ssm_state_size ssm_state_size",
@@ -230,6 +231,11 @@ class KnownWeights:
                 f"{_advice(weight)}"
             )
         outputs, division = shape[1 + transposed], Division(stacked=True, transposed=transposed)
+        if any("attention" in name for name, _ in weight.path[:3]):
+            raise ValueError(
+                f"{weight.name} is of experts in attention, so its outputs may be several heads; "
+                f"{_advice(weight)}"
+            )
         if not fused and (taken := self._taken(weight, outputs)):
             raise ValueError(
                 f"{weight.name} looks like several matrices in one{taken}; {_advice(weight)}"
@@ -310,9 +316,10 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
     return 0 if not count or outputs % count else outputs // count
 
 
-def _first(module: nn.Module, names: str) -> int:
-    """Return the first of some attributes that a module or its config has, 0 without one."""
-    for source in (module, getattr(module, "config", None)):
+def _first(module: nn.Module, names: str, *, alone: bool = False) -> int:
+    """Return the first of some attributes that a module or, unless it is to speak alone, its config
+    has, 0 without one."""
+    for source in (module,) if alone else (module, getattr(module, "config", None)):
         for name in names.split():
             with suppress(Exception):  # whatever a config raises for what varies over layers
                 if type(value := getattr(source, name)) is int and value > 0:
@@ -324,7 +331,7 @@ def _attribute_rows(attributes: str, around: nn.Module) -> tuple[int, ...]:
     """Return the rows of successive matrices that attributes say, () if one is missing."""
     rows: list[int] = []
     for attribute in attributes.split():
-        *count, size = (_first(around, name) for name in attribute.split("*"))
+        *count, size = (_first(around, name, alone=True) for name in attribute.split("*"))
         rows += [size] * (count[0] if count else 1)
     return tuple(rows) if rows and all(rows) else ()
 

@@ -100,6 +100,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], list[Ten
         lambda w: [w.transpose(0, 1).flatten(1)],
     ),
     "convolution": (lambda: nn.Conv3d(3, 5, 2), "weight", whole),
+    "heads of keys of a linear attention": (
+        lambda: named("q_proj", head_k_dim=2, head_v_dim=4),
+        "q_proj.weight",
+        rows(2),
+    ),
+    "project_q": (lambda: named("project_q", dim_head=4), "project_q.weight", rows(4)),
+    "a forget gate of heads": (lambda: named("f_b_proj", head_dim=2), "f_b_proj.weight", rows(2)),
     # Heads, by their own size
     "q by head_dim": (lambda: attention(head_dim=4, v_head_dim=2), "q_proj.weight", rows(4)),
     "v of its own size": (lambda: attention(head_dim=4, v_head_dim=2), "v_proj.weight", rows(2)),
@@ -468,3 +475,16 @@ def test_a_split_without_a_matrix_is_an_error() -> None:
     for model in (nn.LayerNorm(4), nn.Embedding(4, 3), linear(4, 4)):
         with pytest.raises(ValueError, match="no parameter .* takes the optimizer's rule"):
             split_parameters(model, elementwise=model if isinstance(model, nn.Linear) else ())
+
+
+def test_experts_in_attention_are_refused() -> None:
+    layer = holder("Experts", weight=parameter(3, 8, 6), input_size=6, output_size=8)
+    model = holder("Block", self_attention=holder("Mixture", experts=layer, gate=linear(6, 3)))
+    with pytest.raises(ValueError, match="experts in attention.*example="):
+        split_parameters(model)
+
+
+def test_a_size_that_the_config_alone_says_divides_no_other_layer() -> None:
+    model = holder("Conv", in_proj=linear(8, 12), config=holder(intermediate_size=6))
+    with pytest.raises(ValueError, match="in_proj.weight looks like several matrices"):
+        split_parameters(model)

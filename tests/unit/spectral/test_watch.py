@@ -596,6 +596,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         "side.weight: nothing took its outputs",
     ),
     "on the meta device": (nn.Linear(12, 4, device="meta"), "weight is on the meta device"),
+    "a fused LSTM": (
+        Module(lambda m, x: m.out(m.lstm(x)[0]), lstm=nn.LSTM(12, 5), out=linear(5, 4)),
+        r"lstm.weight_ih_l0: aten.\S*(lstm|rnn)\S* hides what[\s\S]*units=",
+    ),
     "one matrix of two axes": (
         Module(
             lambda m, x: m.out(torch.einsum("btd,hde->bthe", x, m.q).flatten(2)),
@@ -639,3 +643,69 @@ def test_a_stream_of_sums_ends_without_a_head() -> None:
     two = Module(lambda m, x: (m.a(x) + m.b(x)) / 2, a=linear(12, 3), b=linear(12, 3))
     with pytest.raises(ValueError, match="no parameter of Module takes the optimizer's rule"):
         split_parameters(two, example=x)
+
+
+@pytest.mark.slow  # the import of torch's compiler
+def test_a_compiled_model_is_seen_as_the_plain_one() -> None:
+    split = split_parameters(torch.compile(CASES["a chunk and a product"][0]()), example=x)
+    assert split.rows[0].matrices == 2
+
+
+def test_weights_that_share_a_storage_are_refused() -> None:
+    model = nn.Sequential(linear(12, 12), linear(12, 12))
+    both = torch.randn(2, 12, 12)
+    for layer, weight in zip(model, both, strict=True):
+        layer.weight.data = weight
+    with pytest.raises(ValueError, match=r"^1.weight shares its storage.*clone.*leave out example"):
+        split_parameters(model, example=x)
+
+
+@pytest.fixture
+def mesh(tmp_path: Any) -> Any:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "distribute_tensor", "ddp"])
+def test_models_of_several_ranks(kind: str, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model: Any = CASES["a chunk and a product"][0]()
+    if kind == "ddp":
+        split = split_parameters(nn.parallel.DistributedDataParallel(model), example=x)
+        assert split.rows[0].matrices == 2 and split.replicas is not None
+        return
+    if kind == "fully_shard":
+        fully_shard(model, mesh=mesh)
+    else:
+        model.both.weight = nn.Parameter(distribute_tensor(model.both.weight, mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="both.weight is sharded: split before sharding"):
+        split_parameters(model, example=x)
+
+
+ACTIVATIONS = (
+    "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu"
+)
+ACTIVATIONS += " relu6 rrelu selu sigmoid silu softplus softshrink softsign tanhshrink"
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS.split())
+def test_columns_pass_an_activation(name: str) -> None:
+    model = Module(
+        lambda m, x: m.out(getattr(F, name)(m.first(x))), first=linear(12, 8), out=linear(8, 4)
+    )
+    assert split_parameters(model, example=x).rows[0].reason.endswith("a layer takes all columns")
+
+
+def test_a_maximum_along_columns_is_a_choice() -> None:
+    model = Module(
+        lambda m, x: m.out(m.first(x) * m.router(x).max(-1, keepdim=True).values),
+        router=linear(12, 3),
+        first=linear(12, 8),
+        out=linear(8, 4),
+    )
+    assert "router" in split_parameters(model, example=x).rows[0].reason

@@ -1,11 +1,15 @@
 """Names against the watch, over the models of other libraries.
 
-Wherever both say how a weight is divided, they must agree. Prints how many models of each library
-are right by comparison, refused or not watchable, and which. SWEEP=llama,vit sweeps these alone.
+Wherever both say how a weight is divided they must agree, but for `ACCEPTED`, whose entries say
+why; a difference that is not listed, or an error that is no ValueError about weights, fails.
+
+Prints how many models of each library are right by comparison, refused or not watchable, and which.
+SWEEP=llama,vit sweeps these alone.
 """
 
 import importlib
 import os
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -46,6 +50,18 @@ SIZES = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
 }
 """What makes the models of transformers small, where a config has it."""
+
+ACCEPTED = {
+    r"deepseek_v4 .*kv_proj": "a tiny config whose groups of outputs are smaller than a head",
+    r"doge .*dt_proj": "one output a head: vectors by use, which no name shows",
+    r"convbert .*conv_out_layer": "outputs that are convolved one at a time",
+    r"convbert .*conv_kernel_layer": "kernels of heads, whose size is that of no head",
+    r"inkling2_text .*r_proj": "relative positions by heads, of a name that no table has",
+    r"modernbert-decoder .*lm_head.dense": "a hidden layer that is called a head",
+    r"neomme .*output_projection.o_proj": "an inner layer in a module that is called a head",
+    r"recurrent_gemma .*linear_x": "gates of the recurrence take blocks of what is added whole",
+}
+"""Differences between names and the watch, by model and weight, and why they stay."""
 
 
 def tiny(config_class: Any, sizes: dict[str, Any]) -> Any:
@@ -249,6 +265,7 @@ def test_names_agree_with_the_watch(library: str) -> None:
         for line in sorted(wrong)[:6] + refused[:4]:
             print("     ", line[:260], flush=True)
         differences += [f"{name}: {line}" for line in sorted(wrong) if line not in heads]
+    differences = [d for d in differences if not any(re.match(key, d) for key in ACCEPTED)]
     for kind, names in outcome.items():
         print(f"{library}: {len(names)} {kind}: {'; '.join(names)}")
     assert not differences
