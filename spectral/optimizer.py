@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 FOREIGN = "foreign"
 """Entry of a saved state for what other programs keep under numbers and tensors, which torch takes
 for parameters."""
+NON_NEGATIVE = ("step", "variance", "square")
+"""Entries that are counts, or means of squares."""
 Kind = tuple[str, Division]
 """Rule and division of a parameter, of which its state is."""
 
@@ -549,6 +551,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 for entry in (key for key in shapes if key in own):
                     if not are_finite([local_of(own[entry])]):
                         return f"{entry} of {name} must be finite"
+                    if entry in NON_NEGATIVE and bool((local_of(own[entry]) < 0).any()):
+                        return f"{entry} of {name} must not be negative"
         return None
 
     @torch.no_grad()

@@ -130,7 +130,9 @@ def split_parameters(
     given, unused = dict[str, Seen](), set(overrides)
     for weight in weights:
         _refuse_flattened(weight)
-        own = {key: value for key, value in overrides.items() if fnmatchcase(weight.name, key)}
+        own = {
+            k: v for k, v in overrides.items() if k == weight.name or fnmatchcase(weight.name, k)
+        }
         unused -= own.keys()
         if (answer := _given(weight, own, apart)) is not None:
             given[weight.name] = answer
@@ -207,7 +209,9 @@ def _apart(
 
 
 def _refuse_flattened(weight: Weight) -> None:
-    """Raise ValueError for a parameter that is no longer in the shape of its layer."""
+    """Raise ValueError for a parameter that is not, or no longer, in the shape of its layer."""
+    if nn.parameter.is_lazy(weight.parameter):
+        raise ValueError(f"{weight.name} has no shape yet: run the model before it is split")
     shape = tuple(weight.parameter.shape)
     layer = isinstance(weight.module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
     flat = weight.own == "weight" and layer and len(shape) < 2

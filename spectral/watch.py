@@ -97,6 +97,7 @@ class Watch(TorchDispatchMode):
         self.settled: set[tuple[str, tuple[int, ...]]] = set()
         self.sums: dict[tuple[tuple[int, int], ...], int] = {}
         self.columns, self.weights = Shadows(), Shadows()  # of activations, elements of weights
+        self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of parameters written to
         for name, weight in weights.items():
             if weight in self.weights:
                 raise ValueError(
@@ -116,6 +117,8 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and move the shadows as it moves numbers."""
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._keep(tensors_in((args, kwargs)))
         if torch.is_inference_mode_enabled() and not self.paused:
             with self:  # there, operations made of others arrive whole
                 result = func.decompose(*args, **kwargs)
@@ -126,6 +129,17 @@ class Watch(TorchDispatchMode):
             with torch.inference_mode(False):
                 self._follow(func, args, kwargs, result)
         return result
+
+    def _keep(self, tensors: Iterable[Tensor]) -> None:
+        """Copy parameters that an operation may write to."""
+        for storage in (t.untyped_storage() for t in tensors):
+            if storage in self.parameters and storage not in self.before:
+                self.before[storage] = storage.clone()
+
+    def put_back(self) -> None:
+        """Give parameters that the pass wrote to their values before it."""
+        for storage, values in self.before.items():
+            storage.copy_(values)
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         operands, name = [*tensors_in((args, kwargs))], func.overloadpacket.__name__
@@ -448,18 +462,19 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
     """Return what one forward pass of an example shows of weights.
 
     Args:
-        model: the model, whose buffers, modes and attributes are afterwards as they were.
+        model: the model, whose parameters, gradients, buffers, modes and attributes are afterwards
+            as they were.
         weights: some of its parameters of two dimensions or more.
         example: the arguments of the pass, a tensor, a tuple or a mapping, or a function that runs
             it.
 
     Raises:
         ValueError: weights that the pass did not use, that it cannot be seen through, or that no
-            `Division` describes.
+            `Division` describes; parameters that the pass makes.
     """
     for name, weight in weights.items():
-        if is_dtensor(weight) or weight.is_meta or nn.parameter.is_lazy(weight):
-            kind = "sharded" if is_dtensor(weight) else "on the meta device or not yet initialised"
+        if is_dtensor(weight) or weight.is_meta:
+            kind = "sharded" if is_dtensor(weight) else "on the meta device"
             raise ValueError(
                 f"example needs a model that runs, and {name} is {kind}: split before sharding and "
                 "give the sharded model the units that it shows, or leave out example"
@@ -470,8 +485,14 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
             if isinstance(module, parametrize.ParametrizationList):
                 _skip(watched, module)
         model.register_forward_hook(lambda _, __, out: watched.end_with(tensors_in(out)))
-        with watched:
-            result = _run(model, example)
+        known = {name for name, _ in model.named_parameters()}
+        try:
+            with watched:
+                result = _run(model, example)
+        finally:
+            watched.put_back()
+        if made := [name for name, _ in model.named_parameters() if name not in known]:
+            raise ValueError(f"the pass makes {', '.join(made)}: run the model before it is split")
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER, PRODUCT})}
@@ -520,7 +541,10 @@ def _skip(watched: Watch, computed: parametrize.ParametrizationList) -> None:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let a forward pass change copies of attributes and buffers, and put the rest back."""
+    """Let a forward pass change copies of attributes and buffers, and put the rest back.
+
+    Of parameters, which `Watch` copies where the pass writes to them: storage, gradient and flag.
+    """
     spaces = [vars(module) for module in model.modules()]
     saved = [dict(space) for space in spaces]
     parameters = {p.untyped_storage() for p in model.parameters()}
@@ -535,6 +559,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             return changed
         return copy.copy(value) if isinstance(value, (list, set)) else value
 
+    trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
+    for parameter, *_ in trained:
+        parameter.grad = None  # a backward pass would add to it
+    numpy = sys.modules.get("numpy")
+    numbers = numpy.random.get_state() if numpy is not None else None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
     torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer
@@ -547,7 +576,16 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numbers)
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        for parameter, data, gradient, flag in trained:
+            storages = parameter.untyped_storage(), data.untyped_storage()
+            if storages[0] is not storages[1] or parameter.shape != data.shape:
+                parameter.data = data
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+            parameter.grad = gradient
         for space, attributes in zip(spaces, saved, strict=True):
             space.clear()
             space.update(attributes)

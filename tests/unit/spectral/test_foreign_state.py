@@ -383,6 +383,19 @@ def test_a_parameter_that_leaves_takes_its_own_entries_alone() -> None:
     assert other.state[gone] == {"average": 1}
 
 
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [("adamw", "step"), ("adamw", "variance"), ("normuon", "square"), ("adamuon", "square")],
+)
+def test_a_negative_count_or_square_is_not_loaded(rule: str, name: str) -> None:
+    optimizer = made(rule)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1][name].view(-1)[-1] = -1
+    with pytest.raises(ValueError, match=f"{name} of parameter 1 must not be negative"):
+        optimizer.load_state_dict(saved)
+
+
 @EVERY_RULE
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_state_that_is_not_finite_is_not_loaded(rule: str, bad: float) -> None:

@@ -4,10 +4,12 @@ Each case is a module whose author knows its matrices; a step on the fused weigh
 these matrices apart.
 """
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -616,6 +618,68 @@ def test_what_cannot_be_seen_is_refused(name: str) -> None:
     model, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         split_parameters(model, example=x)
+
+
+def test_an_example_that_trains_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(linear(12, 8), nn.ReLU(), linear(8, 12), linear(12, 4))
+    weights = [model[i].weight for i in (0, 2, 3)]
+    weights[0].grad = torch.ones_like(weights[0])
+    before, numbers = copy.deepcopy(model.state_dict()), np.random.get_state()
+
+    def example() -> None:
+        model(x)
+        np.random.rand()
+        with torch.enable_grad():
+            sum(weight.square().sum() for weight in weights).backward()
+        torch.optim.SGD(weights, lr=0.1).step()
+        weights[2].data = torch.zeros(4, 12)
+        model.zero_grad()
+        model.requires_grad_(False)
+
+    assert len(split_parameters(model, example=example).matrices) == 2
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(weight.requires_grad for weight in weights)
+    assert weights[0].grad.eq(1).all() and weights[1].grad is None
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numbers, strict=True))
+
+
+def test_a_failed_example_leaves_weights_as_they_were() -> None:
+    model = linear(12, 12)
+    before = model.weight.detach().clone()
+
+    def example() -> None:
+        model.weight.zero_()
+        raise RuntimeError("stops")
+
+    with pytest.raises(RuntimeError, match="stops"):
+        split_parameters(model, example=example)
+    assert torch.equal(model.weight, before)
+
+
+class Late(nn.Module):
+    """Makes a layer in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(12, 8), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.second is None:
+            self.second = linear(8, 4)
+        return self.second(self.first(x))
+
+
+def test_weights_without_a_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the pass makes second\.weight: run the model before"):
+        split_parameters(Late(), example=x)
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
+        split_parameters(nn.Sequential(nn.LazyLinear(4)))
+
+
+def test_units_match_a_name_with_brackets() -> None:
+    model = nn.ModuleDict({"a[0]": linear(12, 8)})
+    split = split_parameters(model, units={"a[0].weight": {"rows": [2]}})
+    assert split.rows[0].matrices == 4
 
 
 def test_preconditioned_layers_are_followed() -> None:
