@@ -6,6 +6,7 @@ scripts/generate.py runs/tiny_sso "In the beginning" --tokens 40
 
 import argparse
 import contextlib
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ DEFAULT_TOKENS = 40
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation."""
     options = parse(arguments)
+    if re.search("[\ud800-\udfff]", options.prompt):
+        raise InputError(f"the prompt must be UTF-8, got {options.prompt!r:.40}")
     require("transformers")
     if not 0 <= options.temperature < float("inf"):
         raise InputError(f"--temperature must be at least 0, got {options.temperature}")

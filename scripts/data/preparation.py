@@ -37,6 +37,7 @@ from scripts.data.shards import (
     ShardEntry,
     Shards,
     has_shards,
+    hashes,
     read_entry,
     shard_key,
 )
@@ -146,7 +147,11 @@ def prepare_shard(
         reader = Reader(preparation.reading, encoder, pool, preparation.allow_lossy, shard=shard)
         _write_shard(preparation, reader, folder, progress, saver)
         entry = ShardEntry(
-            key=key, dtype=reader.encoder.dtype, parts=progress.parts, left=progress.left
+            key=key,
+            dtype=reader.encoder.dtype,
+            parts=progress.parts,
+            left=progress.left,
+            sha256=hashes(folder.path),
         )
         entry.write(folder.path)
         if shard_key(preparation, shard, preparation.identities(shard)) != key:

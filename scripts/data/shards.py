@@ -7,7 +7,7 @@ OUTPUT.shards/K-of-N/ holds `tokens.bin`, `documents` (a record for each), the t
 import json
 import re
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -38,16 +38,23 @@ class ShardEntry:
     dtype   of a token
     parts   (documents, tokens) of each input, in order, by its number in the preparation
     left    (first, end) ranges of inputs that it has not finished
+    sha256  of its two large files
     """
 
     key: str
     dtype: str
     parts: dict[str, list[int]]
     left: list[list[int]]
+    sha256: dict[str, str] = field(default_factory=dict)  # earlier versions wrote none
 
     def write(self, folder: Path) -> None:
         """Write it to a shard's folder."""
         (folder / SHARD_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return the sha256 of the large files in a shard's folder."""
+    return {name: file_sha256(folder / name) for name in (TOKENS_FILE, RECORDS_FILE)}
 
 
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
@@ -93,7 +100,7 @@ class Shards:
 
     Raises:
         InputError: a shard is missing, or is of another preparation.
-        DataError: the shards have different tokenizers.
+        DataError: the shards have different tokenizers, or one is damaged.
     """
 
     def __init__(self, preparation: Preparation, output: Path, identities: list[str]) -> None:
@@ -180,6 +187,11 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
         document * RECORD.itemsize
     ):
         raise DataError(f"{folder} is damaged: its files are not of the size that it says")
+    if entry.sha256 != hashes(folder):
+        raise DataError(
+            f"{folder} is damaged, or is of an earlier version: its files lack the sha256 that "
+            f"{SHARD_FILE} states; delete it and prepare it again"
+        )
     return parts
 
 

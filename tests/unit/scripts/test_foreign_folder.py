@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.evaluation.harness import Run
-from scripts.generate import continuation, parse
+from scripts.generate import continuation, main, parse
 from scripts.huggingface.importing import TheirFiles, copy_tokenizer, their_settings
 from scripts.huggingface.safetensors_file import INDEX_FILE
 from tests.text_files import write_byte_level_tokenizer
@@ -146,3 +146,10 @@ def test_a_pipe_is_not_read(tmp_path):
     (tmp_path / "source").mkdir()
     os.mkfifo(tmp_path / "source" / "tokenizer.json")
     assert copy_tokenizer(tmp_path / "source", tmp_path) == {}
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "\udcff"]) == 2
+    assert "the prompt must be UTF-8" in capsys.readouterr().err

@@ -241,7 +241,14 @@ def test_no_shard_is_left_out(
     assert "2-of-3 is of other inputs or options than this command" in capsys.readouterr().err
     assert main([*options, "--shard", "2/3"]) == 2
     assert main([*options, "--shard", "2/3", "--overwrite"]) == 0
-    (tmp_path / "out.shards/2-of-3/tokens.bin").write_bytes(b"")
+    shard = tmp_path / "out.shards/2-of-3"
+    for name in ("tokens.bin", "documents"):
+        whole = (shard / name).read_bytes()
+        (shard / name).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        assert main(options) == 2
+        assert "2-of-3 is damaged, or is of an earlier version" in capsys.readouterr().err
+        (shard / name).write_bytes(whole)
+    (shard / "tokens.bin").write_bytes(b"")
     assert main(options) == 2
     assert "2-of-3 is damaged: its files are not of the size" in capsys.readouterr().err
 
