@@ -136,6 +136,13 @@ class KnownWeights:
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             gated = "_hr" not in weight.own
             return (module.hidden_size if gated else outputs,), "gates" if gated else "one matrix"
+        groups = _first(module, "n_groups num_groups groups", alone=True)
+        if (
+            weight.is_layer
+            and isinstance(module, nn.Linear)
+            and outputs % max(groups, 1) == 0 < groups
+        ):
+            return (outputs // groups,), f"{groups} groups"
         for name, around in self._names(weight):
             if name == "gate_up_proj":
                 return (outputs // 2, outputs - outputs // 2), "gate and up"

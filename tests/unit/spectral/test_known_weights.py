@@ -31,6 +31,13 @@ def linear(inputs: int, outputs: int) -> nn.Module:
     return nn.Linear(inputs, outputs, bias=False)
 
 
+def grouped_linear(inputs: int, outputs: int, groups: int) -> nn.Module:
+    """A layer that applies a part of its weight to each group of inputs."""
+    layer = type("GroupedLinear", (nn.Linear,), {})(inputs, outputs, bias=False)
+    layer.n_groups = groups
+    return layer
+
+
 def attention(width: int = 8, make: Any = linear, **says: Any) -> nn.Module:
     """Attention whose module says `says`, of projections called `q_proj` and so on."""
     names = ("q_proj", "k_proj", "v_proj")
@@ -107,6 +114,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], list[Ten
     ),
     "project_q": (lambda: named("project_q", dim_head=4), "project_q.weight", rows(4)),
     "a forget gate of heads": (lambda: named("f_b_proj", head_dim=2), "f_b_proj.weight", rows(2)),
+    "a linear layer of groups": (
+        lambda: holder("Attention", o_a_proj=grouped_linear(4, 12, 3)),
+        "o_a_proj.weight",
+        rows(4),
+    ),
     # Heads, by their own size
     "q by head_dim": (lambda: attention(head_dim=4, v_head_dim=2), "q_proj.weight", rows(4)),
     "v of its own size": (lambda: attention(head_dim=4, v_head_dim=2), "v_proj.weight", rows(2)),
