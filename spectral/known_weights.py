@@ -37,7 +37,7 @@ TABLES = re.compile(
 """Words in the names of bare parameters whose rows are vectors."""
 FUSED = re.compile(
     r"(?i)qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|^inproj(?!.$)|gateup|upgate|glu|gu$|w1w3"
-    r"|w13|w12|fused|pack"
+    r"|w13|w12|fused|pack|^projectionin$"
 )
 """Parts of names, without underscores, that weights of several matrices have."""
 FILLERS = re.compile(

@@ -496,6 +496,12 @@ def test_experts_in_attention_are_refused() -> None:
         split_parameters(model)
 
 
+def test_projections_of_focal_modulation_are_refused() -> None:
+    model = holder("Modulation", projection_in=linear(8, 19), projection_out=linear(8, 8))
+    with pytest.raises(ValueError, match="projection_in.weight looks like several matrices"):
+        split_parameters(model)
+
+
 def test_a_size_that_the_config_alone_says_divides_no_other_layer() -> None:
     model = holder("Conv", in_proj=linear(8, 12), config=holder(intermediate_size=6))
     with pytest.raises(ValueError, match="in_proj.weight looks like several matrices"):
