@@ -514,12 +514,16 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
 def _run(model: nn.Module, example: Any) -> Any:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # of which every product is seen
-        if isinstance(example, Mapping):
-            return model(**example)
-        if isinstance(example, (tuple, list)):
-            return model(*example)
-        return example() if callable(example) else model(example)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # of which every product is seen
+            if isinstance(example, Mapping):
+                return model(**example)
+            if isinstance(example, (tuple, list)):
+                return model(*example)
+            return example() if callable(example) else model(example)
+    except Exception as error:
+        error.add_note("in the forward pass of example: it must be the arguments of the model")
+        raise
 
 
 def _skip(watched: Watch, computed: parametrize.ParametrizationList) -> None:

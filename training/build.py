@@ -86,7 +86,10 @@ def with_vocabulary(config: Config) -> Config:
     if manifest is None:
         name, first = next(iter(config.data.train.items()))
         if not Path(f"{first.path}.idx").exists():
-            raise MissingSetError(f"set {name}: no file {first.path}.idx", ("data", "train", name))
+            plan = "a plan without data needs model.vocab_size"
+            raise MissingSetError(
+                f"set {name}: no file {first.path}.idx; {plan}", ("data", "train", name)
+            )
         raise MissingSetError(
             f"model.vocab_size must be set, as there is no {MANIFEST_FILE} beside {first.path}, "
             "got null; scripts/prepare_data.py prepares data with one",

@@ -15,7 +15,7 @@ from .adamw import AdamWRule
 from .base import Report, Rule, Stack, State, Step, class_problems, decay_, subtract_, take_step
 from .momentum import MomentumRule
 from .msign_rule import MsignRule
-from .muon import MuonRule
+from .muon import MuonRule, PolarRule
 from .muon_plus_plus import MuonPlusPlusRule
 from .muon_sphere import MuonSphereRule
 from .normuon import NorMuonRule
@@ -104,6 +104,7 @@ __all__ = [
     "MuonRule",
     "MuonSphereRule",
     "NorMuonRule",
+    "PolarRule",
     "Report",
     "Rule",
     "SpectralDescentRule",

@@ -94,7 +94,8 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
     keys = ["data.train.walk=null", "model.vocab_size=null", "data.made_by=make data"]
     assert run(folder, "--config", str(overlay), *keys) == 2
     said = capsys.readouterr().err
-    assert "set mine: no file nowhere/mine.idx\nerror: make the sets with: make data\n" in said
+    first = "set mine: no file nowhere/mine.idx; a plan without data needs model.vocab_size\n"
+    assert f"{first}error: make the sets with: make data\n" in said
     assert f"data.train.mine comes from {overlay}, line 4;" in said
 
 

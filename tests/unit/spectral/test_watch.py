@@ -773,3 +773,9 @@ def test_a_maximum_along_columns_is_a_choice() -> None:
         out=linear(8, 4),
     )
     assert "router" in split_parameters(model, example=x).rows[0].reason
+
+
+def test_a_wrong_example_is_named_where_the_model_fails() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        split_parameters(nn.Linear(4, 4), example=torch.randn(2, 5))
+    assert "forward pass of example" in raised.value.__notes__[0]
