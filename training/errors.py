@@ -68,6 +68,7 @@ LAUNCHED: Final = (
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
 """Environment variables of a launcher that are whole numbers."""
+LAST_PORT: Final = 65535
 
 
 def own_rank() -> int:
@@ -77,7 +78,7 @@ def own_rank() -> int:
 
 
 def check_launched() -> None:
-    """Raise ConfigError for a launcher's variable that is no number, or a rank that is none."""
+    """Raise ConfigError for a launcher's variable that is no number, rank or port."""
     given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     problems = [
         f"the environment variable {name} must be a whole number, got {text!r:.40}"
@@ -89,6 +90,8 @@ def check_launched() -> None:
         problems = [
             f"the environment variable RANK must be below WORLD_SIZE, {size}, got {own_rank()}"
         ]
+    if not problems and int(port := given.get("MASTER_PORT", "0")) > LAST_PORT:
+        problems = [f"the environment variable MASTER_PORT must be at most {LAST_PORT}, got {port}"]
     if problems:
         raise ConfigError("\n".join(problems))
 

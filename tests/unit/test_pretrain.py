@@ -62,6 +62,7 @@ def test_wrong_input_gives_a_clear_line_and_exit_code_2(case, folder, capsys):
         ({"WORLD_SIZE": "", "RANK": "-1"}, "WORLD_SIZE must be a whole number, got ''"),
         ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK must be a whole number, got '1.5'"),
         ({"MASTER_PORT": "0x10"}, "MASTER_PORT must be a whole number, got '0x10'"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT must be at most 65535, got 99999"),
         ({"SPECTRAIN_LAUNCHER": "abc"}, "SPECTRAIN_LAUNCHER must be a whole number, got 'abc'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE, 2, got 2"),
         ({"RANK": "1"}, "RANK must be below WORLD_SIZE, 1, as it is not set, got 1"),
