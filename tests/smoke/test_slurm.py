@@ -35,9 +35,13 @@ def put(folder: Path, name: str, text: str) -> None:
 
 
 def job(
-    folder: Path, *overrides: str, output: TextIO | int = subprocess.PIPE, **variables: str
+    folder: Path,
+    *overrides: str,
+    name: str = "pretrain",
+    output: TextIO | int = subprocess.PIPE,
+    **variables: str,
 ) -> subprocess.Popen[str]:
-    """Start the batch script as SLURM would, in a session of its own."""
+    """Start a batch script as SLURM would, in a session of its own."""
     slurm = {
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NAME": "tiny",
@@ -51,7 +55,7 @@ def job(
         "QUEUE": str(folder / "queue"),
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
     }
-    script = ["bash", "scripts/slurm/pretrain.sbatch", str(folder / "config.yaml")]
+    script = ["bash", f"scripts/slurm/{name}.sbatch", str(folder / "config.yaml")]
     return subprocess.Popen(
         [*script, *overrides],
         cwd=ROOT,
@@ -123,11 +127,12 @@ def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
     assert ("warning: the end of the job is not known" in printed) is not known
 
 
+@pytest.mark.parametrize("name", ["pretrain", "preflight"])
 @pytest.mark.parametrize(("asked", "given"), [({}, "48"), ({"SLURM_CPUS_PER_TASK": "12"}, "12")])
-def test_ranks_have_the_processors_of_their_node_or_those_asked_for(asked, given, folder):
+def test_ranks_have_the_processors_of_their_node_or_those_asked_for(name, asked, given, folder):
     """srun since 22.05 does not look at SLURM_CPUS_PER_TASK."""
     put(folder, "srun", "echo processors=$SRUN_CPUS_PER_TASK,$SLURM_CPUS_PER_TASK")
-    with job(folder, **asked) as process:
+    with job(folder, name=name, **asked) as process:
         printed, _ = process.communicate(timeout=300)
     assert f"processors={given},{given}" in printed
 
