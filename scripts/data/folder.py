@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from parallel.disk import delete, sync
+from scripts.data.sources import LOCK
 from training.config.places import local_path
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
 from training.json_file import read_json
 
 PROGRESS = "progress.json"
-LOCK = ".preparing.lock"
-"""End of the name of the file by which a run tells others that it is at work."""
 
 
 class AtomicFolder:
@@ -197,7 +196,7 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
         InputError: it is not a folder, holds a preparation that must not be overwritten, or holds
             other files.
     """
-    if not output.exists():
+    if not os.path.lexists(output):
         return
     if not output.is_dir():
         raise InputError(f"output {output} is not a folder")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from scripts.data.hub import HubInput, parse_hub_input
+from training.data.manifest import read_manifest
 from training.errors import DataError
 
 NAMES: Final = re.compile(
@@ -21,6 +22,10 @@ KNOWN = (
     ".parquet"
 )
 REMEDY: Final = "link other plain text under a name with .txt; hf:FOLDER reads CSV"
+SHARD_FILE: Final = "shard.json"
+"""Name of the file that describes a shard of a preparation."""
+LOCK: Final = ".preparing.lock"
+"""End of the name of the file by which a preparation tells others that it is at work."""
 DESCRIPTIONS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of files that `datasets` writes about a dataset; they have no rows."""
 
@@ -94,8 +99,8 @@ def find_inputs(source: str, text_key: str | None = None) -> Found:
     """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`, files in sorted order.
 
     A folder stands for all files below it with a known suffix. Names that begin with a dot are
-    skipped, and links to folders are not followed. Files whose documents are fields of rows have
-    their text under `text_key` if it is given.
+    skipped, links to folders are not followed, and prepared folders are not read. Files whose
+    documents are fields of rows have their text under `text_key` if it is given.
 
     Raises:
         DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
@@ -133,8 +138,9 @@ def _in_folder(folder: Path) -> Found:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return the files below a folder, and its links to folders, without names that begin with a
-    dot. Raises OSError for a folder that cannot be listed, DataError for a link that leads nowhere.
+    """Return the files below a folder, its links to folders and the folders that a preparation
+    wrote, without names that begin with a dot. Raises OSError for a folder that cannot be listed,
+    DataError for a link that leads nowhere.
     """
 
     def fail(error: OSError) -> None:
@@ -144,12 +150,29 @@ def _visible(folder: Path) -> list[Path]:
     for parent, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        prepared = [name for name in folders if _is_prepared(Path(parent, name))]
+        folders[:] = [name for name in folders if name not in prepared]
         names = [name for name in files if not name.startswith(".")]
-        paths += [Path(parent, name) for name in [*links, *names]]
+        paths += [Path(parent, name) for name in [*links, *prepared, *names]]
     for path in paths:
         if not path.exists():
             raise DataError(f"{path} is a link that leads nowhere: fetch its file or delete it")
     return sorted(paths)
+
+
+def _is_prepared(folder: Path) -> bool:
+    """Return whether a preparation wrote a folder or is writing it, so that it is no input."""
+    for end in (".preparing", ".preparing.state", ".replaced"):
+        lock = folder.with_name(folder.name.removesuffix(end) + LOCK)
+        if folder.name.endswith(end) and lock.exists():
+            return True
+    if (folder / SHARD_FILE).is_file() and folder.parent.name.endswith(".shards"):
+        return True
+    try:
+        read_manifest(folder)
+    except DataError:
+        return False
+    return True
 
 
 def _has_documents(path: Path) -> bool:
@@ -182,7 +205,7 @@ def _by_suffix(paths: Iterable[Path]) -> str:
 def _suffix(path: Path) -> str:
     found = NAMES.fullmatch(path.name)
     if path.is_dir():
-        return "linked folder"
+        return "linked folder" if path.is_symlink() else "prepared folder"
     if found is None or found["kind"] is None:
         return path.suffix or "without a suffix"
     return path.name[found.start("kind") :]

@@ -105,6 +105,25 @@ def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) ->
         find_inputs(str(folder))
 
 
+def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the output is below the input: a second preparation would read tokenizer.json."""
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    command = [f"web={tmp_path}", "--train-tokenizer", "257", "--output"]
+    for output in ("out", "out", "sub/other"):
+        assert main([*command, str(tmp_path / output)]) == 0
+    assert main([*command, str(tmp_path / "parts"), "--shard", "1/2"]) == 0
+    assert [str(each) for each in find_inputs(str(tmp_path)).inputs] == [f"{tmp_path}/a.jsonl"]
+    said = capsys.readouterr().out
+    assert "out already holds this preparation" in said
+    assert "ignores 1 prepared folder, such as" in said
+    for name in ("killed.preparing", "killed.preparing.state", "killed.replaced"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "b.json", TEXTS)
+    assert len(find_inputs(str(tmp_path)).inputs) == 4  # names alone say nothing
+    (tmp_path / "killed.preparing.lock").touch()
+    assert len(find_inputs(str(tmp_path)).inputs) == 1
+
+
 def test_files_of_save_to_disk_are_named_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
