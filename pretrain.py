@@ -219,7 +219,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     except VocabularyError as error:
         from training.config.files import place_of
 
-        place = place_of(Path(options.config).resolve(), options.overrides, ("model", "vocab_size"))
+        place = place_of(Path(options.config), options.overrides, ("model", "vocab_size"))
         return fail(f"{error}\nmodel.vocab_size comes from {place}", code=2)
     except (InputError, EngineError) as error:
         return fail(error, code=2)
@@ -251,7 +251,7 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
             f"{path} is relative to the working directory, {Path.cwd()}: start in the folder that "
             f"has it, or set {key}.path to an absolute path"
         )
-    place = place_of(Path(options.config).resolve(), options.overrides, error.key)
+    place = place_of(Path(options.config), options.overrides, error.key)
     if place is not None:
         yield (
             f"{key} comes from {place}; {key}=null leaves out {name}, and "

@@ -7,6 +7,7 @@ Every file is compared with its hash, and every tensor of a checkpoint is opened
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -62,7 +63,7 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
     try:
         for problem in find():
             found.append((what, problem))
-    except InputError as error:
+    except (InputError, OSError) as error:
         found.append((what, str(error)))
     yield from found or [(what, GOOD)]
 
@@ -89,13 +90,13 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
     if newest is not None:
         named = latest.read_text(errors="replace").strip() if latest.is_file() else None
         yield str(latest), GOOD if named == newest else f"must name {newest}, got {named!r:.60}"
-    if (run_dir / "config.yaml").is_file():
+    if os.path.lexists(run_dir / "config.yaml"):
         yield from rows(
             str(run_dir / "config.yaml"),
             lambda: iter(() if load_saved_config(run_dir / "config.yaml") else ()),
         )
     for name in LOGS:
-        if (run_dir / name).is_file():
+        if os.path.lexists(run_dir / name):
             yield from rows(str(run_dir / name), partial(log_problems, run_dir, name))
 
 

@@ -1,6 +1,7 @@
 """Reading JSON that may be damaged or made to do harm."""
 
 import json
+import os
 from errno import EINVAL
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +43,7 @@ def check_regular(path: Path) -> None:
     """Raise OSError for a FIFO, which would hang, and for a file that the kernel makes."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
-    if any(path.resolve().is_relative_to(folder) for folder in KERNEL):
+    if any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in KERNEL):
         raise OSError(EINVAL, "Not a file on a disk", str(path))
 
 

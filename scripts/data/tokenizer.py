@@ -1,5 +1,6 @@
 """Train a byte-level BPE, or load an existing tokenizer and find its EOD token."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ def own_file(folder: Path, name: str) -> bytes | None:
     A link may lead to a file of the folder, or to a blob of the hub's cache that the folder is a
     snapshot of. Raises DataError if it leads to any other.
     """
-    path, home = (folder / name).resolve(), folder.resolve()
+    path, home = (Path(os.path.realpath(each)) for each in (folder / name, folder))
     if not path.is_file():
         return None
     if not any(path.is_relative_to(place) for place in (home, home.parent.parent / "blobs")):

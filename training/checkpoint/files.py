@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 import secrets
 import sys
@@ -256,7 +257,7 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
     """Raise BrokenCheckpointError unless the files that a checkpoint lists lie in its folder, and
     the required ones are among them."""
     for name in listed:
-        if not (path / name).resolve().is_relative_to(path.resolve()):
+        if not Path(os.path.realpath(path / name)).is_relative_to(os.path.realpath(path)):
             raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is not inside")
     for name in required:
         if name not in listed:

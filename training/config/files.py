@@ -7,6 +7,7 @@ and `${oc.env:NAME}` to the environment, where a key is a path. A config that a 
 come from somebody else: `read_saved` reads it, and nothing in it refers to anything.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -114,7 +115,11 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
     """Return the dotted keys that `path` itself or an override gives, not those of its bases."""
     sources = _sources(path, overrides)
-    own = (content for source, content in sources if source in (path.resolve(), *overrides))
+    own = (
+        content
+        for source, content in sources
+        if source in (Path(os.path.realpath(path)), *overrides)
+    )
     return {key for content in own for key, _ in flat(content)}
 
 
@@ -235,7 +240,7 @@ def _override(text: str) -> Content:
 def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
     """Yield the bases of a file, and last the file itself, each with what it says: later ones win.
     `chain` has the files that led to it."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
         raise InvalidConfigError([f"base files form a cycle: {loop}"])
@@ -305,6 +310,6 @@ def _kind(node: yaml.Node) -> str:
 
 def _shown(path: Path) -> str:
     """`path`, relative to the working directory if it lies inside."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

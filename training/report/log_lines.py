@@ -99,7 +99,7 @@ def read_lines(path: Path) -> LogLines:
     What follows the last newline is being written, or was when the run was killed, and is left out.
     """
     log, damaged = LogLines(), 0
-    complete = read_regular(path).split(b"\n")[:-1] if path.exists() else ()
+    complete = read_regular(path).split(b"\n")[:-1] if os.path.lexists(path) else ()
     for number, raw in enumerate(complete, start=1):
         line = _line(raw)
         if line is None:

@@ -1,6 +1,7 @@
 """scripts/verify.py names what is damaged in a run, a checkpoint or data, and changes nothing."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,21 @@ def test_everything_that_is_damaged_is_named(run_dir, capsys):
     ):
         assert said in printed, said
     assert printed.count("good") == 2  # step 2 and the events
+
+
+def test_files_that_are_not_regular_are_named_and_the_rest_is_read(run_dir, capsys):
+    names = ("metrics.jsonl", "monitors.jsonl", "events.jsonl", "config.yaml")
+    for turn in range(3):
+        for place, name in enumerate(names):
+            path = run_dir / name
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+            make = (os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path))[(place + turn) % 3]
+            make(path)
+        assert main([str(run_dir)]) == 1
+        verdicts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+        bad = {Path(path).name for path, verdict in verdicts.items() if verdict != "good"}
+        assert bad == {"what", *names}
+        assert len(verdicts) == 1 + 7
 
 
 def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
