@@ -9,6 +9,13 @@ def described(error: OSError, place: object = None) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, with the next one if it ends in a colon; of an
+    error without a message its type."""
+    line, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{line} {rest[0].strip()}" if rest and line.endswith(":") else line
+
+
 def last_line(error: BaseException) -> str:
     """Return the last line of what an error says, which of a worker's is the error itself; of one
     that says nothing its name."""

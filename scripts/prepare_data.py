@@ -20,14 +20,13 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from parallel.errors import described
+from parallel.errors import described, first_line
 from scripts.command import command, token_count, whole_number
 from scripts.data.catalogue import read_corpora
 from scripts.data.documents import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import KNOWN, Found, find_inputs
-from scripts.data.text import first_line
 from training.errors import DataError, InputError, fail
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
@@ -39,7 +38,7 @@ _DEMO_FRACTION = Fraction(1, 20)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the data; 0 when it is there, 1 if a worker was killed."""
     options = parse(arguments)
-    output = Path(options.output).expanduser().resolve()
+    output = Path(os.path.realpath(Path(options.output).expanduser()))
     place = output if options.shard is None else options.shard.folder(output)
     try:
         _prepare(options, output)

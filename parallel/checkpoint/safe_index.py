@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from parallel.errors import first_line
+
 INDEX_FILE: Final = ".metadata"
 PLAIN_FILE: Final = "common.pt"
 """What a state has beside tensors: `schema` and `extra`."""
@@ -97,7 +99,7 @@ def read_plain(folder: str | Path) -> dict[str, Any]:
     try:
         plain = torch.load(path, weights_only=True)
     except Exception as error:
-        reason = (str(error) or "it is empty").splitlines()[0]
+        reason = first_line(error)
         raise UnsafeIndexError(f"{path} is not trusted: {reason}") from None
     if not isinstance(plain, dict) or not isinstance(plain.get("extra"), dict):
         raise UnsafeIndexError(f"{path} must be a mapping with a mapping 'extra'")

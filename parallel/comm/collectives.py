@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from parallel.comm.groups import Axis
+from parallel.errors import first_line
 
 Value = TypeVar("Value")
 
@@ -46,7 +47,7 @@ def named(kind: str) -> Iterator[None]:
     except CollectiveError:  # a collective within, which is named already
         raise
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise CollectiveError(f"{kind} failed on rank {dist.get_rank()}: {reason}") from error
 
 

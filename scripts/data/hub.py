@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from scripts.data.text import first_line, row_text
+from parallel.errors import first_line
+from scripts.data.text import row_text
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer
 

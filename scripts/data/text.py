@@ -1,4 +1,4 @@
-"""Checks of a document's text, and the first line of an error."""
+"""Checks of a document's text."""
 
 from collections.abc import Mapping
 
@@ -30,8 +30,3 @@ def row_text(row: object, where: str, key: str) -> str:
             f"{where}: {key!r} is not Unicode text: {error.reason}; mend or remove the row"
         ) from None
     return value
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -33,6 +33,7 @@ from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.save_plan import StateWriter
 from parallel.checkpoint.state import SCHEMA
 from parallel.checkpoint.state_writer import FileFacts, file_facts, write_plain
+from parallel.errors import first_line
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room
@@ -105,7 +106,7 @@ def their_settings(source: Path) -> dict[str, Any]:
         with offline():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises for what it does not know
-        raise InputError(f"{path}: {str(error).strip().splitlines()[0]}") from error
+        raise InputError(f"{path}: {first_line(error)}") from error
     found: dict[str, Any] = config.to_dict()
     # Some settings have two names, of which only one is written.
     return found | {alias: found[name] for alias, name in config.attribute_map.items()}

@@ -6,6 +6,7 @@ import subprocess
 import torch
 
 from models.compiler import compiler_problem
+from parallel.errors import first_line
 from spectral.kernels.dispatch import Tile, device_name, listed
 from training.machine.device import DeviceError
 
@@ -31,7 +32,7 @@ def check_kernels(device: torch.device) -> None:
         ones = torch.ones(1, 64, 64, device=device)
         symmetric.product(ones, ones, TILE)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = first_line(error)
         raise DeviceError(
             f"a Triton kernel does not start on {device_name(device)}: {said}"
         ) from error

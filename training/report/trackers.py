@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
+from parallel.errors import first_line
 from training.config import Config
 from training.report.metrics import read_metrics
 
@@ -149,6 +150,6 @@ class Trackers:
         except Exception as error:
             self.working.pop(name, None)
             advice = f": pip install {name}" if isinstance(error, ImportError) else ""
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             self.dropped.append(f"warning: {name} no longer gets metrics: {reason}{advice}")
             self.warn(self.step, self.dropped[-1])
