@@ -10,6 +10,7 @@ that they share.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from parallel.optimizer.inspection import inspection_rounds
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.grouped import grouped
 
+MOMENTUM: Final = "momentum"
+"""Name of the momentum in the state of every rule that keeps one."""
 Shards = list[list[Tensor]]
 """Per domain and bucket, this rank's shard of something that has the shape of the weights."""
 
@@ -67,6 +70,24 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
         [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]
         for domain in optimizer.domains
     ]
+
+
+def momenta(optimizer: DistributedOptimizer) -> Snapshot:
+    """Snapshot of the present momenta, 0 where a rule keeps none; of a PC layer those of W."""
+    kept = Snapshot(
+        [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
+        {
+            unit.name: stack.state[MOMENTUM][i]
+            for stack in optimizer.materialized
+            if MOMENTUM in stack.state
+            for i, unit in enumerate(stack.units)
+        },
+    )
+    for domain, shards in zip(optimizer.domains, kept.shards, strict=True):
+        for region in domain.regions:
+            if MOMENTUM in region.state:
+                region.of(shards).copy_(region.state[MOMENTUM])
+    return kept
 
 
 class UnitGather:

@@ -17,6 +17,9 @@ STYLES = ("-", "--", ":", "-.")
 SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
 """Monitored figures that separate signal from noise, and their names in titles."""
 
+RULE = "monitor/rule_"
+"""Prefix of the metrics of what rules report under names of their own."""
+
 TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -132,6 +135,26 @@ def signal(run: RunData) -> Figure | None:
         axis.set_title(title, fontsize=10)
         count_tokens(axis)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure
+
+
+def rule_reports(run: RunData) -> Figure | None:
+    """What the rules report under names of their own, mean over the matrices of a role; figures
+    that are 0 throughout are left out."""
+    found = {name: run.series(name) for name in run.names(RULE)}
+    found = {name: series for name, series in found.items() if any(y for _, y in series)}
+    titles = list(dict.fromkeys(name.split("/")[1] for name in found))
+    if not titles:
+        return None
+    figure, axes = new_grid(len(titles), columns=2, width=4.2, height=2.6)
+    for axis, title in zip(axes, titles, strict=True):
+        roles = (name for name in found if name.split("/")[1] == title)
+        for i, name in enumerate(roles):
+            role = name.split("/")[2]
+            _line(axis, found[name], **look(i), label=role, linewidth=1.2, marker=".")
+        axis.set_title(literal(title), fontsize=10)
+        axis.legend(fontsize=7)
+        count_tokens(axis)
     return figure
 
 

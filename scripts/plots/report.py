@@ -39,6 +39,8 @@ def report(run: RunData) -> str:
         for each, figure in figures
         if figure is not None
     ]
+    if run.metrics and not run.monitors:
+        sections.append(PageSection("spectra", "Spectra", no_spectra(run), "figure", ""))
     if status.reason:
         title = "Why it failed" if status.kind == "failed" else "Why it stopped"
         sections.insert(0, PageSection("status", title, "", "reason", status))
@@ -57,6 +59,16 @@ def report(run: RunData) -> str:
         cards=key_figures(run),
         sections=sections,
     )
+
+
+def no_spectra(run: RunData) -> str:
+    """Return why the page of a run has no figure of a spectrum."""
+    found = [event["intervals"] for event in run.events if isinstance(event.get("intervals"), dict)]
+    interval = found[-1].get("monitors") if found else run.config["monitors"].get("interval")
+    if interval == 0:
+        return "monitors.interval is 0, so no spectrum is measured."
+    at = f"step {interval:,}" if isinstance(interval, int) else "the first monitored step"
+    return f"None is measured yet: monitors begin at {at}."
 
 
 def subtitle(run: RunData) -> str:

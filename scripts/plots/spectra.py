@@ -16,6 +16,8 @@ Draw = Callable[[Axes, RunData, str, str], None]
 """Draws one run into the panel of a role, in a colour."""
 
 DECILES = np.linspace(0, 1, 11)
+WEIGHT = ("effective_quantiles", "quantiles")
+"""Figures of the spectrum of a weight; with PC layers the effective weight comes first."""
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
@@ -36,14 +38,29 @@ def quantiles(runs: Sequence[RunData]) -> Figure | None:
 def evolution(run: RunData) -> Figure | None:
     """Singular values of each role's matrices, mean over its units: the median, the middle 80% and
     the full range. A run with one monitored step has bars and a point."""
+    return _evolution(run, WEIGHT)
+
+
+def momentum(run: RunData) -> Figure | None:
+    """Singular values of the momentum after the step, as above."""
+    return _evolution(run, ("momentum_quantiles",))
+
+
+def update(run: RunData) -> Figure | None:
+    """Singular values of what the step adds to the weights, without weight decay, as above."""
+    return _evolution(run, ("update_quantiles",))
+
+
+def _evolution(run: RunData, names: Sequence[str]) -> Figure | None:
     if not run.monitors:
         return None
-    roles = [role for role in run.roles() if deciles(run, run.monitors[-1], role) is not None]
+    last = run.monitors[-1]
+    roles = [role for role in run.roles() if deciles(run, last, role, names) is not None]
     if not roles:
         return None
     figure, axes = new_grid(len(roles))
     for i, (axis, role) in enumerate(zip(axes, roles, strict=True)):
-        monitored = [(run.tokens(line), deciles(run, line, role)) for line in run.monitors]
+        monitored = [(run.tokens(line), deciles(run, line, role, names)) for line in run.monitors]
         known = [(x, d) for x, d in monitored if d is not None]
         tokens = [x for x, _ in known]
         values = np.stack([d for _, d in known])
@@ -130,11 +147,13 @@ def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: flo
                 )  # fmt: skip
 
 
-def deciles(run: RunData, line: Line, role: str) -> np.ndarray | None:
-    """`[11]`, deciles of singular values, mean over a role's units; with PC layers those of the
-    effective weight. None without data."""
-    rows = [u.get("effective_quantiles", u.get("quantiles")) for u in run.units(line, role)]
-    known = [row for row in rows if row is not None]
+def deciles(
+    run: RunData, line: Line, role: str, names: Sequence[str] = WEIGHT
+) -> np.ndarray | None:
+    """`[11]`, deciles of singular values, mean over a role's units, of the first of `names` that a
+    unit has. None without data."""
+    rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
+    known = [found[0] for found in rows if found]
     return np.mean(known, axis=0) if known else None
 
 

@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {
 WATCHED = {
     "train__global_batch": 8,
     "monitors__interval": 2,
-    "monitors__groups": "[weights,gradients,updates,activations,attention,noise]",
+    "monitors__groups": "[weights,gradients,updates,activations,attention,noise,spectra]",
     "monitors__noise_samples": STEPS,
     "gram_penalty__coefficient": 0.3,
     "gram_penalty__horizon": 0.5,

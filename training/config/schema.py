@@ -346,7 +346,9 @@ class LogConfig(Section):
     variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, say the rest."""
 
 
-MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]
+MonitorGroup = Literal[
+    "weights", "gradients", "updates", "noise", "activations", "attention", "spectra"
+]
 """Groups of figures that docs/monitors.md describes."""
 
 
@@ -360,7 +362,8 @@ class MonitorsConfig(Section):
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
     """Groups of figures to compute, besides those that rules report. noise is off by default: it
-    keeps the gradients of `noise_samples` micro-batches and the weights of as many steps."""
+    keeps the gradients of `noise_samples` micro-batches and the weights of as many steps. spectra
+    is, too: the singular values of momentum and update, which cost as much as those of weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """GiB per rank for the Gram matrices of activations; if they do not fit, monitored steps take
     the layers in turn."""

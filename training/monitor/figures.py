@@ -32,7 +32,7 @@ PC_ROLES = (*BLOCKS, "gate_up")
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
 """Figures of units whose largest is reported."""
 
-QUANTILE_NAMES = ("quantiles", "effective_quantiles")
+QUANTILE_NAMES = ("quantiles", "effective_quantiles", "momentum_quantiles", "update_quantiles")
 Figures = dict[str, Tensor]
 Record = dict[str, Any]
 """Role, layer and figures of one unit, by name."""
@@ -46,7 +46,6 @@ def weight_figures(weight: Tensor) -> Figures:
     matrices = of_matrices(weight)
     values = matrices.singular_values()
     second = values[:, 1] if values.shape[1] > 1 else torch.zeros_like(values[:, 0])
-    steps = torch.linspace(0, 1, QUANTILES, dtype=values.dtype, device=values.device)
     return {
         "spectral_norm": values[:, 0],
         "weight_rms": matrices.rms(),
@@ -56,8 +55,14 @@ def weight_figures(weight: Tensor) -> Figures:
         "spectral_gap": (values[:, 0] - second) / values[:, 0],
         "off_diagonal_gram": matrices.off_diagonal,
         "correlation": matrices.correlation(),
-        "quantiles": torch.quantile(values, steps, dim=1).T,
+        "quantiles": quantiles(values),
     }
+
+
+def quantiles(values: Tensor) -> Tensor:
+    """Return the quantiles `[units, 11]` of singular values `[units, n]`."""
+    steps = torch.linspace(0, 1, QUANTILES, dtype=values.dtype, device=values.device)
+    return torch.quantile(values, steps, dim=1).T
 
 
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
@@ -128,6 +133,17 @@ def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures
         pairs = ((each[-1], each[-2]) for each in updates(weights[-3:], kept[-2:]))
         figures["update_alignment"] = cosine(pairs)
     return figures
+
+
+def update_spectrum(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
+    """Return quantiles of the singular values of the last update; arguments as of `updates`."""
+    sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
+    return {"update_quantiles": quantiles(sums.singular_values())}
+
+
+def momentum_spectrum(momentum: Tensor) -> Figures:
+    """Return quantiles of the singular values of momenta `[units, rows, cols]`."""
+    return {"momentum_quantiles": quantiles(of_matrices(momentum).singular_values())}
 
 
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:

@@ -21,13 +21,16 @@ from parallel.model import ParallelModel
 from parallel.observe.activations import ActivationWatch, Inputs
 from parallel.observe.gradient_samples import GradientSamples
 from parallel.observe.unit_gather import (
+    MOMENTUM,
     Inspection,
     Shards,
     UnitGather,
     gradients,
+    momenta,
     weights,
 )
 from parallel.optimizer.optimizer import DistributedOptimizer
+from spectral.parameter_state import entry_names
 from training.assignments import unit_options
 from training.config import Config, group_of
 from training.config.optimizer import ROUTERS
@@ -188,8 +191,10 @@ class Monitors:
         self.history.end(factor, active)
         if self.due(self.step):
             self._take_reports()
-            if self.chosen & {"updates", "noise"}:
+            if self.chosen & {"updates", "noise", "spectra"}:
                 self._inspect_updates()
+            if "spectra" in self.chosen:
+                self._inspect_momenta()
 
     def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the line of monitors.jsonl of `step` and its aggregates for the metrics.
@@ -315,9 +320,29 @@ class Monitors:
         for updates in self.history.updates(self.unit_gather):
             if "updates" in self.chosen:
                 self._keep_updates(updates)
+            if "spectra" in self.chosen:
+                self._keep(updates.units, figures.update_spectrum(updates.weights, updates.kept))
             if "noise" in self.chosen and len(updates.kept) == self.config.monitors.noise_samples:
                 products = figures.update_products(updates.weights, updates.kept)
                 self._keep(updates.units, figures.noise_figures(products, "update"))
+
+    def _inspect_momenta(self) -> None:
+        """Record the spectra of the momenta after the step, of rules that keep one."""
+        now = momenta(self.optimizer)
+        for inspection in self.unit_gather.inspections({MOMENTUM: now.shards}):
+            assigned = [self._assign(unit) for unit in inspection.units]
+            kept = [
+                i
+                for i, each in enumerate(assigned)
+                if each.pc is None and MOMENTUM in entry_names(each.rule)
+            ]
+            if kept:
+                units = [inspection.units[i] for i in kept]
+                self._keep(units, figures.momentum_spectrum(inspection.matrices[MOMENTUM][kept]))
+        for batch in self.optimizer.materialized:
+            if all(unit.name in now.whole for unit in batch.units):
+                stack = torch.stack([now.whole[unit.name] for unit in batch.units])
+                self._keep(batch.units, figures.momentum_spectrum(stack))
 
     def _keep_updates(self, updates: Updates) -> None:
         measured = figures.update_figures(updates.weights, updates.kept)
@@ -354,7 +379,8 @@ class Monitors:
 def steps_compared(section: MonitorsConfig) -> int:
     """Return how many successive updates, up to that of a monitored step, are compared."""
     noise = section.noise_samples if "noise" in section.groups else 0
-    return max(2 if "updates" in section.groups else 0, noise)
+    spectra = int("spectra" in section.groups)
+    return max(2 if "updates" in section.groups else 0, spectra, noise)
 
 
 def inspected_elements(section: MonitorsConfig) -> int:

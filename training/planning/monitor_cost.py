@@ -121,6 +121,8 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
     seconds = LAUNCHES * device.launch_seconds
     if "weights" in groups:
         seconds += (1 + (config.pc is not None)) * (gram + EIGEN_ROW * short)
+    if "spectra" in groups:
+        seconds += 2 * (gram + EIGEN_ROW * short)
     if "gradients" in groups:
         step = 2 * product_seconds(device, "fp32", short, long, short)
         step += product_seconds(device, "fp32", short, short, short)

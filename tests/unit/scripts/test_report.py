@@ -14,6 +14,7 @@ from parallel.comm import groups as process_groups
 from scripts.plot import main
 from scripts.plots import curves, spectra
 from scripts.plots.figures import FIGURES
+from scripts.plots.report import report
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import run_status
 from scripts.plots.style import mark_single_points
@@ -35,7 +36,7 @@ def folder(shared_folder):
         "pc__level": 4,
         "gram_penalty__horizon": 1.0,
         "monitors__interval": 2,
-        "monitors__groups": "[weights,gradients,updates,noise,activations,attention]",
+        "monitors__groups": "[weights,gradients,updates,noise,activations,attention,spectra]",
         "monitors__noise_samples": 3,
         "checkpoint__interval": 3,
         "validation__interval": 3,
@@ -109,12 +110,41 @@ def test_the_page_holds_everything_it_shows(folder):
     text = (folder / "pc" / "report.html").read_text()
     assert fetched(text) == [] and len(ids(text)) == len(set(ids(text)))
     keys = {figure.name for figure in FIGURES}
-    assert keys - set(ids(text)) == {"maxvio"}  # the model has no experts
-    assert text.count("<svg") == len(keys) - 1
+    assert keys - set(ids(text)) == {"maxvio", "rule_reports"}  # no experts, no figures of a rule
+    assert text.count("<svg") == len(keys) - 2
     assert {"events", "config"} <= set(ids(text))
     assert "a &lt;b&gt;" in text and "a <b>" not in text
     last = json_lines(folder / "pc" / "metrics.jsonl")[-1]
     assert f"<b>{last['train/loss']:.4f}</b>" in text and f"<b>{last['val/loss']:.4f}</b>" in text
+
+
+def test_the_page_says_why_it_has_no_spectra(folder, tmp_path):
+    copy = shutil.copytree(folder / "plain", tmp_path / "run")
+    assert "monitors.interval is 0, so no spectrum is measured." in report(read_run(copy))
+    (copy / "monitors.jsonl").unlink(missing_ok=True)
+    events = json_lines(copy / "events.jsonl")
+    for event in (event for event in events if "intervals" in event):
+        event["intervals"]["monitors"] = 2300
+    (copy / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "None is measured yet: monitors begin at step 2,300." in report(read_run(copy))
+    assert "None is measured yet" not in report(read_run(folder / "pc"))
+
+
+def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
+    """As of a rule in a package of its user; a figure that is always 0 is left out."""
+    copy = shutil.copytree(folder / "plain", tmp_path / "run")
+    lines = json_lines(copy / "metrics.jsonl")
+    for line in lines:
+        own = {"monitor/rule_gap/q": 2.0 * line["step"], "monitor/rule_gap/o": 1.0}
+        line.update(own | {"monitor/rule_refused/q": 0.0, "monitor/rule_a$b_/q": -1.0})
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figure = curves.rule_reports(read_run(copy))
+    assert figure is not None
+    shown = {a.get_title(): {x.get_label(): x for x in a.lines} for a in figure.axes}
+    shown = {title: drawn for title, drawn in shown.items() if drawn}
+    assert [title.replace("\\", "") for title in shown] == ["rule_gap", "rule_a$b_"]
+    assert list(shown["rule_gap"]["q"].get_ydata()) == [2.0 * line["step"] for line in lines]
+    assert 'id="rule_reports"' in report(read_run(copy))
 
 
 def test_damaged_lines_are_warned_of_and_texts_of_models_are_harmless(folder, tmp_path, capsys):

@@ -118,6 +118,56 @@ def mean_logs(trainer: Trainer) -> dict[tuple, float]:
     return logs
 
 
+@pytest.mark.parametrize("rule", ["muon", "muon_sphere", "adamw"])
+def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, folder, world):
+    keys = {"monitors__interval": 1, "monitors__groups": "[spectra]"}
+    config = tiny_config(folder, rule, **keys, optimizer__matrix__weight_decay=0)
+    trainer = build_trainer(config, world, *build_data(config))
+    found: list[dict] = []
+    trainer.record = lambda line, step: found.append(line)
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in trainer.model.parameters.items():
+
+        def keep(grad, name=name):
+            gradients[name] = gradients.get(name, 0) + grad.clone().double()
+
+        parameter.register_hook(keep)
+    units = [u for u in trainer.model.units if u.is_matrix and u.layer is not None]
+    before = {u.name: matrix(trainer, u).clone() for u in units}
+    trainer.advance()
+    for unit in units:
+        record = found[0]["units"][unit.name]
+        update = matrix(trainer, unit) - before[unit.name]
+        close = {"rel": 1e-4, "abs": 1e-3 * torch.linalg.matrix_norm(update, 2).item()}
+        assert record["update_quantiles"] == pytest.approx(deciles_of(update), **close)
+        # The first momentum is a multiple of the gradient.
+        gradient = deciles_of(unit.view(gradients[unit.parameter]))
+        momentum = record["momentum_quantiles"]
+        scaled = [value / momentum[-1] for value in momentum]
+        assert scaled == pytest.approx([value / gradient[-1] for value in gradient], abs=1e-4)
+
+
+def matrix(trainer: Trainer, unit) -> torch.Tensor:
+    """The present weight of a unit, float64."""
+    return unit.view(trainer.model.parameters[unit.parameter]).detach().double()
+
+
+def deciles_of(weight: torch.Tensor) -> list[float]:
+    """The deciles of the singular values of a matrix."""
+    return np.quantile(torch.linalg.svdvals(weight).numpy(), np.linspace(0, 1, 11)).tolist()
+
+
+@pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
+def test_spectra_of_pc_layers_are_of_the_weights_that_are_stepped(evaluator, folder, world):
+    keys = {"pc__level": 4, "pc__evaluator": evaluator, "monitors__groups": "[spectra]"}
+    train(tiny_config(folder, monitors__interval=2, train__exit_step=2, **keys), world)
+    units = lines(folder)[0]["units"].values()
+    for record in (unit for unit in units if unit["role"] != "head"):
+        for name in ("momentum_quantiles", "update_quantiles"):
+            assert len(record[name]) == 11 and record[name] == sorted(record[name])
+            assert record[name][-1] > 0
+
+
 def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
     keys = {"monitors__interval": 1, "monitors__groups": "[noise]", "monitors__noise_samples": 3}
     config = tiny_config(folder, **keys)
