@@ -125,6 +125,10 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
             yield _mismatch(kind, path, value)
 
 
+RULE_SECTION: Final = "optimizer.rules"
+"""Section that has a section for each rule."""
+
+
 def _mismatch(kind: Any, path: str, value: object) -> str:
     """Return the line about a value that is not what the annotation `kind` says."""
     if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
@@ -132,7 +136,14 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
     near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
-    return line + (f"; did you mean {near}?" if near else "")
+    return line + (f"; did you mean {near}?" if near else "") + _of_package(path)
+
+
+def _of_package(path: str) -> str:
+    """Return what to know of a key whose values are rules, which packages may add."""
+    names_rule = path.startswith("optimizer.") and path.endswith(".rule")
+    added = names_rule or path.startswith(f"{RULE_SECTION}.")
+    return "; a rule of your own is known once its package is installed" if added else ""
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
@@ -152,8 +163,10 @@ def _unknown(root: type, loc: Loc) -> str:
     near = closest(key, siblings)
     elsewhere = [p for p, _ in schema_paths(root) if p.split(".")[-1] == key]
     if near or elsewhere:
-        return f"unknown key {full}; did you mean {join(path, near) if near else elsewhere[0]}?"
-    return f"unknown key {full}; {path or 'the config'} has the keys {', '.join(siblings)}"
+        meant = f"did you mean {join(path, near) if near else elsewhere[0]}?"
+    else:
+        meant = f"{path or 'the config'} has the keys {', '.join(siblings)}"
+    return f"unknown key {full}; {meant}" + (_of_package(full) if path == RULE_SECTION else "")
 
 
 def place(root: type, loc: Loc) -> tuple[str, Any]:

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from heapq import nsmallest
 from typing import Any, Final
 
+from tqdm import tqdm
+
 from parallel.plan.devices import GIB
 from parallel.plan.lower_bound import fits_at_best, least_seconds
 from training.config.checks import divisors
@@ -34,7 +36,9 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
             bounds.append((least_seconds(shape, flops), number, changes))
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
-    for bound, _, changes in sorted(bounds, key=lambda each: each[:2]):
+    ordered = sorted(bounds, key=lambda each: each[:2])
+    print(f"plans up to {len(ordered):,} layouts, the most promising first", flush=True)
+    for bound, _, changes in tqdm(ordered, unit=" plans", disable=None, leave=False):
         if bound >= slowest:
             break
         axes = tuple(changes[f"parallel.{name}"] for name in AXES)

@@ -76,6 +76,11 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.matrix.rule=sso", "got 'sso'; did you mean spectral_sphere?"),
         ("optimizer.matrix.rule=SPECTRALSPHERE", "did you mean spectral_sphere?"),
         ("optimizer.matrix.rule=muon++", "got 'muon++'; did you mean muon_plus_plus?"),
+        (
+            "optimizer.matrix.rule=mine",
+            "; a rule of your own is known once its package is installed",
+        ),
+        ("optimizer.rules.mine.a=1", "; a rule of your own is known once its package is installed"),
         ("model.family=lama", "model.family must be one of llama, qwen3"),
         ("model.qk_norm=true", "model.qk_norm must be false for family llama, got true"),
         ("model.sliding_window=4", "model.sliding_window must be null for family llama, got 4"),
