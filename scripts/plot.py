@@ -7,8 +7,6 @@
     python scripts/plot.py study runs/studies/radius/results.json --output study.svg
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
-    python scripts/plot.py sphere --output sphere.svg
-    python scripts/plot.py layout --output layout.svg
 
 With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
 drawn one by one where an overlay would be unreadable. --html writes a page per run instead, and
@@ -18,7 +16,6 @@ drawn one by one where an overlay would be unreadable. --html writes a page per 
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.command import command, require, write_whole
 from training.errors import InputError
 
-KINDS = ("runs", "compare", "spectrum", "study", "maps", "sphere", "layout")
+KINDS = ("runs", "compare", "spectrum", "study", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,8 +63,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--curves", nargs="+", metavar="VARIANT", help="plot losses of these over training"
     )
     kinds.add_parser("maps", parents=[output], help="the polynomials of PC layers")
-    kinds.add_parser("sphere", parents=[output], help="a spectral step, and the sphere")
-    kinds.add_parser("layout", parents=[output], help="what each rank holds, and one step")
     return parser.parse_args(given)
 
 
@@ -145,8 +140,10 @@ def draw_one(options: argparse.Namespace) -> Path:
                 figure = plot_curves(options.results, options.curves)
             else:
                 figure = plot_study(options.results)
-        case kind:  # a diagram, in a module of its name
-            figure = vars(import_module(f"scripts.plots.{kind}"))[f"plot_{kind}"]()
+        case _:
+            from scripts.plots.maps import plot_maps
+
+            figure = plot_maps()
     save(figure, target)
     return target
 
