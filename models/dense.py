@@ -210,6 +210,7 @@ def assemble(
     virtual_stage: int | None = None,
     loss_chunk: int | None = None,
     fused_loss: bool = False,
+    z_loss: bool = False,
 ) -> GPTModel:
     """Return the Megatron model of a chunk whose layers are those of `spec`, its weights not
     initialised.
@@ -220,6 +221,7 @@ def assemble(
         loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
             all of them.
         fused_loss: whether the loss of all of them is computed by Liger's kernels.
+        z_loss: whether training gets the squared log-sum-exp of the logits with the losses.
     """
     built = DecoderModel(
         config,
@@ -235,6 +237,7 @@ def assemble(
         loss_chunk=loss_chunk,
         fused_loss=fused_loss,
         softcap=model.final_softcap,
+        z_loss=z_loss,
     )
     if chunk.embedding and FAMILIES[model.family].scaled_embedding:
         built.embedding = ScaledEmbedding(

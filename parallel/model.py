@@ -40,7 +40,8 @@ from parallel.storage.weight_products import sum_in_products_
 from spectral.grouped import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Turns token losses `[b, s]` into the micro-batch's scalar loss and the figures to collect."""
+"""Turns token losses `[b, s]`, with a z-loss `[2, b, s]` (`DecoderModel`), into the micro-batch's
+scalar loss and the figures to collect."""
 
 
 @dataclass
@@ -243,6 +244,7 @@ class ModelOptions:
     weights             gives the initial value `[*shape]` of each whole unit; None draws them
     loss_chunk          entries of this rank's vocabulary whose logits exist at once; None for all
     fused_loss          whether Liger's kernels compute the loss of all logits
+    z_loss              whether training gets the squared log-sum-exp of the logits with the losses
     compile_backend     for `compile_blocks_`; None compiles nothing
     recompute, fp8      as in the family's `transformer_config`
     """
@@ -263,6 +265,7 @@ class ModelOptions:
     weights: Callable[[Unit], Tensor] | None = None
     loss_chunk: int | None = None
     fused_loss: bool = False
+    z_loss: bool = False
     compile_backend: str | None = None
     recompute: Recompute = "none"
     fp8: Fp8 | None = None
@@ -345,6 +348,7 @@ def build_chunks(
                 virtual_stage=i if groups.layout.virtual_pipeline > 1 else None,
                 loss_chunk=options.loss_chunk,
                 fused_loss=options.fused_loss,
+                z_loss=options.z_loss,
             ).to(groups.device)
             for i, spec in enumerate(specs)
         ]

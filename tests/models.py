@@ -33,6 +33,7 @@ def built(
     *,
     length: int = 16,
     loss_chunk: int | None = None,
+    z_loss: bool = False,
     **options: Any,
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
     """The Megatron model of one process, not initialised, and its parameters by declared name.
@@ -42,7 +43,7 @@ def built(
     family, whole = FAMILIES[model.family], ChunkSpec(tuple(range(model.layers)))
     config = family.code.transformer_config(model, dtype=dtype, **options)
     chunk: torch.nn.Module = family.code.build(
-        model, config, whole, sequence_length=length, loss_chunk=loss_chunk
+        model, config, whole, sequence_length=length, loss_chunk=loss_chunk, z_loss=z_loss
     )
     names = family.code.parameter_names(chunk, whole.layers)
     return chunk, {names[name]: parameter for name, parameter in chunk.named_parameters()}

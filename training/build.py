@@ -390,6 +390,7 @@ def build_parallel_model(
         weights=None if weights is None else weights.unit,
         loss_chunk=train.loss_chunk,
         fused_loss=fused_loss(config, groups.device),
+        z_loss=train.z_loss > 0,
         recompute=train.recompute,
         fp8=train.fp8,
         compile_backend=compile_backend(config, groups.device)[0],

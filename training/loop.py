@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ from training.schedule import learning_rate_factor
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss, gradient norm and whether the step was taken, as tensors on the device."""
+    """Mean loss, gradient norm, whether the step was taken, and with a z-loss the mean squared
+    log-sum-exp of the logits, as tensors on the device."""
 
     loss: Tensor
     norm: GradientNorm
     active: Tensor
+    z_loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -290,7 +293,8 @@ class Trainer:
         Monitored steps, and those in which the Gram penalty is reported, do wait.
         """
         with profiler.record_function("forward_backward"):
-            loss = self.forward_backward(index)
+            means = self.forward_backward(index)
+            loss, z_loss = (means, None) if means.ndim == 0 else means.unbind()
         # The forward pass has the precision that the user set, and the mathematics its own.
         with ieee_products():
             with profiler.record_function("monitors"):
@@ -309,10 +313,11 @@ class Trainer:
                     self.weights.note()
             with profiler.record_function("monitors"):
                 self.monitors.after_step(factor, active)
-        return StepResult(loss, norm, active)
+        return StepResult(loss, norm, active, z_loss)
 
     def forward_backward(self, index: int) -> Tensor:
-        """Return the mean loss of the global batch, whose gradients are then in their shards."""
+        """Return the means of `mean_loss` over the global batch, whose gradients are then in their
+        shards."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups) for window in windows]
@@ -321,7 +326,7 @@ class Trainer:
             self.monitors.before(index + 1)
         figures = self.model.forward_backward(
             lambda: iter(batches),
-            mean_loss,
+            partial(mean_loss, z_loss=self.config.train.z_loss),
             microbatches=self.microbatches,
             micro_batch=self.config.train.micro_batch,
             train=True,
@@ -329,11 +334,12 @@ class Trainer:
         return self.mean_over_ranks(figures)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the mean loss of the global batch, the same on every rank.
+        """Return the means of `mean_loss` over the global batch, the same on every rank.
 
         `figures` has those of the last pipeline stage and is empty on the others.
         """
-        total = torch.zeros((), device=self.groups.device)
+        shape = (2,) if self.config.train.z_loss else ()
+        total = torch.zeros(shape, device=self.groups.device)
         for figure in figures:
             total = total + figure["loss"] / self.microbatches
         replicas = self.groups.dense.replicas
@@ -349,6 +355,7 @@ class Trainer:
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in GROUPS}
         return {
             "train/loss": result.loss.item(),
+            **({} if result.z_loss is None else {"train/z_loss": result.z_loss.item()}),
             **rates,
             "optim/grad_norm": result.norm.total.item(),
             "optim/clip_coef": result.norm.coefficient.item(),
@@ -359,13 +366,20 @@ class Trainer:
         }
 
 
-def mean_loss(batch: dict[str, Tensor]) -> LossFunction:
-    """Return the loss function of training, the mean token loss of the micro-batch."""
+def mean_loss(batch: dict[str, Tensor], z_loss: float = 0.0) -> LossFunction:
+    """Return the loss function of training: the mean token loss of the micro-batch plus `z_loss`
+    times the mean squared log-sum-exp of the logits.
 
-    def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        mean = token_losses.float().mean()
-        # Megatron's schedule divides the loss in place, so the figure is a copy.
-        return mean, {"loss": mean.detach().clone()}
+    Its figure `loss` has the first mean `[]`, with a z-loss both `[2]`, without the coefficient.
+    """
+
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if not z_loss:
+            mean = output.float().mean()
+            # Megatron's schedule divides the loss in place, so the figure is a copy.
+            return mean, {"loss": mean.detach().clone()}
+        means = output.float().flatten(1).mean(1)
+        return means[0] + z_loss * means[1], {"loss": means.detach().clone()}
 
     return loss
 

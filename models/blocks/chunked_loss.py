@@ -28,7 +28,23 @@ def linear_cross_entropy(
     softcap: float | None = None,
 ) -> Tensor:
     """Return `-log softmax(softcapped(hidden weight^T))[label]` per token, `[tokens]`, float32 or
-    wider.
+    wider; the arguments are those of `losses_and_normalizers`."""
+    return losses_and_normalizers(
+        hidden, weight, labels, chunk=chunk, group=group, softcap=softcap
+    )[0]
+
+
+def losses_and_normalizers(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int,
+    group: ProcessGroup | None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, as `linear_cross_entropy` does, and the log-sum-exp of its
+    logits, both `[tokens]`.
 
     Args:
         hidden: `[tokens, width]`. Its gradient is this rank's part of a sum over `group`.
@@ -42,10 +58,10 @@ def linear_cross_entropy(
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    both: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, chunk, group, softcap
     )
-    return losses
+    return both
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -58,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         group: ProcessGroup | None,
         softcap: float | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         highest = hidden.new_full((len(hidden),), float("-inf"), dtype=wide)
         total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
@@ -80,11 +96,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         normalizer = highest + total.log()
         ctx.save_for_backward(hidden, weight, labels, normalizer)
         ctx.chunk, ctx.softcap = chunk, softcap
-        return normalizer - chosen
+        ctx.set_materialize_grads(False)
+        return normalizer - chosen, normalizer
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: Tensor | None, of_normalizer: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, normalizer = ctx.saved_tensors
+        gradient = torch.zeros_like(normalizer) if gradient is None else gradient
         hidden_gradient = torch.zeros_like(hidden, dtype=normalizer.dtype)
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
@@ -94,8 +114,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope = None if ctx.softcap is None else 1 - (p / ctx.softcap).square_()
             p = p.sub_(normalizer[:, None]).exp_()
             index = here.clamp(0, len(rows) - 1)[:, None]
-            p.scatter_add_(1, index, -_inside(here, rows).to(p.dtype)[:, None])
-            p = p.mul_(gradient[:, None])
+            chosen = _inside(here, rows).to(p.dtype)[:, None]
+            if of_normalizer is None:
+                p = p.scatter_add_(1, index, -chosen).mul_(gradient[:, None])
+            else:
+                p = p.mul_((gradient + of_normalizer)[:, None])
+                p = p.scatter_add_(1, index, -chosen * gradient[:, None])
             p = (p if slope is None else p.mul_(slope)).to(hidden.dtype)
             torch.mm(p.T, hidden, out=target)
             hidden_gradient += p @ rows

@@ -1,4 +1,5 @@
-"""The end of a decoder: logits, capped or not, or the loss of each token."""
+"""The end of a decoder: logits, capped or not, or the loss of each token, with a z-loss also the
+squared log-sum-exp of its logits."""
 
 from typing import Any
 
@@ -10,8 +11,9 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup, all_reduce
 
-from models.blocks.chunked_loss import linear_cross_entropy
+from models.blocks.chunked_loss import losses_and_normalizers
 from models.blocks.softcap import softcapped
 
 
@@ -31,9 +33,9 @@ class Head(ColumnParallelLinear):
         labels: Tensor | None = None,
         chunk: int = 0,
     ) -> Any:
-        """Return the loss of each token `[sequence, batch]` of hidden states `[sequence, batch,
-        width]` (a part of the sequence with sequence parallelism), or without labels what Megatron
-        returns, the logits capped in float32."""
+        """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, of hidden
+        states `[sequence, batch, width]` (a part of the sequence with sequence parallelism), or
+        without labels what Megatron returns, the logits capped in float32."""
         if labels is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.softcap is None:
@@ -45,7 +47,7 @@ class Head(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(input_, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=group)
-        losses = linear_cross_entropy(
+        losses, normalizers = losses_and_normalizers(
             hidden.flatten(0, 1),
             self.weight,
             labels.flatten() - group.rank() * self.output_size_per_partition,
@@ -53,7 +55,36 @@ class Head(ColumnParallelLinear):
             group=group if group.size() > 1 else None,
             softcap=self.softcap,
         )
-        return losses.view(labels.shape)
+        return losses.view(labels.shape), normalizers.view(labels.shape)
+
+
+class _ChosenLogits(torch.autograd.Function):
+    """Logits `[sequence, batch, rows]` as they are, and that of each label, `[sequence, batch]`.
+
+    Backward adds the labels' gradient to that of the logits in place, which the loss has just made
+    and nobody else reads: autograd itself would take three more passes over the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        here = labels - group.rank() * logits.shape[-1]
+        inside = (here >= 0) & (here < logits.shape[-1])
+        index = here.where(inside, 0)[..., None]
+        ctx.save_for_backward(index, inside)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        chosen = logits.gather(-1, index)[..., 0].to(wide).where(inside, 0)
+        if group.size() > 1:
+            all_reduce(chosen, group=group)
+        # Not `logits`, of which autograd would make a view, and the loss may write over it.
+        return logits.detach(), chosen
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
+        index, inside = ctx.saved_tensors
+        own = of_chosen.where(inside, 0).to(gradient.dtype)[..., None]
+        return gradient.scatter_add_(-1, index, own), None, None
 
 
 class DecoderModel(GPTModel):
@@ -61,7 +92,8 @@ class DecoderModel(GPTModel):
 
     Its loss takes `loss_chunk` entries of a rank's vocabulary at a time, or, where that is None,
     all of them: with `fused_loss` by Liger's kernels, which read the logits twice, else in
-    Megatron's own way, a pass over them for every operation.
+    Megatron's own way, a pass over them for every operation. With `z_loss` training gets `[2,
+    batch, sequence]`: the losses, and the squared log-sum-exp of each token's logits.
     """
 
     def __init__(
@@ -70,9 +102,11 @@ class DecoderModel(GPTModel):
         loss_chunk: int | None,
         fused_loss: bool,
         softcap: float | None,
+        z_loss: bool,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
+        self.z_loss = z_loss
         self.loss_chunk = loss_chunk
         self.fused_loss = fused_loss
         if self.post_process and (loss_chunk is not None or softcap is not None):
@@ -97,18 +131,35 @@ class DecoderModel(GPTModel):
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        """As Megatron's, but for the losses `[batch, sequence]` of the last stage."""
+        """As Megatron's, but for the losses of the last stage."""
         if labels is None or self.loss_chunk is None or not self.post_process:
             whole: Tensor = super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *rest, **options
             )
             return whole
-        losses: Tensor = self.output_layer(hidden_states, labels=labels.T, chunk=self.loss_chunk)
-        return losses.T.contiguous()
+        losses, normalizers = self.output_layer(
+            hidden_states, labels=labels.T, chunk=self.loss_chunk
+        )
+        return self._with_squares(losses.T.contiguous(), normalizers.T)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the losses `[batch, sequence]`, float32, of `labels` under `logits` `[sequence,
+        """Return the losses, float32, of `labels` `[batch, sequence]` under `logits` `[sequence,
         batch, rows]`."""
+        if not (self.z_loss and self.training):
+            return self._cross_entropy(labels, logits)
+        # Before the loss, which may write over the logits.
+        logits, chosen = _ChosenLogits.apply(  # type: ignore[no-untyped-call]
+            logits, labels.T, self.pg_collection.tp
+        )
+        losses = self._cross_entropy(labels, logits)
+        return self._with_squares(losses, losses + chosen.T)
+
+    def _with_squares(self, losses: Tensor, normalizers: Tensor) -> Tensor:
+        if not (self.z_loss and self.training):
+            return losses
+        return torch.stack((losses, normalizers.square()))
+
+    def _cross_entropy(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not self.fused_loss:
             whole: Tensor = super().compute_language_model_loss(labels, logits)
             return whole

@@ -163,6 +163,11 @@ def balance(runs: Sequence[RunData]) -> Figure | None:
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
+def z_loss(runs: Sequence[RunData]) -> Figure | None:
+    """Mean squared log-sum-exp of the logits, without the coefficient of the z-loss."""
+    return _one(runs, "train/z_loss", "squared log-sum-exp of the logits", log=True)
+
+
 def penalty(runs: Sequence[RunData]) -> Figure | None:
     """The off-diagonal Gram penalty over the loss."""
     return _one(runs, "penalty/loss_ratio", "Gram penalty / loss", log=True)

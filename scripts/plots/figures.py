@@ -60,6 +60,7 @@ FIGURES = (
     RunFigure("criterion", "Spectral or elementwise?", single=spectra.criterion_map),
     RunFigure("maxvio", "Expert balance", curves.balance),
     RunFigure("penalty", "Gram penalty", curves.penalty),
+    RunFigure("z_loss", "z-loss", curves.z_loss),
 )
 """In the order of the page."""
 

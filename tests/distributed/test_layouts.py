@@ -58,6 +58,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         ROUTED | {"pc__level": 2, "pc__blocks": "[o,expert_gate,expert_up,expert_down]"},
     ),
     "latent attention": ("spectral_sphere", ROUTED | LATENT),
+    "z-loss": ("adamw", {"train__z_loss": 0.05}),
 }
 """Rule and keys of each run."""
 
@@ -76,6 +77,7 @@ FAST: list[Run] = [
     ("tensor 2", "PC layers of AdamW", IN_GRAPH),
     ("tensor 2", "bfloat16", {}),
     ("pipeline 2", "dense", {}),
+    ("pipeline 2", "z-loss", {"train__micro_batch": 1, "train__loss_chunk": 13}),
     ("context 2", "dense", {}),
     ("expert 2", "experts", {}),
     ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
@@ -188,7 +190,7 @@ def compare(
             distance = (weight - expected["units"][unit]).norm()
             assert distance < WEIGHT_TOLERANCE * expected["units"][unit].norm() or narrow, unit
     for step, metrics in expected["logged"].items():
-        for key in (key for key in metrics if key.startswith("penalty/")):
+        for key in (key for key in metrics if key.startswith("penalty/") or "z_loss" in key):
             found = results[0]["logged"][step][key]
             # Another order of sums in float32.
             assert found == pytest.approx(metrics[key], rel=2e-3, abs=1e-6), (step, key)

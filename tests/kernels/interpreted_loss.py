@@ -22,9 +22,9 @@ SMALL = {
 PLAIN = {"train__fused_loss": "null", "train__compile": "null"}
 FUSED = {"train__fused_loss": "liger", "train__compile": "aot_eager"}
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({}, {}),
-    ({"tensor": 2}, {}),
-    ({"pipeline": 2}, {}),
+    ({}, {"train__z_loss": 0.01}),
+    ({"tensor": 2}, {"train__z_loss": 0.01}),
+    ({"pipeline": 2}, {"train__z_loss": 0.01}),
     ({"expert": 2}, MIXTURE),
 ]
 

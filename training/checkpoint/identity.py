@@ -21,6 +21,8 @@ from training.data.token_bytes import tokenizer_file
 SHOWN: Final = 6
 OF_STATE: Final = re.compile(r".*\.rule|qkv_units|split_gate_up|momentum_dtype|pc\.(blocks|roles)")
 """Keys that decide what a checkpoint has beside the weights."""
+OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
+"""Keys of the train section that results depend on; the schedule has the steps."""
 BACKENDS: Final = {"attention_backend", "moe.backend"}
 """Keys of the model section that choose an implementation and change no result."""
 
@@ -85,7 +87,7 @@ def settings(config: Config) -> Identity:
         "model": model,
         "optimizer": optimizer,
         "schedule": {**asdict(config.schedule), "steps": config.train.steps},
-        "train": {key: asdict(config.train)[key] for key in ("global_batch", "precision", "fp8")},
+        "train": {key: asdict(config.train)[key] for key in OF_TRAIN},
     }
 
 

@@ -285,6 +285,10 @@ class TrainConfig(Section):
     """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
     the engine's, one pass per operation. auto is liger on a GPU if liger-kernel is installed and
     `loss_chunk` is null."""
+    z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    """Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (PaLM: 1e-4),
+    which is added to the loss that is minimised. `train/loss` and validation are without it,
+    `train/z_loss` is the mean without the coefficient. 0 = none."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
     """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
     aot_eager captures the same graphs, for debugging; null does not compile. auto is inductor on a

@@ -34,6 +34,7 @@ def folder(shared_folder):
         "run__dir": f"{folder}/pc",
         "run__name": "a <b>",
         "pc__level": 4,
+        "train__z_loss": 1e-3,
         "gram_penalty__horizon": 1.0,
         "monitors__interval": 2,
         "monitors__groups": "[weights,gradients,updates,noise,activations,attention,spectra]",

@@ -18,7 +18,7 @@ from training.config import group_of, load_config
 from training.config.binding import bind
 from training.config.optimizer import GROUPS
 from training.control.guard import NonFiniteError
-from training.evaluate import mean_loss, mean_over_sets
+from training.evaluate import as_batch, mean_loss, mean_over_sets
 from training.run import train
 
 
@@ -120,6 +120,37 @@ def test_validation_is_the_mean_over_every_window(folder, world):
     assert len(losses) == 7
     ours = mean_loss(trainer.model, world, validation, micro_batch=2)
     assert ours == pytest.approx(sum(losses) / 7, rel=1e-6)
+
+
+def test_a_z_loss_is_a_figure_of_its_own(folder, world):
+    """It moves the weights; `train/loss` and validation are those of the same weights without."""
+    first, steps = {}, {}
+    for z_loss in (0.0, 0.1):
+        config = tiny_config(
+            folder, "adamw", train__z_loss=z_loss, train__exit_step=2, log__interval=1
+        )
+        data, validation = build_data(config)
+        trainer = build_trainer(config, world, data, validation)
+        logits = torch.cat(
+            [trainer.model.chunks[0](b["tokens"], None, None) for b in first_batches(trainer)]
+        )
+        square = logits.logsumexp(-1).square().mean().item()
+        steps[z_loss] = {}
+        trainer.report = lambda m, step, found=steps[z_loss]: found.update({step: m})
+        first[z_loss] = trainer.evaluate()
+        trainer.run()
+    plain, with_z = steps[0.0], steps[0.1]
+    assert first[0.0] == first[0.1]
+    assert with_z[1]["train/loss"] == plain[1]["train/loss"]
+    assert with_z[1]["train/z_loss"] == pytest.approx(square, rel=1e-6)
+    assert with_z[2]["train/loss"] != plain[2]["train/loss"]
+    assert with_z[2]["train/z_loss"] < with_z[1]["train/z_loss"] and "train/z_loss" not in plain[1]
+
+
+def first_batches(trainer):
+    """The micro-batches of the first step."""
+    batches = trainer.make_batches(Progress())
+    return [as_batch(next(batches), trainer.groups) for _ in range(trainer.microbatches)]
 
 
 def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):

@@ -138,7 +138,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model__rope_base": 5e4}, "its model: rope_base was 10000.0, is 50000.0"),
     "optimizer": ({"optimizer__matrix__lr": 0.5}, "its optimizer: matrix.lr was 0.003, is 0.5"),
     "schedule": ({"train__steps": 8}, "its schedule: steps was 4, is 8"),
-    "train": ({"train__global_batch": 4}, "its train: global_batch was 8, is 4"),
+    "train": ({"train__z_loss": 1e-4}, "its train: z_loss was 0.0, is 0.0001"),
 }
 
 

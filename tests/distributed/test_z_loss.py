@@ -1,0 +1,58 @@
+"""The z-loss on any layout and in any micro-batches is that of one process by autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel.comm.groups import Groups
+from tests.distributed.z_loss_workers import LENGTH, SAMPLES
+from tests.families import tiny_model
+from tests.launch import run_on_ranks
+from tests.models import tokens_of
+from tests.stepped_models import assign_matrices, parallel_model
+
+Z = 0.3
+CASES = [{"loss_chunk": chunk, "micro_batch": size} for chunk in (None, 7) for size in (1, 2)]
+LAYOUTS: list[dict[str, int]] = [
+    {},
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"context": 2},
+]
+# Weights and sums are float64, but the engine computes token losses in float32, as we do means.
+TOLERANCE = 1e-6
+
+
+@pytest.fixture
+def expected(world: Groups) -> dict[str, Any]:
+    """By autograd, of the logits of one process."""
+    model = parallel_model(
+        tiny_model("gemma2"), world, assign_matrices("adamw"), sequence_length=LENGTH
+    )
+    tokens, labels = tokens_of(SAMPLES, LENGTH, 60)
+    model.sum_in_products(False)
+    logits = model.chunks[0](tokens, torch.arange(LENGTH).expand_as(tokens), None)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    square = logits.logsumexp(-1).square().mean()
+    names, parameters = zip(*model.parameters.items(), strict=True)
+    found = torch.autograd.grad(loss + Z * square, parameters)
+    whole = {p: g.reshape(q.shape) for p, q, g in zip(names, parameters, found, strict=True)}
+    gradients = {unit.name: unit.view(whole[unit.parameter]).reshape(unit.shape)
+                 for unit in model.units}  # fmt: skip
+    return {"means": torch.stack((loss, square)).detach(), "gradients": gradients}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["data 2", "tensor 2", "pipeline 2", "context 2"])
+def test_layouts_equal_autograd(layout: dict[str, int], expected: dict[str, Any]) -> None:
+    arguments = {"layout": layout, "cases": CASES, "z_loss": Z}
+    for results in run_on_ranks(2, "tests.distributed.z_loss_workers", "gradients", arguments):
+        for case, result in zip(CASES, results, strict=True):
+            torch.testing.assert_close(
+                result["means"], expected["means"], rtol=TOLERANCE, atol=0, msg=str(case)
+            )
+            for name, gradient in result["gradients"].items():
+                wanted = expected["gradients"][name]
+                error = (gradient - wanted).norm() / wanted.norm()
+                assert error < TOLERANCE, (case, name)
