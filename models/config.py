@@ -144,6 +144,9 @@ class ModelConfig(Section):
     """Number of token ids; null = taken from the data manifest."""
     vocab_multiple: Rows = 128
     """Embedding and head rows are padded up to a multiple of this."""
+    tie_embeddings: bool = False
+    """Whether the output head is the embedding itself, one matrix of role embedding: optimizer.head
+    and init.head_std have no effect then."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
     norm_epsilon: Positive = 1e-5
@@ -178,6 +181,9 @@ class ModelConfig(Section):
         yield "heads", uneven, f"must divide hidden = {self.hidden}, got {heads} (or set head_dim)"
         odd = not uneven and self.rotary_size % 2
         yield "head_dim", odd, f"must be even for rotary positions, got {self.rotary_size}"
+        if self.tie_embeddings:
+            unused = ignored(self.init, "head_std", when="with model.tie_embeddings true")
+            yield from ((f"init.{key}", wrong, rule) for key, wrong, rule in unused)
         dense = moe is not None and moe.dense_layers >= self.layers
         yield "moe.dense_layers", dense, f"must be below layers = {self.layers}"
 

@@ -218,17 +218,23 @@ def decoder_units(
     """Return the units of a chunk on one rank, in forward order.
 
     With `post_norms` attention and feed-forward block are each followed by a norm. The gains of
-    norms begin with `gain_start`.
+    norms begin with `gain_start`. A tied embedding is one unit; a chunk with the head alone holds a
+    copy of it in the head's parameter.
     """
 
     def gain(name: str) -> Unit:
         return gain_unit(name, model.hidden, start=gain_start)
 
-    def vocabulary(role: str) -> Unit:
+    def vocabulary(role: str, tied_stage: Literal["first", "last"] | None = None) -> Unit:
         shape = (model.padded_vocab, model.hidden)
-        return matrix_unit(role, role, role, shape, split.tensor_size, 0)
+        unit = matrix_unit(role, role, role, shape, split.tensor_size, 0)
+        parameter = "head" if tied_stage == "last" else role
+        return replace(unit, parameter=parameter, tied_stage=tied_stage)
 
-    units = [vocabulary("embedding")] if chunk.embedding else []
+    tied = model.tie_embeddings
+    units = []
+    if chunk.embedding:
+        units.append(vocabulary("embedding", "first" if tied and not chunk.head else None))
     attention = attention_units if model.latent is None else latent_attention_units
     for layer in chunk.layers:
         prefix = f"layers.{layer}."
@@ -249,5 +255,9 @@ def decoder_units(
         if post_norms:
             units.append(gain(prefix + "post_mlp_norm"))
     if chunk.head:
-        units += [gain("final_norm"), vocabulary("head")]
+        units.append(gain("final_norm"))
+        if not tied:
+            units.append(vocabulary("head"))
+        elif not chunk.embedding:
+            units.append(vocabulary("embedding", "last"))
     return units

@@ -230,7 +230,7 @@ def assemble(
         max_sequence_length=sequence_length,
         pre_process=chunk.embedding,
         post_process=chunk.head,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_base,
         vp_stage=virtual_stage,

@@ -110,8 +110,8 @@ class Family:
             qkv_units=qkv_units,
             split_gate_up=split_gate_up,
         )
-        *matrices, head = dict.fromkeys(unit.role for unit in units if unit.is_matrix)
-        return [*matrices, "gain", head]
+        roles = sorted(units, key=lambda unit: (unit.role == "head", not unit.is_matrix))
+        return list(dict.fromkeys(unit.role for unit in roles))
 
     @property
     def code(self) -> Any:

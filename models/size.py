@@ -33,13 +33,15 @@ def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
     """Return the size of `model` and the training FLOPs of one token in a sequence of
     `sequence_length`.
 
-    Forward and backward of every active matrix but the embedding (a lookup): 6 FLOPs per element.
+    Forward and backward of every active matrix but an embedding that is not tied to the head (a
+    lookup): 6 FLOPs per element.
     Causal attention scores and their values: 6 * heads * (key + value size) per layer and key, of
     those keys alone that the mask lets through.
     """
     units = all_units(model)
     active = active_by_role(model, units)
-    matrices = sum(n for role, n in active.items() if role not in ("embedding", "gain"))
+    vectors_and_lookups = ("gain",) if model.tie_embeddings else ("embedding", "gain")
+    matrices = sum(n for role, n in active.items() if role not in vectors_and_lookups)
     head = model.head_size + model.value_head_size
     keys = sum(mean_keys(model, layer, sequence_length) for layer in range(model.layers))
     attention = 6 * model.heads * head * keys

@@ -42,6 +42,8 @@ class Unit:
                  sequence parallelism too (gamma of a cut PC layer)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
     start        what every element of a unit without draws begins with
+    tied_stage   of an embedding that is also the head, where pipeline stages hold a copy each:
+                 whether this copy is that of the first or of the last stage; else None
     domain       which ranks hold copies: those of the data-parallel group (dense) or those of the
                  expert-data-parallel group (expert, a routed expert's matrix)
     """
@@ -58,7 +60,13 @@ class Unit:
     whole_gradient: bool = False
     draws: tuple[tuple[str, int], ...] = ()
     start: float = 1.0
+    tied_stage: Literal["first", "last"] | None = None
     domain: Literal["dense", "expert"] = "dense"
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another pipeline stage counts, saves and reports it."""
+        return self.tied_stage == "last"
 
     @property
     def shape(self) -> tuple[int, ...]:

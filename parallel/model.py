@@ -83,7 +83,8 @@ class ParallelModel:
     def reports(self, unit: Unit) -> bool:
         """Return whether this rank, which holds a unit or a part of it, is to report it."""
         domain = self.domain_of(unit)
-        return domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
+        first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
+        return first and not unit.is_copy
 
     def gradient(self, unit: Unit) -> Tensor:
         """View of the accumulated gradient of this rank's piece of `unit`, float32 or wider."""
@@ -386,6 +387,7 @@ def build_domain(
         domain,
         comm_volume,
         tensor_sums=[unit for unit in own_units if unit.summed_over_tensor(sequence)],
+        tied=[unit for unit in own_units if unit.tied_stage],
         overlap=options.overlap_reduce,
     )
     return DomainModel(domain, units, buffers, reducer, comm_volume)

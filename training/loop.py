@@ -18,7 +18,7 @@ from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.ieee_products import ieee_products
 from training.checkpoint.progress import Progress
 from training.config import Config
-from training.config.optimizer import GROUPS
+from training.config.optimizer import groups_of
 from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.control.penalty_schedule import GramPenalty
 from training.data.order import TrainingData, ValidationData, Windows
@@ -352,7 +352,8 @@ class Trainer:
         train = self.config.train
         factor = learning_rate_factor(step - 1, train.steps, self.config.schedule)
         optimizer = self.config.optimizer
-        rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in GROUPS}
+        groups = groups_of(self.config.model)
+        rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
         return {
             "train/loss": result.loss.item(),
             **({} if result.z_loss is None else {"train/z_loss": result.z_loss.item()}),

@@ -66,7 +66,8 @@ from training.run_log import RunLog, write_failure
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
     """Return, for each matrix of the whole model, the global rank of its owner; collective."""
     gathered = from_all(dict(optimizer.owners))
-    return {name: rank for owners in gathered for name, rank in owners.items()}
+    # The first stage's of a tied embedding, of which the last stage steps a copy.
+    return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Head(ColumnParallelLinear):
             hidden = copy_to_tensor_model_parallel_region(input_, group=group)
         losses, normalizers = losses_and_normalizers(
             hidden.flatten(0, 1),
-            self.weight,
+            self.weight if weight is None else weight,
             labels.flatten() - group.rank() * self.output_size_per_partition,
             chunk=chunk,
             group=group if group.size() > 1 else None,
@@ -117,6 +117,8 @@ class DecoderModel(GPTModel):
                 init_method=self.config.init_method,
                 bias=False,
                 gather_output=not self.parallel_output,
+                skip_weight_param_allocation=self.pre_process
+                and self.share_embeddings_and_output_weights,
                 tp_group=self.pg_collection.tp,
                 softcap=softcap,
             )
@@ -137,10 +139,17 @@ class DecoderModel(GPTModel):
                 hidden_states, input_ids, position_ids, labels, *rest, **options
             )
             return whole
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
         losses, normalizers = self.output_layer(
-            hidden_states, labels=labels.T, chunk=self.loss_chunk
+            hidden_states, weight, labels=labels.T, chunk=self.loss_chunk
         )
         return self._with_squares(losses.T.contiguous(), normalizers.T)
+
+    def _is_in_embd_group(self) -> bool:
+        """Return False, so that the engine sends no initial weights between the stages of a tied
+        embedding: they are drawn by its name, the same on both."""
+        return False
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the losses, float32, of `labels` `[batch, sequence]` under `logits` `[sequence,

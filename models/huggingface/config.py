@@ -56,7 +56,7 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.query_groups,
         "rms_norm_eps": model.norm_epsilon,
         "attention_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": model.tie_embeddings,
         # transformers 5 reads the second form, 4 the first; either silently takes 10000 without.
         "rope_theta": model.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
@@ -89,6 +89,7 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": settings.get("head_dim"),
         "ffn": settings["intermediate_size"],
         "vocab_size": settings["vocab_size"],
+        "tie_embeddings": bool(settings.get("tie_word_embeddings")),
         "rope_base": float(rope.get("rope_theta", 10000.0)),
         "norm_epsilon": settings["rms_norm_eps"],
     }
@@ -129,14 +130,13 @@ def config_json(
 def differences(wanted: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting of `wanted` (`model_settings`) that differs in `theirs`.
 
-    `theirs` is a config.json with transformers' defaults filled in. Tied embeddings are no
-    difference: they are two equal copies.
+    `theirs` is a config.json with transformers' defaults filled in.
     """
     causal = {key: value for key, value in CAUSAL.items() if theirs.get(key) is not None}
     return [
         f"{key} is {theirs.get(key)!r}, the config's model has {value!r}"
         for key, value in {**wanted, **causal}.items()
-        if key not in (*ROPE_KEYS, "tie_word_embeddings") and theirs.get(key) != value
+        if key not in ROPE_KEYS and theirs.get(key) != value
     ] + _rope_differences(wanted, theirs)
 
 

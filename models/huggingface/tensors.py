@@ -89,7 +89,8 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
             yield from _mixture(model, moe, ours, theirs + "mlp.")
         yield from norm(layer, "post_mlp_norm")
     yield _gain("final_norm", "model.norm.weight", model.hidden)
-    yield _vocabulary(model, "head", "lm_head.weight")
+    if not model.tie_embeddings:
+        yield _vocabulary(model, "head", "lm_head.weight")
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> TheirTensor:

@@ -220,7 +220,7 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
         if cut is not None:
             offset[cut] += tensor.rank * axes[cut]
         value = flat.narrow(0, position, prod(sizes)).view(sizes)
-        written = not unit.replicated or tensor.rank == 0
+        written = not unit.is_copy and (not unit.replicated or tensor.rank == 0)
         yield Part(key, value, unit.axes, tuple(offset), written)
         position += value.numel()
 
@@ -270,8 +270,8 @@ def _in_graph(model: ParallelModel) -> Iterator[Part]:
 def _matrices(domain: DomainOptimizer) -> Iterator[Part]:
     """State of the matrices that this rank owns."""
     for stack in domain.stacks:
-        for key, _, value in stack.saved():
-            yield _whole(key, value)
+        for key, transfer, value in stack.saved():
+            yield _whole(key, value, not transfer.unit.is_copy)
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
@@ -292,7 +292,8 @@ def _counters(domain: DomainOptimizer) -> Iterator[Part]:
         if key not in seen:  # spans of a unit ascend, so this is the first
             seen.add(key)
             other_piece = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
-            yield _whole(key, value.clone(), not other_piece and span.piece_start == 0)
+            copy = other_piece or unit.is_copy
+            yield _whole(key, value.clone(), not copy and span.piece_start == 0)
 
 
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, Part]) -> Iterator[str]:

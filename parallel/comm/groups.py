@@ -43,6 +43,8 @@ class Domain:
     replicas   the ranks that hold copies: gradients are reduced and state is sharded over them
     stage      tensor x replicas; a rank's number is its tensor rank + tensor size x replica rank
     divisor    the number by which a summed gradient becomes the mean over the global batch
+    ends       the two ranks, of the first and of the last pipeline stage, with the copies of this
+               rank's piece of a tied embedding; None on other stages and without stages
     """
 
     name: str
@@ -50,6 +52,7 @@ class Domain:
     replicas: Axis
     stage: Axis
     divisor: int
+    ends: Axis | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,7 @@ def _groups(
             replicas,
             Axis.of(state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
             divisor,
+            _ends(layout),
         ),
         experts=Domain(
             "expert",
@@ -273,6 +277,13 @@ def _groups(
         store=store,
         device=device,
     )
+
+
+def _ends(layout: Layout) -> Axis | None:
+    """Make the axis of the first and the last pipeline stage, None between them."""
+    if layout.pipeline == 1 or not parallel_state.is_rank_in_embedding_group():
+        return None
+    return Axis.of(parallel_state.get_embedding_group())
 
 
 def abort() -> None:

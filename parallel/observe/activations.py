@@ -147,7 +147,8 @@ class ActivationWatch:
         done = set()
         for part in self.model.domains:
             for unit in part.units:
-                watched = unit.layer is None or unit.layer in layers
+                # The head that is the embedding has no figures of its inputs, on any layout.
+                watched = unit.layer in layers or (unit.layer is None and not unit.is_copy)
                 if unit.is_matrix and watched and unit.parameter not in done:
                     done.add(unit.parameter)
                     module = module_of[id(self.model.parameters[unit.parameter])]

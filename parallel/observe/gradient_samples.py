@@ -88,4 +88,7 @@ class GradientSamples:
         all_reduce_(samples, part.domain.replicas, CommVolume(), "samples")
         if any(unit.parameter == name for unit in part.reducer.tensor_sums):
             all_reduce_(samples, part.domain.tensor, CommVolume(), "samples")
+        if any(unit.parameter == name for unit in part.reducer.tied):
+            assert part.domain.ends is not None
+            all_reduce_(samples, part.domain.ends, CommVolume(), "samples")
         return samples

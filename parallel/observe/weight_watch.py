@@ -54,6 +54,8 @@ def check_replicas(model: ParallelModel) -> None:
         problems += different(
             {name: value for name, value in copied.items() if name in whole}, part.domain.tensor
         )
+        tied = {u.name: copied[u.parameter] for u in part.units if u.tied_stage}
+        problems += different(tied, part.domain.ends)
     problems += different(
         dict(named_buffers(model.chunks, model.parameters)), model.domains[0].domain.stage
     )
@@ -69,9 +71,9 @@ def summary_of_all(findings: Iterable[str]) -> str:
     return ", ".join(of_all[:SHOWN]) + more
 
 
-def different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:
+def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
     """Return the names whose tensors differ between ranks of the axis."""
-    if axis.size == 1 or not tensors:
+    if axis is None or axis.size == 1 or not tensors:
         return []
     hashes = torch.stack([bit_hash(value) for value in tensors.values()])
     # The complement reverses the order, also of the smallest integer, which has no negative.

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from models.units import Unit
 from parallel.comm.groups import Domain
 from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
@@ -45,7 +46,7 @@ class Region:
     """A contiguous range of this rank's shard of a bucket whose elements share one assignment.
 
     start     within the shard
-    counted   whether this rank counts it in the gradient norm; replicated gains count once
+    counted   whether this rank counts it in the gradient norm, where each element counts once
     state     elementwise state of the rule, `[1, length]` each
     report    figures of the last step of an elementwise rule, `[1]` each
     """
@@ -275,13 +276,13 @@ class DomainOptimizer:
         first = rank * shard.numel()
         bucket_layout = self.buffers.bucket_layout
         parts = [
-            (span.start - first, span.length, self.assign(unit), unit.replicated)
+            (span.start - first, span.length, self.assign(unit), self._counts(unit))
             for unit in self.model.units
             if bucket_layout.slots[unit.parameter][0].index == bucket
             if self.assign(unit).pc is None
             for span in bucket_layout.shard_spans(unit, rank)
         ]
-        for start, length, assigned, replicated in joined(parts):
+        for start, length, assigned, counted in joined(parts):
             weight = shard.narrow(0, start, length)[None]
             rule = assigned.rule
             if rule.whole_matrix:
@@ -291,8 +292,11 @@ class DomainOptimizer:
                 }
             else:
                 state = rule.init_state(weight)
-            counted = not replicated or self.domain.tensor.rank == 0
             yield Region(bucket, start, length, assigned, counted, state)
+
+    def _counts(self, unit: Unit) -> bool:
+        """Whether this rank counts its part of a unit, of which other ranks may hold copies."""
+        return not unit.is_copy and (not unit.replicated or self.domain.tensor.rank == 0)
 
 
 def accumulate_(
@@ -306,14 +310,14 @@ def accumulate_(
 
 
 Part = tuple[int, int, Assignment, bool]
-"""`(start, length, assignment, replicated)` of a contiguous range of a shard."""
+"""`(start, length, assignment, counted)` of a contiguous range of a shard."""
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Sort `parts` by start and join neighbours that touch and are treated the same."""
     result: list[Part] = []
-    for start, length, assigned, replicated in sorted(parts, key=lambda part: part[0]):
-        kind = assigned, replicated
+    for start, length, assigned, counted in sorted(parts, key=lambda part: part[0]):
+        kind = assigned, counted
         if result and result[-1][0] + result[-1][1] == start and result[-1][2:] == kind:
             start, length = result[-1][0], result.pop()[1] + length
         result.append((start, length, *kind))

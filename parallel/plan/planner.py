@@ -20,6 +20,7 @@ from parallel.plan.domain import DomainPlan, Owners
 from parallel.plan.memory import Memory, stage_activations
 from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
+from parallel.storage.gradients import TIED_SUM
 from parallel.storage.stage_units import declare_stage_units
 from spectral.sharded.placement import Placement, place
 
@@ -75,6 +76,7 @@ class StagePlan:
             gradients=self.reduced,
             weights=self.gathered,
             exchanged=self.sent["exchange in"] + self.sent["exchange out"],
+            tied=self.sent.get(TIED_SUM, 0),
         )
 
     @property
@@ -184,6 +186,9 @@ def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
             of_domain = planned.reduced if kind == "reduce-scatter" else planned.gathered
             across = sum(shape.links(d).ring_across * size for d, size in of_domain.items())
             traffic.append(Traffic(kind, size, 0, shape.links("dense"), across / max(size, 1)))
+        elif kind == TIED_SUM:
+            links = shape.links("pipeline")
+            traffic.append(Traffic(kind, size, 1, links, links.ends_across))
         elif size:
             links = shape.links("stage")
             traffic.append(Traffic(kind, size, 0, links, links.all_to_all_across))
@@ -224,6 +229,10 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
     ranks = inputs.stage_ranks * inputs.pipeline
     # A sum over all ranks of two numbers of 4 bytes: the square of the norm, and refusals.
     sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 8 * (ranks - 1) // ranks)
+    tied = [(unit, 4) for unit in units[0] if unit.tied_stage]
+    if tied:  # of two ranks, each of which sends its shard
+        shards = domains["dense"].domain.bucket_layout.shard_elements(tied)
+        sent[TIED_SUM] = np.repeat(shards, inputs.tensor)
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
     kept = np.sum([part.kept for part in parts], axis=0)

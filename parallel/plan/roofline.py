@@ -64,6 +64,11 @@ class Links:
         """Share of an all-to-all's bytes that leave a node, if every rank gets equally many."""
         return (self.size - self.per_node) / (self.size - 1) if self.size > 1 else 0.0
 
+    @property
+    def ends_across(self) -> float:
+        """Share of the bytes between the first and the last rank that leave a node."""
+        return float(self.per_node < self.size)
+
     def seconds(self, size: float, across: float, calls: float = 1.0) -> float:
         """Seconds of `calls` collectives in which a rank sends `size` bytes in all.
 

@@ -105,7 +105,7 @@ class StepTime:
     forward, backward, recompute   of computing, all micro-batches
     activations   of sending activations
     bubble        waiting for other stages
-    gradients     reduce-scatters that the backward pass does not hide
+    gradients     reduce-scatters that the backward pass does not hide, and a tied embedding's sum
     weights       all-gathers that the forward pass does not hide
     exchange      momentum to owners and updates back
     optimizer     of the rules
@@ -135,6 +135,7 @@ class OptimizerLoad:
     elements   of its shards
     gradients, weights   bytes reduced and gathered over the replicas of each domain
     exchanged  bytes of momentum and updates between owners and shards
+    tied       bytes of a tied embedding's gradient between the first and the last stage
     """
 
     flops: float
@@ -142,6 +143,7 @@ class OptimizerLoad:
     gradients: Mapping[Replicas, float]
     weights: Mapping[Replicas, float]
     exchanged: float = 0.0
+    tied: float = 0.0
 
 
 def layer_elements(shape: StepShape, layer: int) -> float:
@@ -210,7 +212,8 @@ def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
             experts += number * local * weights.expert_elements(inputs.expert_tensor)
     for chunk in shape.chunks(stage):
         vocabulary = model.padded_vocab // inputs.tensor * model.hidden
-        dense += (chunk.embedding + chunk.head) * vocabulary
+        once = model.tie_embeddings and chunk.embedding and chunk.head
+        dense += (chunk.embedding + chunk.head - once) * vocabulary
     return dense, experts
 
 
@@ -282,7 +285,7 @@ def optimizer_parts(
     shape: StepShape, time: StageTime, load: OptimizerLoad
 ) -> tuple[float, float, float, float]:
     """Return the seconds of gradients, weights, exchange and optimizer of one stage."""
-    device, stage = shape.device, shape.links("stage")
+    device, stage, pipeline = shape.device, shape.links("stage"), shape.links("pipeline")
 
     def ring(sizes: Mapping[Replicas, float]) -> float:
         links = {domain: shape.links(domain) for domain in sizes}
@@ -291,7 +294,7 @@ def optimizer_parts(
     reduced, gathered = ring(load.gradients), ring(load.weights)
     groups = shape.inputs.step_groups or default_step_groups(int(load.elements))
     return (
-        max(0.0, reduced - time.backward),
+        max(0.0, reduced - time.backward) + pipeline.seconds(load.tied, pipeline.ends_across),
         max(0.0, gathered - time.forward),
         stage.seconds(load.exchanged, stage.all_to_all_across, 2.0 * groups),
         load.flops / (device.efficiency * device.peak[shape.inputs.rule_operands])

@@ -10,7 +10,8 @@ owner   order and padding are such that no unit of a whole-matrix rule is cut, s
         it whole after the reduce-scatter; elements of elementwise rules may be cut anywhere
 
 If all units of a parameter are PC layers, their owners keep W, and the shards are not stepped. Such
-parameters have buckets of their own, whose shards need no float32 master.
+parameters have buckets of their own, whose shards need no float32 master. So has an embedding that
+two pipeline stages hold, whose shards are then the same on both.
 
 Everything here is a pure function of the units' shapes, the same on every rank.
 """
@@ -246,6 +247,7 @@ class BucketPlanner:
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
         """Lay out the parameters that hold `units`, which are in forward order."""
         contents = bucket_parameters(units, join_layers=self.storage == "owner")
+        contents = set_apart(contents, {unit.parameter for unit in units if unit.tied_stage})
         by_parameter = grouped(units, lambda unit: unit.parameter)
         kept, narrow = self.preconditioned, self.parameter_bytes < 4
         by_owners = {

@@ -3,14 +3,18 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from models.units import Unit
 from parallel.comm.collectives import CommVolume, Pending, all_reduce_, reduce_scatter_
-from parallel.comm.groups import Domain
+from parallel.comm.groups import Axis, Domain
 from parallel.storage.buffers import Buffers
+
+TIED_SUM: Final = "sum of a tied embedding"
+"""Kind of communication between the first and the last pipeline stage."""
 
 Observer = Callable[[str, Tensor], None]
 """Called with a parameter's name and its gradient of one micro-batch."""
@@ -26,6 +30,8 @@ class GradientReducer:
     observers     by name, what is called with each micro-batch's gradient of each parameter
     tensor_sums   units whose gradient is a sum over tensor-parallel ranks: the gains under sequence
                   parallelism, where each rank sees its part of the sequence
+    tied          a tied embedding of which another pipeline stage holds a copy: its gradient is the
+                  sum of those of both, over `domain.ends`
     """
 
     def __init__(
@@ -36,12 +42,13 @@ class GradientReducer:
         comm_volume: CommVolume,
         *,
         tensor_sums: Sequence[Unit] = (),
+        tied: Sequence[Unit] = (),
         overlap: bool = True,
     ) -> None:
         self.buffers = buffers
-        self.tensor = domain.tensor
-        self.divisor = domain.divisor
+        self.domain = domain
         self.tensor_sums = tensor_sums
+        self.tied = tied
         self.overlap = overlap
         self.comm_volume = comm_volume
         self._names = [{slot.parameter for slot in b.slots} for b in buffers.bucket_layout.buckets]
@@ -73,9 +80,10 @@ class GradientReducer:
         self._handles.clear()
         self._pending = [set(names) for names in self._names]
         for flat in self.buffers.gradients:
-            if self.divisor > 1:
-                self.buffers.shard(flat).div_(self.divisor)
-        self._sum_over_tensor_ranks()
+            if self.domain.divisor > 1:
+                self.buffers.shard(flat).div_(self.domain.divisor)
+        for axis, kind, parts in self._partial:
+            self._sum(axis, kind, parts)
 
     def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
@@ -98,17 +106,24 @@ class GradientReducer:
         )
 
     @cached_property
-    def _partial(self) -> list[Tensor]:
-        """What this rank's shards hold of gradients that are partial sums, views."""
+    def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
+        """What this rank's shards hold of gradients that are partial sums, views: over which ranks,
+        as what it is counted, and the views."""
         layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
-        spans = [span for unit in self.tensor_sums for span in layout.shard_spans(unit, rank)]
-        return [self.buffers.gradients[s.bucket].narrow(0, s.start, s.length) for s in spans]
+        partial = []
+        for axis, kind, units in (
+            (self.domain.tensor, "tensor-parallel sum of gradients", self.tensor_sums),
+            (self.domain.ends, TIED_SUM, self.tied),
+        ):
+            spans = [span for unit in units for span in layout.shard_spans(unit, rank)]
+            if axis is not None and axis.size > 1 and spans:
+                flats = self.buffers.gradients
+                parts = [flats[s.bucket].narrow(0, s.start, s.length) for s in spans]
+                partial.append((axis, kind, parts))
+        return partial
 
-    def _sum_over_tensor_ranks(self) -> None:
-        """All-reduce this shard's part of the gradients that are partial sums, packed."""
-        if self.tensor.size == 1 or not self._partial:
-            return
-        packed = torch.cat(self._partial)
-        all_reduce_(packed, self.tensor, self.comm_volume, "tensor-parallel sum of gradients")
-        parts = packed.split([part.numel() for part in self._partial])
-        torch._foreach_copy_(self._partial, list(parts))
+    def _sum(self, axis: Axis, kind: str, parts: list[Tensor]) -> None:
+        """All-reduce the parts over an axis, packed."""
+        packed = torch.cat(parts)
+        all_reduce_(packed, axis, self.comm_volume, kind)
+        torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from models.size import model_size
 from training.checkpoint.files import FOLDER, CheckpointInfo
 from training.config import Config
+from training.config.optimizer import groups_of
 from training.report.metrics import read_metrics
 
 HEADER = """---
@@ -60,7 +61,7 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
     yield "tokens", f"{info.meta['progress']['tokens']:,}"
     yield "batch", f"{train.global_batch} sequences of {train.sequence_length} tokens"
     yield "precision", train.precision
-    for group in ("matrix", "embedding", "head", "scalar"):
+    for group in groups_of(config.model):
         each = getattr(config.optimizer, group)
         yield f"{group} weights", f"{each.rule}, lr {each.lr:g}, weight decay {each.weight_decay:g}"
     for role, own in config.optimizer.roles.items():

@@ -73,9 +73,7 @@ def import_model(
     check_same(source, config, settings)
     with ExitStack() as stack:
         files = TheirFiles(source, stack)
-        tensors = files.checked(their_tensors(config.model), settings)
-        if files.tied:
-            print("tied head: imported as a copy of the embedding; the two train apart")
+        tensors = files.checked(their_tensors(config.model), tied=config.model.tie_embeddings)
         check_room(target, 4 * sum(tensor.numel for tensor in tensors))
         folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
         state = folder.path / checkpoint.STATE
@@ -177,26 +175,20 @@ class TheirFiles:
         names = set(content["weight_map"].values())
         return [self.source / Path(name).name for name in sorted(names)]
 
-    def checked(
-        self, tensors: Iterable[TheirTensor], settings: Mapping[str, Any]
-    ) -> list[TheirTensor]:
+    def checked(self, tensors: Iterable[TheirTensor], *, tied: bool) -> list[TheirTensor]:
         """Return `tensors` if the files have exactly these, in their shapes and of one type.
 
-        A head that is tied to the embedding may be missing: it is the embedding. Raises InputError
-        for what is missing, too many, or of another shape or type, and for a tied head that is not
-        the embedding.
+        A head that is `tied` to the embedding may be there too, the same. Raises InputError for
+        what is missing, too many, or of another shape or type, and for a tied head that is not the
+        embedding.
         """
         wanted = {tensor.name: tensor for tensor in tensors}
-        must_be_tied = bool(settings.get("tie_word_embeddings"))
-        self.tied = must_be_tied and HEAD not in self._files
-        if self.tied:
-            self._files[HEAD] = self._files.get(EMBEDDING)
-        missing = [name for name in wanted if self._files.get(name) is None]
+        missing = [name for name in wanted if name not in self._files]
         if missing:
             raise InputError(f"{self.source} has no tensor {named(missing)}")
         kinds = set()
         for name, tensor in wanted.items():
-            part = self._files[name].get_slice(self._stored(name))
+            part = self._files[name].get_slice(name)
             if tuple(part.get_shape()) != tensor.shape:
                 raise InputError(
                     f"{self.source}: {name} must have shape {tensor.shape}, "
@@ -204,7 +196,8 @@ class TheirFiles:
                 )
             if not tensor.buffer:
                 kinds.add(part.get_dtype())
-        more = [name for name in self._files.keys() - wanted if not name.endswith(IGNORED)]
+        known = {*wanted, HEAD} if tied else wanted.keys()
+        more = [name for name in self._files.keys() - known if not name.endswith(IGNORED)]
         if more:
             raise InputError(
                 f"{self.source} has a tensor {named(more)}, which the config's model lacks"
@@ -215,19 +208,16 @@ class TheirFiles:
                 f"got {', '.join(sorted(kinds))}"
             )
         self.dtype = DTYPES[kinds.pop()]
-        same = self.tied or not must_be_tied or torch.equal(self.read(HEAD), self.read(EMBEDDING))
-        if not same:
+        twice = tied and HEAD in self._files
+        if twice and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
             raise InputError(
                 f"{self.source}: tie_word_embeddings is true, so {HEAD} must be {EMBEDDING}"
             )
         return list(wanted.values())
 
-    def _stored(self, name: str) -> str:
-        return EMBEDDING if name == HEAD and self.tied else name
-
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored. Raises InputError if it is not finite."""
-        tensor: Tensor = self._files[name].get_tensor(self._stored(name))
+        tensor: Tensor = self._files[name].get_tensor(name)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{self.source}: {name} must be finite, got NaN or infinity")
         return tensor

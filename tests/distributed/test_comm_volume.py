@@ -21,7 +21,7 @@ RUNS = [
 PENALTY = ("penalty weights", "penalty out", "penalty figures")
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
     "data 2 x tensor 2": (4, {"tensor": 2}, RUNS),
-    "data 2 x pipeline 2": (4, {"pipeline": 2}, RUNS[:2]),
+    "data 2 x pipeline 2": (4, {"pipeline": 2}, [*RUNS[:2], {"model__tie_embeddings": "true"}]),
     "expert tensor 2": (4, {"expert_tensor": 2}, [MIXTURE | RUNS[0]]),
 }
 

@@ -12,18 +12,25 @@ WORKERS = "tests.distributed.gradient_workers"
 MIXTURES = ["moe", "deepseek"]
 DENSE = [family for family in SETTINGS if family not in MIXTURES]
 BALANCING = {"moe": {"sequence_aux_loss": 1e-2, "global_aux_loss": 1e-2, "z_loss": 1e-3}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tied": {"family": "llama", "tie_embeddings": True},
+    "tied gemma2": settings("gemma2") | {"tie_embeddings": True},
+}
+"""Models of a family with other settings."""
+ALL = [*SETTINGS, *VARIANTS]
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
-    "data 2": (2, {}, list(SETTINGS)),
-    "tensor 2 with sequence parallel": (2, {"tensor": 2}, list(SETTINGS)),
+    "data 2": (2, {}, ALL),
+    "tensor 2 with sequence parallel": (2, {"tensor": 2}, ALL),
     # The engine refuses experts there.
-    "tensor 2 without": (2, {"tensor": 2, "sequence": False}, DENSE),
-    "pipeline 2": (2, {"pipeline": 2}, list(SETTINGS)),
-    "context 2": (2, {"context": 2}, list(SETTINGS)),
+    "tensor 2 without": (2, {"tensor": 2, "sequence": False}, [*DENSE, *VARIANTS]),
+    "pipeline 2": (2, {"pipeline": 2}, ALL),
+    "context 2": (2, {"context": 2}, ALL),
     "expert 2": (2, {"expert": 2}, MIXTURES),
     "tensor 2 x expert 2": (2, {"tensor": 2, "expert": 2}, MIXTURES),
     "context 2 x expert 2": (2, {"context": 2, "expert": 2}, MIXTURES),
     "expert tensor 2": (2, {"expert_tensor": 2}, MIXTURES),
     "tensor 2 x context 2": (4, {"tensor": 2, "context": 2}, list(SETTINGS)),
+    "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}, [*VARIANTS]),
     "tensor 2, expert 2 x expert tensor 2": (
         4,
         {"tensor": 2, "expert": 2, "expert_tensor": 2},
@@ -37,6 +44,8 @@ TOLERANCE = 1e-6
 
 def changed(family: str) -> dict[str, Any]:
     """Settings of a tiny model; mixtures have every balancing loss."""
+    if family in VARIANTS:
+        return VARIANTS[family]
     model = settings(family)
     return model | {"moe": model["moe"] | BALANCING["moe"]} if family in MIXTURES else model
 
@@ -50,7 +59,7 @@ def on_ranks(ranks: int, layout: dict[str, int], families: list[str]) -> list[di
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """One process."""
-    return on_ranks(1, {}, list(SETTINGS))[0]
+    return on_ranks(1, {}, ALL)[0]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

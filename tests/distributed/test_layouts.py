@@ -33,8 +33,12 @@ WATCHED = {
     "gram_penalty__horizon": 0.5,
 }
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
+TIED = {"model__tie_embeddings": True, "model__layers": 4}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("muon", WATCHED),
+    "tied": ("muon", WATCHED | TIED),
+    "tied, stepped by Muon": ("muon", TIED | {"optimizer__embedding__rule": "muon"}),
+    "tied, PC layers": ("spectral_sphere", TIED | {"pc__level": 2}),
     "sphere": ("spectral_sphere", {}),
     "PC layers": ("spectral_sphere", {"pc__level": 2}),
     "PC layers of AdamW": ("adamw", {"pc__level": 4}),
@@ -78,6 +82,7 @@ FAST: list[Run] = [
     ("tensor 2", "bfloat16", {}),
     ("pipeline 2", "dense", {}),
     ("pipeline 2", "z-loss", {"train__micro_batch": 1, "train__loss_chunk": 13}),
+    ("pipeline 2", "tied", {}),
     ("context 2", "dense", {}),
     ("expert 2", "experts", {}),
     ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
@@ -92,6 +97,11 @@ SLOW: list[Run] = [
     ("expert 2", "latent attention", {"train__recompute": "selective"}),
     ("expert tensor 2", "experts", {}),
     ("tensor 2, pipeline 2", "sphere", {}),
+    ("tensor 2, pipeline 2", "tied", {"train__loss_chunk": 13}),
+    ("data 2, pipeline 2, virtual 2", "tied", OWNER),
+    ("tensor 2, pipeline 2", "tied, stepped by Muon", {}),
+    ("pipeline 2, virtual 2", "tied, PC layers", {}),
+    ("context 2, pipeline 2", "tied", {}),
     ("expert 2, expert tensor 2", "experts", {}),
 ]
 

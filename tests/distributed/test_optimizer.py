@@ -16,14 +16,15 @@ STEPS = 3
 EVEN, COMPONENT = {"storage": "even"}, {"qkv_units": "component"}
 AT_ONCE = {"overlap_gather": False, "step_groups": 100}
 VARIANTS = [
-    {"rule": "adamw", "pc_level": 4, "model": EVEN},
-    {"rule": "muon", "refused": True},
+    {"rule": "adamw", "pc_level": 4, "model": EVEN, "tied": True},
+    {"rule": "muon", "refused": True, "tied": True},
     {"rule": "muon", "model": {"qkv_units": "group"} | EVEN, "stepped": {"placement": "ping_pong"}},
     {"rule": "muon", "penalised": ["v", "o", "gate"], "model": COMPONENT},
     {"rule": "adamuon"},
-    {"rule": "muon_sphere", "model": {"overlap_reduce": False}, "stepped": AT_ONCE},
+    {"rule": "muon_sphere", "model": {"overlap_reduce": False}, "stepped": AT_ONCE, "tied": True},
     {"rule": "muon_plus_plus", "pc_level": 3, "model": COMPONENT, "stepped": {"step_groups": 1}},
-    {"rule": "spectral_sphere", "model": {"storage": "owner"}},
+    {"rule": "muon_plus_plus", "pc_level": 3, "tied": True},
+    {"rule": "spectral_sphere", "model": {"storage": "owner"}, "tied": True},
     {"rule": "spectral_sphere", "model": EVEN, "layer_factors": [0.37, 2.1], "refused": True},
     {"rule": "spectral_sphere", "pc_level": 2, "penalised": ["q", "o", "down"]},
     {"rule": "adamw", "layer_factors": [0.4, 1.7], "penalised": ["v", "o", "down"]},

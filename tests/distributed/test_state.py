@@ -13,6 +13,7 @@ WORKERS = "tests.distributed.state_workers"
 SPHERE = "spectral_sphere float32"
 RUNS = ["muon_plus_plus float32", "spectral_sphere bfloat16", SPHERE]
 MIXTURE = "spectral_sphere float32 moe"
+TIED = "muon float32 tied"
 ADAMW = "adamw float32"  # counters of heads, which lie whole on one of the tensor ranks
 
 # Layouts by the name that the workers give them.
@@ -43,18 +44,18 @@ def pairs(sources: list[str], runs: list[str]) -> list[tuple[str, str]]:
 
 # By number of ranks, in order: layout, runs to save on it, (saving layout, run) to load on it.
 STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str]]]]]] = [
-    (1, [({}, [*RUNS, MIXTURE], [])]),
+    (1, [({}, [*RUNS, MIXTURE, TIED], [])]),
     (
         2,
         [
             ({}, [SPHERE], []),
             ({"tensor": 2}, [*RUNS, MIXTURE, ADAMW], [*pairs([ONE], RUNS), (DATA, SPHERE)]),
-            ({"pipeline": 2}, [SPHERE], [(TENSOR, SPHERE)]),
+            ({"pipeline": 2}, [SPHERE, TIED], [(TENSOR, SPHERE), (ONE, TIED)]),
             ({"expert": 2}, [MIXTURE], pairs([ONE, TENSOR], [MIXTURE])),
             ({"expert_tensor": 2}, [MIXTURE], [(EXPERT, MIXTURE)]),
         ],
     ),
-    (4, [({"tensor": 2}, [SPHERE], [(PIPELINE, SPHERE)])]),
+    (4, [({"tensor": 2}, [SPHERE], [(PIPELINE, SPHERE), (PIPELINE, TIED)])]),
     (1, [({}, [], [*pairs([TENSOR], [*RUNS, ADAMW]), (FOUR, SPHERE), (CUT, MIXTURE)])]),
 ]
 

@@ -1,6 +1,6 @@
 """What the ranks of the distributed tests run."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,7 @@ def units_after(
     stepped: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     refused: bool = False,
+    tied: bool = False,
     **assigned: Any,
 ) -> dict[str, torch.Tensor]:
     """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
@@ -198,12 +199,14 @@ def units_after(
     The gradients are averaged over ranks like those of a backward pass, each rank's share of the
     mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
     step are returned as if they were one more unit. Where a step is `refused`, the last rank alone
-    does not allow it at first, as with a NaN in its copy of the loss; it is taken again.
+    does not allow it at first, as with a NaN in its copy of the loss; it is taken again. Each stage
+    with a copy of a `tied` embedding has half of its gradient.
 
     stepped, model, assigned   options of `build_optimizer`, `parallel_model`, `assign_matrices`
     """
     assign = assign_matrices(**assigned)
-    parallel = parallel_model(TINY, layout_groups, assign, **(model or {}))
+    tiny = replace(TINY, tie_embeddings=tied)
+    parallel = parallel_model(tiny, layout_groups, assign, **(model or {}))
     declared = parallel.units  # of which the optimizer may make pieces
     optimizer = build_optimizer(parallel, assign, **{"step_groups": 2, **(stepped or {})})
     tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
@@ -211,7 +214,7 @@ def units_after(
     extra = {}
     for step in range(steps):
         for unit in declared:
-            whole = named_gradient(unit, step) * share
+            whole = named_gradient(unit, step) * share / (2 if unit.tied_stage else 1)
             parallel.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
         parallel.finish_gradients()
         if "penalised" in assigned:

@@ -32,6 +32,10 @@ MODELS = {
     ),
     "one expert each": replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, top_k=1, routed_scale=None)),
     "gemma2": GEMMA2,
+    "tied": tiny("llama", tie_embeddings=True),
+    "tied qwen3": tiny("qwen3", tie_embeddings=True),
+    "tied gemma2": replace(GEMMA2, tie_embeddings=True),
+    "tied experts": replace(DEEPSEEK, tie_embeddings=True),
     "no windows": replace(GEMMA2, sliding_window=None),
     "no caps": replace(GEMMA2, attention_softcap=None, final_softcap=None),
     "no windows and caps": replace(

@@ -9,7 +9,7 @@ from operator import attrgetter
 from models.section import shown
 from spectral.rules import RULES
 from spectral.rules.base import undoes_decay
-from training.config.optimizer import GROUPS, GroupConfig
+from training.config.optimizer import GroupConfig, groups_of
 from training.config.schema import Config
 
 
@@ -26,7 +26,8 @@ def without_effect(config: Config) -> Iterator[str]:
 
 def _decays(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
-    places: dict[str, GroupConfig] = {name: getattr(optimizer, name) for name in GROUPS}
+    groups = groups_of(config.model)
+    places: dict[str, GroupConfig] = {name: getattr(optimizer, name) for name in groups}
     places |= {
         f"roles.{role}": optimizer.settings_for(role)
         for role, own in optimizer.roles.items()
@@ -80,7 +81,7 @@ def settings_of_unused_rules(config: Config) -> Iterator[str]:
     """
     optimizer = config.optimizer
     used = {optimizer.settings_for(role).rule for role in optimizer.roles}
-    used |= {getattr(optimizer, group).rule for group in GROUPS}
+    used |= {getattr(optimizer, group).rule for group in groups_of(config.model)}
     for name in RULES.keys() - used:
         rule = optimizer.rule(name)
         default = vars(type(rule)())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
+from models.config import ModelConfig
 from models.layout import QKVUnits
 from models.section import AtLeast0, Check, Positive, Section, problems
 from spectral.rules import RULES, Rule
@@ -21,6 +22,11 @@ GROUPS: Final[tuple[Group, ...]] = get_args(Group)
 ROUTERS: Final = ("router", "shared_router")
 """Roles whose matrices score tokens. AdamW steps them unless a config says otherwise; the published
 code of SSO steps them with SSO."""
+
+
+def groups_of(model: ModelConfig) -> list[Group]:
+    """Return the groups that weights of `model` are in: a tied head is in that of the embedding."""
+    return [group for group in GROUPS if not (group == "head" and model.tie_embeddings)]
 
 
 class MissingRuleError(InvalidConfigError):
@@ -141,9 +147,9 @@ class OptimizerConfig(Section):
     matrix: GroupConfig
     """The matrices of the transformer layers."""
     embedding: GroupConfig
-    """The token embedding."""
+    """The token embedding, which with model.tie_embeddings is the head too."""
     head: GroupConfig
-    """The output head."""
+    """The output head; has no effect with model.tie_embeddings."""
     scalar: GroupConfig
     """Gains of norms, and gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)

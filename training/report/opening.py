@@ -6,6 +6,7 @@ from shlex import quote
 from models.size import model_size
 from spectral.grouped import grouped
 from training.config import Config
+from training.config.optimizer import groups_of
 from training.errors import printable
 
 
@@ -28,8 +29,10 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
         f"{model}, on {layout(config, ranks)}; {train.steps:,} steps of {tokens:,} tokens, "
         f"{short(train.steps * tokens)} in all"
     )
-    groups = {"matrices": optimizer.matrix, "embedding": optimizer.embedding}
-    groups |= {"head": optimizer.head, "gains": optimizer.scalar}
+    names = {"matrix": "matrices", "scalar": "gains"}
+    if config.model.tie_embeddings:
+        names["embedding"] = "embedding and head, which are one"
+    groups = {names.get(g, g): getattr(optimizer, g) for g in groups_of(config.model)}
     rules = grouped(groups, lambda name: (groups[name].rule, groups[name].lr))
     parts = [f"{rule} at {lr:g} for {', '.join(names)}" for (rule, lr), names in rules.items()]
     yield "; ".join(parts)

@@ -1,6 +1,8 @@
 """scripts/convert_hf.py import: the same tensors come back, and training continues with them."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from training.run import train
 
 MODELS = {
     "llama": {},
+    "tied": {"model__tie_embeddings": True},
     "qwen3": {**QWEN3, "optimizer__qkv_units": "fused", "optimizer__split_gate_up": False},
     "gemma2": GEMMA2,
     "deepseek": {**DEEPSEEK, "model__latent__query_rank": 20},
@@ -202,6 +205,7 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
     else:
         settings["tie_word_embeddings"] = True
         (source / "config.json").write_text(json.dumps(settings))
+        config = config_in(tmp_path, tokens, model__tie_embeddings=True)
         wanted = "is true, so lm_head.weight must be model.embed_tokens.weight"
     assert wanted in refused(capsys, source, tmp_path / "imported", config)
 
@@ -229,29 +233,42 @@ def test_the_section_of_the_model_is_written_from_config_json(
     assert main(line) == 2 and "exists" in capsys.readouterr().err
 
 
-def test_a_tied_head_becomes_a_copy(tokens, tmp_path, capsys) -> None:
-    """Gemma 2 is published with tied embeddings."""
-    config = config_in(tmp_path, tokens, **GEMMA2)
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
+    """Gemma 2 is published with tied embeddings. Some files have the head too, the same."""
+    config = config_in(tmp_path, tokens, **GEMMA2, model__tie_embeddings=True)
     source, run, out = (tmp_path / name for name in ("theirs", "imported", "out"))
     tensors = their_model(source, config)
-    del tensors["lm_head.weight"]
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    settings = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    assert "lm_head.weight" not in tensors
+    if twice:
+        head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(tensors | head, source / "model.safetensors", {"format": "pt"})
     assert main(["import", str(source), str(run), "--config", str(config)]) == 0
-    assert "imported as a copy" in capsys.readouterr().out
-    stored = read_checkpoint(run).tensors()
-    assert torch.equal(stored["weight/head"], stored["weight/embedding"])
-    assert not stored["weight/head"][120:].any()
-    assert main(["export", str(run), str(out), "--no-tokenizer"]) == 0
-    ours = load_file(out / "model.safetensors")
-    assert torch.equal(ours["lm_head.weight"], tensors["model.embed_tokens.weight"])
-    tokens = torch.arange(24)[None]
-    with torch.no_grad():
-        tied, copied = (
-            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (source, out)
-        )
-    assert torch.equal(tied, copied)
+    assert not any("head" in name for name in read_checkpoint(run).tensors())
+    start = load_config(config, [f"checkpoint.initialize_from={run}", "train.exit_step=2"])
+    train(start, world)
+    for place in (run, Path(start.run.dir)):
+        assert main(["export", str(place), str(out / place.name), "--no-tokenizer"]) == 0
+        difference = re.search(r"float32 logits[^0-9]*([0-9.e-]+)", capsys.readouterr().out)
+        assert float(difference[1]) < 1e-5
+        assert load_file(out / place.name / "model.safetensors").keys() == tensors.keys()
+        assert json.loads((out / place.name / "config.json").read_text())["tie_word_embeddings"]
+
+
+def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, capsys) -> None:
+    apart = config_in(tmp_path, tokens)
+    source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
+    tied = "tie_word_embeddings is {}, the config's model has {}"
+    their_model(source, apart)
+    line = refused(capsys, source, run, apart, "model.tie_embeddings=true")
+    assert tied.format(False, True) in line
+    shutil.rmtree(source)
+    their_model(source, config_in(tmp_path, tokens, model__tie_embeddings=True))
+    apart = config_in(tmp_path, tokens)
+    assert tied.format(True, False) in refused(capsys, source, run, apart)
+    write = ["--config", str(apart), "--write-config", str(new)]
+    assert main(["import", str(source), str(run), *write]) == 0
+    assert load_config(new).model.tie_embeddings
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "config"])

@@ -9,12 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.config import ModelConfig
-from models.size import all_units
+from models.size import all_units, model_size
 from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments
+from training.build import config_routes
 from training.config import InvalidConfigError, load_config, to_yaml
 from training.config.optimizer import GroupConfig
+from training.report.opening import opening
 
 
 def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:
@@ -101,6 +103,11 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
             "optimizer.roles.q.radius_scaler must be null with rule muon, which keeps no radius",
         ),
         ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
+        (
+            "model={layers: 4, tie_embeddings: true, init: {head_std: 0.1}}",
+            "model.init.head_std must keep its default 0.02, as it has no effect with "
+            "model.tie_embeddings true, got 0.1",
+        ),
         ("train.=1", "an override must be key=value, got 'train.=1'"),
         ("run.name=${run.nam}", "run.nam"),
         ("pc.blocks=[embedding]", "pc.blocks must name one of"),
@@ -335,3 +342,16 @@ def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     assert problems(overlay, "data.train=null") == [
         "data.train must name at least one set, got none"
     ]
+
+
+def test_a_tied_head_is_stepped_as_the_embedding(minimal: Path) -> None:
+    tied = ["model.tie_embeddings=true", "model.vocab_size=100", "optimizer.embedding.lr=2e-3"]
+    config = load_config(minimal, tied)
+    routes = {route.unit: route for route in config_routes(config) if route.role != "gain"}
+    assert "head" not in routes and routes["embedding"].lr == 2e-3
+    assert "at 0.002 for embedding and head, which are one; " in "; ".join(opening(config, 1))
+    sizes = [model_size(replace(config.model, tie_embeddings=tie), 32) for tie in (True, False)]
+    assert sizes[1].parameters - sizes[0].parameters == 128 * 64
+    assert sizes[1].flops_per_token == sizes[0].flops_per_token
+    with pytest.raises(InvalidConfigError, match=r"optimizer.roles must name .*, got 'head'"):
+        load_config(minimal, [*tied, "optimizer.roles.head.lr=1"])
