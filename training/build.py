@@ -234,6 +234,12 @@ def check_device(config: Config, device: torch.device) -> None:
             f"optimizer.distributed.cuda_graph must be false on a {device.type}, which records no "
             "graphs, got true"
         )
+    profile = config.log.profile
+    if profile is not None and profile.memory and device.type != "cuda":
+        raise ConfigError(
+            f"log.profile.memory must be false on a {device.type}, whose memory has no snapshots, "
+            "got true"
+        )
     check_kernels(device)
 
 

@@ -32,6 +32,7 @@ from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics
 from training.samples import Sampler
 from training.schedule import learning_rate_factor
+from training.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Trainer:
         self.progress = Progress()
         self.batches = batches(self.progress)
         self.lifecycle: Lifecycle | None = None
+        self.profile: StepProfile | None = None
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
         self.pace = Pace(config, groups)
         model.after_backward = self.pace.clock.end
@@ -152,6 +154,8 @@ class Trainer:
                     lifecycle.save(self.checkpoint())
             if lifecycle is not None and lifecycle.stopping:
                 break
+        if self.profile is not None:
+            self.profile.finish(self.progress.step)
         if lifecycle is not None:
             with profiler.record_function("checkpoint"):
                 lifecycle.save_last(self.checkpoint())
@@ -167,7 +171,12 @@ class Trainer:
         train = self.config.train
         sample = self.progress.advance(train.global_batch, train.sequence_length)
         step = self.progress.step
+        if self.profile is not None:
+            self.profile.before(step)
         result = self.step(step - 1)
+        if self.profile is not None:
+            with self.pace.pause():
+                self.profile.after(step)
         collect(step)
         self.guard.record(step, sample, result.active)
         self.spectral.record(result.active)

@@ -61,6 +61,7 @@ from training.machine.repeatable import repeatable
 from training.planning.monitor_cost import monitor_cost
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
+from training.step_profile import StepProfile, announcement
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
@@ -171,6 +172,9 @@ def train(
         trainer.report = lifecycle.deferring(trainer.report)
         trainer.record = lifecycle.deferring(trainer.record)
         trainer.note = lifecycle.deferring(trainer.note)
+        if config.log.profile is not None:
+            trainer.profile = StepProfile(config, groups, trainer.progress.step, trainer.note)
+            stack.callback(trainer.profile.close)
         try:
             with naming_absent(groups), collected_at_steps():
                 outcome = trainer.run()
@@ -246,6 +250,9 @@ def opening_notes(
             where = f"from sample {phase.sample:,} on each set goes on at its own count of tokens"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
+    profile = announcement(config, trainer.progress.step)
+    if profile is not None:
+        yield "profile", profile
     train = config.train
     if fused_loss(config, device):
         yield "loss", "loss kernels: liger-kernel's"

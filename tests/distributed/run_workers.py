@@ -253,3 +253,10 @@ def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
             stack = group.materialized.stacks[-1]
             return stack.units[-1].name, stack.weight.view(-1)
     return None, None
+
+
+def trained(folder: str, keys: dict[str, Any]) -> None:
+    """Train the config of `folder` with other keys."""
+    groups = process_groups.initialize()
+    train(read_config(folder, **keys), groups)
+    process_groups.shutdown()

@@ -55,6 +55,10 @@ def run_checks(config: Config) -> Iterator[Check]:
     unsaved = config.spikes.rewinds and not config.checkpoint.interval
     saved = "must be 0 with checkpoint.interval 0, which saves nothing to return to"
     yield "spikes.rewinds", unsaved, saved
+    profile = config.log.profile
+    if profile is not None:
+        after = f"must be at most train.steps = {train.steps}"
+        yield "log.profile.first", profile.first > train.steps, after
 
 
 def _roles(config: Config) -> list[str]:
@@ -231,6 +235,10 @@ def _nearest(legal: list[int], wanted: int) -> list[int]:
 def world_checks(config: Config, world_size: int) -> Iterator[Check]:
     """Check layout and batch on `world_size` ranks."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
+    profile = config.log.profile
+    if profile is not None:
+        below = f"must be below the number of ranks = {world_size}"
+        yield "log.profile.ranks", max(profile.ranks) >= world_size, below
     yield divisible("the number of ranks", world_size, parallel, "tensor", "pipeline", "context")
     if world_size % ranks:
         return

@@ -338,6 +338,24 @@ class WandbConfig(Section):
     """Project of the run."""
 
 
+class ProfileConfig(Section):
+    """Which steps of which ranks are profiled, and with what."""
+
+    first: Count
+    """First step to profile, counted from 1; the first steps of a run are slower than others."""
+    steps: Count = 3
+    """Number of steps; a trace of a large model takes tens of MB a step."""
+    ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
+    """Ranks to profile, a trace each."""
+    memory: bool = False
+    """Also write a snapshot of the GPU memory that was allocated in these steps, and by what."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check the ranks."""
+        twice = len(set(self.ranks)) < len(self.ranks)
+        yield "ranks", twice, "must name each rank once"
+
+
 class LogConfig(Section):
     """How often the run reports, and where."""
 
@@ -348,6 +366,9 @@ class LogConfig(Section):
     wandb: WandbConfig = WandbConfig()
     """How the run appears in Weights & Biases, if `log.trackers` has wandb. Its environment
     variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, say the rest."""
+    profile: ProfileConfig | None = None
+    """Steps whose operations are timed, each a trace in `profile/` of the run folder for Perfetto;
+    null = none. No result depends on it, and no failure of it ends the run."""
 
 
 MonitorGroup = Literal[

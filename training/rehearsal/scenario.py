@@ -64,7 +64,7 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
             ),
             stop=replace(config.stop, slurm_margin_seconds=None),
             watchdog=replace(config.watchdog, hang_seconds=None),
-            log=replace(config.log, interval=due, trackers=()),
+            log=replace(config.log, interval=due, trackers=(), profile=None),
             monitors=replace(config.monitors, interval=0 if config.monitors.interval == 0 else due),
             validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
         ),

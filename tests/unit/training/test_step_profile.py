@@ -1,0 +1,174 @@
+"""Profiles of chosen steps: what the traces have, what is said, and that no failure ends a run."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.comm.groups import Groups
+from scripts.plot import main as plot
+from tests.launch import run_on_ranks
+from tests.minimal_config import problems
+from tests.run_configs import read_config, tiny_config
+from tests.run_results import json_lines, metrics_of, same_state, state_of
+from tests.token_files import write_token_set
+from tests.unit.training.test_aids import largest_file
+from training.build import check_device
+from training.config import load_config
+from training.errors import ConfigError
+from training.run import train
+
+KEYS: dict[str, Any] = {
+    "train__steps": 5,
+    "checkpoint__interval": 5,
+    "log__interval": 1,
+    "log__profile__first": 2,
+    "log__profile__steps": 2,
+    "monitors__interval": 0,
+}
+
+
+def trained(folder: str, world: Groups, **keys: Any) -> Path:
+    """Train the tiny run and return its folder."""
+    config = read_config(folder, **{**KEYS, **keys})
+    train(config, world)
+    return Path(config.run.dir)
+
+
+def said(run: Path, kind: str = "profile") -> list[str]:
+    """The texts of the run's events of a kind."""
+    return [line["text"] for line in json_lines(run / "events.jsonl") if line["kind"] == kind]
+
+
+def spans(path: Path) -> Counter[str]:
+    """How often each name is in a trace."""
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    return Counter(each["name"] for each in trace["traceEvents"] if each.get("ph") == "X")
+
+
+def test_a_trace_has_its_steps_and_changes_no_result(folder, world, capsys):
+    tiny_config(folder)
+    plain = trained(folder, world, log__profile="null", run__dir=f"{folder}/plain")
+    capsys.readouterr()
+    run = trained(folder, world)
+    printed = capsys.readouterr().out.splitlines()
+    found = spans(run / "profile" / "steps_2-3_rank_0.json.gz")
+    assert [found[f"step {n}"] for n in range(1, 6)] == [0, 1, 1, 0, 0]
+    assert found["forward_backward"] == found["optimizer"] == 2 and found["aten::mm"] > 10
+    assert [path.name for path in (run / "profile").iterdir()] == ["steps_2-3_rank_0.json.gz"]
+    assert metrics_of(run) == metrics_of(plain)
+    assert same_state(state_of(run, 5), state_of(plain, 5)) == []
+    first, last = said(run)
+    assert first == f"profile: steps 2 to 3, of rank 0, to {run}/profile"
+    assert last.startswith(
+        f"profile of steps 2 to 3 on rank 0: {run}/profile/steps_2-3_rank_0.json"
+    )
+    assert "MB, for https://ui.perfetto.dev" in last
+    assert {first, last} <= set(printed) and printed.index(first) < 6
+    assert plot([str(run), "--html"]) == 0
+    assert "steps_2-3_rank_0.json.gz" in (run / "report.html").read_text()
+
+
+def test_a_start_past_the_steps_says_so(folder, world):
+    """Past all of them, within them, and where the run ends before or within them."""
+    tiny_config(folder)
+    run = trained(folder, world, train__exit_step=1)
+    assert said(run) == ["profile: none, as steps 2 to 3 come after step 1, the run's last"]
+    trained(folder, world, train__exit_step=2)
+    asked = f", of the steps 2 to 3 that were asked for, of rank 0, to {run}/profile"
+    assert said(run)[1] == f"profile: steps 2 to 2{asked}"
+    trained(folder, world, train__exit_step=4)
+    assert said(run)[3] == f"profile: steps 3 to 3{asked}"
+    trained(folder, world)
+    again = "were before this start; a later log.profile.first profiles again"
+    assert said(run)[5:] == [f"profile: none, as steps 2 to 3 {again}"]
+    traces = sorted(path.name for path in (run / "profile").iterdir())
+    assert traces == ["steps_2-2_rank_0.json.gz", "steps_3-3_rank_0.json.gz"]
+
+
+def test_a_run_that_is_stopped_within_them_writes_what_there_is(folder, world):
+    tiny_config(folder)
+    stop = Path(folder) / "run" / "STOP"
+    config = read_config(folder, **{**KEYS, "log__profile__steps": 4})
+    train(config, world, on_step=lambda step, _: stop.touch() if step == 3 else None)
+    stopped = json_lines(Path(folder) / "run" / "metrics.jsonl")[-1]["step"]
+    found = spans(Path(folder) / "run" / "profile" / f"steps_2-{stopped}_rank_0.json.gz")
+    assert stopped < 5 and found[f"step {stopped}"] == 1
+
+
+def test_no_failure_ends_the_run(folder, world, capsys):
+    """A full disk, a file in the folder's place, and a profiler that another program ends."""
+    tiny_config(folder)
+
+    def failed(name: str, on_step: Any = None) -> list[str]:
+        keys = {**KEYS, "checkpoint__interval": 0, "train__exit_step": 3}
+        config = read_config(folder, **keys, run__dir=f"{folder}/{name}")
+        train(config, world, on_step=on_step)
+        run = Path(config.run.dir)
+        assert len(metrics_of(run)) == 3 and not list((run / "profile").glob("*"))
+        return [text for text in said(run, "warning") if "profile" in text]
+
+    with largest_file(100_000):
+        (text,) = failed("full")
+    assert "the profiler could not write its trace" in text and text.endswith("the run goes on")
+    (Path(folder) / "taken").mkdir()
+    (Path(folder) / "taken" / "profile").touch()
+    (text,) = failed("taken")
+    assert text.startswith("warning: no profile of rank 0: File exists:")
+    (text,) = failed("ended", lambda step, _: step == 2 and torch.autograd._disable_profiler())
+    assert text.startswith("warning: no profile of rank 0: ")
+
+
+def test_a_run_that_fails_stops_its_profile(folder, world, capsys):
+    tiny_config(folder)
+
+    def fail(step: int, result: Any) -> None:
+        raise RuntimeError("a broken step")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a broken step"):
+            train(read_config(folder, **{**KEYS, "log__profile__first": 1}), world, on_step=fail)
+        assert "no profile of rank 0: the run failed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_traces_of_other_ranks_are_said_by_the_first(tmp_path):
+    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
+    tiny_config(str(tmp_path))
+    arguments = {"folder": str(tmp_path), "keys": {**KEYS, "log__profile__ranks": "[1]"}}
+    run_on_ranks(2, "tests.distributed.run_workers", "trained", arguments)
+    run = tmp_path / "run"
+    assert f"on rank 1: {run}/profile/steps_2-3_rank_1.json.gz" in said(run)[1]
+    assert spans(run / "profile" / "steps_2-3_rank_1.json.gz")["step 3"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        (["first=0"], "log.profile.first must be at least 1, got 0"),
+        (["steps=2"], "log.profile.first is required (an integer)"),
+        (["first=101"], "log.profile.first must be at most train.steps = 100, got 101"),
+        (["first=2", "steps=0"], "log.profile.steps must be at least 1, got 0"),
+        (["first=2", "ranks=[]"], "log.profile.ranks must"),
+        (["first=2", "ranks=[0,0]"], "log.profile.ranks must name each rank once, got [0, 0]"),
+        (
+            ["first=2", "ranks=[0,2]"],
+            "log.profile.ranks must be below the number of ranks = 2, got [0, 2]",
+        ),
+        (["first=2", "last=3"], "unknown key log.profile.last; log.profile has the keys first,"),
+    ],
+)
+def test_wrong_keys_are_refused(keys, rule, minimal):
+    overrides = [f"log.profile.{key}" for key in keys]
+    (line,) = problems(minimal, *overrides, world_size=2)
+    assert line.startswith(rule)
+
+
+def test_a_memory_snapshot_needs_a_gpu(minimal):
+    config = load_config(minimal, ["log.profile.first=2", "log.profile.memory=true"])
+    with pytest.raises(ConfigError, match=r"log\.profile\.memory must be false on a cpu"):
+        check_device(config, torch.device("cpu"))

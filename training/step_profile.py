@@ -1,0 +1,181 @@
+"""The profile of chosen steps: what each operation of a rank took, as a trace for Perfetto.
+
+Nothing here ends a run, and no result depends on it.
+"""
+
+import contextlib
+import gzip
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import profiler
+
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Groups
+from parallel.errors import described, first_line
+from training.config import Config
+from training.config.schema import ProfileConfig
+
+FOLDER: Final = "profile"
+"""Of the run folder, where the files are."""
+LARGEST_HISTORY: Final = 1_000_000
+"""Allocations that a memory snapshot remembers."""
+
+
+def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
+    """Return the steps to profile of a run that continues after step `after` and ends at `last`."""
+    return range(max(section.first, after + 1), min(section.first + section.steps - 1, last) + 1)
+
+
+def announcement(config: Config, after: int) -> str | None:
+    """Return what a run that continues after step `after` says of its profile; None without."""
+    section, last = config.log.profile, config.train.last
+    if section is None:
+        return None
+    steps = profiled_steps(section, after, last)
+    asked = range(section.first, section.first + section.steps)
+    whose = ", ".join(map(str, section.ranks))
+    if asked[0] > last:
+        return f"profile: none, as {_named(asked)} come after step {last}, the run's last"
+    if not steps:
+        return (
+            f"profile: none, as {_named(asked)} were before this start; a later log.profile.first "
+            "profiles again"
+        )
+    less = "" if len(steps) == len(asked) else f", of the {_named(asked)} that were asked for"
+    where = Path(config.run.dir) / FOLDER
+    return f"profile: {_named(steps)}{less}, of rank {whose}, to {where}"
+
+
+def _named(steps: range) -> str:
+    return f"steps {steps[0]} to {steps[-1]}"
+
+
+class StepProfile:
+    """The profile of this rank's steps, which all ranks call, whether or not they are profiled."""
+
+    def __init__(
+        self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
+    ) -> None:
+        """`after` is the step that the run continues after, `note` that of `Trainer`."""
+        section = config.log.profile
+        assert section is not None
+        self.section = section
+        self.folder = Path(config.run.dir) / FOLDER
+        self.rank, self.host = groups.rank, groups.host
+        self.cuda = groups.device.type == "cuda"
+        self.note = note
+        self.steps = profiled_steps(section, after, config.train.last)
+        self.own = self.rank in section.ranks
+        self._done = not self.steps
+        self._taken = 0
+        self._session: profiler.profile | None = None
+        self._span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._said: list[str] = []
+
+    def before(self, step: int) -> None:
+        """Begin with the first of the steps, and mark each."""
+        if self._done or not self.own or step not in self.steps or self._said:
+            return
+        with self._failing():
+            if self._session is None:
+                self._start()
+            self._taken = self._taken or step
+            self._span = profiler.record_function(f"step {step}")
+            self._span.__enter__()
+
+    def after(self, step: int) -> None:
+        """End the mark of a step; after the last of the steps, write and say what there is."""
+        with self._failing():
+            self._span.__exit__(None, None, None)
+        self._span = contextlib.nullcontext()
+        if not self._done and step >= self.steps[-1]:
+            self.finish(step)
+
+    def finish(self, step: int) -> None:
+        """Write the steps up to `step`, and say where they are; all ranks call it together."""
+        if self._done or step < self.steps[0]:
+            return
+        self._done = True
+        self._write(step)
+        for text in (text for texts in from_all(self._said, self.host) for text in texts):
+            self.note("warning" if text.startswith("warning") else "profile", step, text)
+
+    def close(self) -> None:
+        """Stop without a trace, where a run ends with an error."""
+        session, self._session = self._session, None
+        if session is not None:
+            with self._failing():
+                session.stop()
+            self._forget_allocations()
+            print(f"warning: no profile of rank {self.rank}: the run failed", flush=True)
+
+    def _start(self) -> None:
+        activities = [profiler.ProfilerActivity.CPU]
+        activities += [profiler.ProfilerActivity.CUDA] * self.cuda
+        if self.section.memory:
+            torch.cuda.memory._record_memory_history(max_entries=LARGEST_HISTORY)
+        session = profiler.profile(activities=activities, record_shapes=True)
+        session.start()
+        self._session = session
+
+    def _write(self, step: int) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        name = f"steps_{self._taken}-{step}_rank_{self.rank}"
+        with self._failing():
+            session.stop()
+            self.folder.mkdir(exist_ok=True)
+            path = write_trace(session, self.folder / f"{name}.json.gz")
+            what = f"profile of {_named(range(self._taken, step + 1))} on rank {self.rank}"
+            self._said.append(f"{what}: {path}, {_megabytes(path)}, for https://ui.perfetto.dev")
+        if self.section.memory:
+            with self._failing():
+                path = self.folder / f"{name}.memory.pickle"
+                torch.cuda.memory._dump_snapshot(str(path))
+                what = f"memory snapshot of rank {self.rank}: {path}, {_megabytes(path)}"
+                self._said.append(f"{what}, for https://pytorch.org/memory_viz")
+            self._forget_allocations()
+
+    def _forget_allocations(self) -> None:
+        if self.section.memory:
+            with self._failing():
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Context in which an error is kept as a warning, and ends the profile alone."""
+        try:
+            yield
+        except Exception as error:
+            text = described(error) if isinstance(error, OSError) else first_line(error)
+            self._said.append(f"warning: no profile of rank {self.rank}: {text}; the run goes on")
+
+
+def write_trace(session: profiler.profile, path: Path) -> Path:
+    """Write the trace of a session that has ended to a compressed file; return its path.
+
+    Raises OSError if the disk did not take all of it, RuntimeError if there is nothing to write, as
+    another program ended the profiler: to write that would end the process.
+    """
+    results = None if session.profiler is None else session.profiler.kineto_results
+    if results is None or not results.events():
+        raise RuntimeError("the profiler recorded nothing")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
+        plain, compressed = Path(folder) / "trace.json", Path(folder) / path.name
+        session.export_chrome_trace(str(plain))
+        if not plain.exists():  # all that the profiler says is a line on stderr
+            raise OSError(None, "the profiler could not write its trace", str(path))
+        with plain.open("rb") as file, gzip.open(compressed, "wb", compresslevel=5) as target:
+            shutil.copyfileobj(file, target)
+        compressed.replace(path)
+    return path
+
+
+def _megabytes(path: Path) -> str:
+    return f"{path.stat().st_size / 1e6:.1f} MB"
