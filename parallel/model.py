@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from models.blocks.attention import RotatedSelfAttention
-from models.blocks.compiled import compile_blocks_
+from models.blocks.compiled import fuse_blocks_
 from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.in_graph_pc import (
     UnitWeight,
@@ -246,7 +246,8 @@ class ModelOptions:
     loss_chunk          entries of this rank's vocabulary whose logits exist at once; None for all
     fused_loss          whether Liger's kernels compute the loss of all logits
     z_loss              whether training gets the squared log-sum-exp of the logits with the losses
-    compile_backend     for `compile_blocks_`; None compiles nothing
+    fused_backward      whether Triton kernels compute gradients, as in `fuse_blocks_`
+    compile_backend     for `fuse_blocks_`; None compiles nothing
     recompute, fp8      as in the family's `transformer_config`
     """
 
@@ -267,6 +268,7 @@ class ModelOptions:
     loss_chunk: int | None = None
     fused_loss: bool = False
     z_loss: bool = False
+    fused_backward: bool = False
     compile_backend: str | None = None
     recompute: Recompute = "none"
     fp8: Fp8 | None = None
@@ -353,8 +355,8 @@ def build_chunks(
             ).to(groups.device)
             for i, spec in enumerate(specs)
         ]
-    if options.compile_backend is not None:
-        compile_blocks_(chunks, options.compile_backend)
+    if options.compile_backend is not None or options.fused_backward:
+        fuse_blocks_(chunks, options.compile_backend, backward=options.fused_backward)
     return chunks
 
 

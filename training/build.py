@@ -21,6 +21,7 @@ from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
+from spectral.kernels.dispatch import has_triton
 from training.agreement import program, require_agreement
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
@@ -195,6 +196,11 @@ def check_backend(config: Config) -> None:
             "train.fused_loss is liger, which is not installed: pip install liger-kernel, or set "
             "train.fused_loss=null"
         )
+    if config.train.fused_backward == "triton" and not has_triton():
+        raise ConfigError(
+            "train.fused_backward is triton, which is not installed: pip install triton, or set "
+            "train.fused_backward=null"
+        )
     wanted = config.model.attention_backend
     if wanted == "transformer_engine" and not transformer_engine.installed():
         raise ConfigError(
@@ -226,6 +232,14 @@ def fused_loss(config: Config, device: torch.device) -> bool:
     return installed and device.type == "cuda" and config.train.loss_chunk is None
 
 
+def fused_backward(config: Config, device: torch.device) -> bool:
+    """Return whether Triton kernels compute gradients of activations and heads on a device."""
+    if config.train.fused_backward != "auto":
+        return config.train.fused_backward == "triton"
+    plain = config.model.attention_backend != "transformer_engine"
+    return plain and device.type == "cuda" and missing_compiler(device) is None
+
+
 def check_device(config: Config, device: torch.device) -> None:
     """Raise ConfigError if the device lacks something that the config needs, DeviceError if kernels
     do not start on it."""
@@ -240,6 +254,11 @@ def check_device(config: Config, device: torch.device) -> None:
             f"log.profile.memory must be false on a {device.type}, whose memory has no snapshots, "
             "got true"
         )
+    train = config.train
+    for key, value in (("fused_loss", train.fused_loss), ("fused_backward", train.fused_backward)):
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if value not in ("auto", None) and device.type == "cpu" and not interpreted:
+            raise ConfigError(f"train.{key} must be auto or null on a cpu, got {value}")
     check_kernels(device)
 
 
@@ -397,6 +416,7 @@ def build_parallel_model(
         loss_chunk=train.loss_chunk,
         fused_loss=fused_loss(config, groups.device),
         z_loss=train.z_loss > 0,
+        fused_backward=fused_backward(config, groups.device),
         recompute=train.recompute,
         fp8=train.fp8,
         compile_backend=compile_backend(config, groups.device)[0],

@@ -25,6 +25,7 @@ from training.build import (
     config_routes,
     data_manifest,
     data_vocabulary,
+    fused_backward,
     fused_loss,
     kernel_of,
     shared_sets,
@@ -258,6 +259,8 @@ def opening_notes(
         yield "loss", "loss kernels: liger-kernel's"
     elif device.type == "cuda" and train.fused_loss == "auto" and train.loss_chunk is None:
         yield "loss", "loss kernels: the engine's, which are slower: liger-kernel is not installed"
+    if fused_backward(config, device):
+        yield "backward", "kernels of backward passes: spectrain's, not timed on a GPU yet"
     backend, described_backend = compile_backend(config, device)
     if backend is not None or device.type == "cuda":
         yield "compile", f"compiled parts: {described_backend}"

@@ -1,10 +1,13 @@
-"""The elementwise parts of a layer as fused kernels of torch.compile.
+"""The elementwise parts of a layer as fused kernels, of torch.compile or ours.
 
 Norms, rotary positions and activations read and write whole activations several times when every
-operation is a kernel of its own. `compile_blocks_` compiles exactly these functions, each by
+operation is a kernel of its own. `fuse_blocks_` compiles exactly these functions, each by
 itself: what surrounds them (products, collectives, recomputation, the attention kernel) would only
 break the graph. A function is compiled once per shape and gradient mode, for all layers together;
 experts, whose token counts change from step to step, have one graph with a symbolic count.
+
+The compiler concatenates the gradients of gate and up, and those of queries, keys and values, at
+half the rate of a copy (docs/performance.md). These two have kernels in spectral/kernels.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,8 +17,9 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from models.blocks.activation import activation_of
+from models.blocks.activation import Activation, activation_of
 from models.blocks.attention import RotatedSelfAttention
+from models.blocks.gated import with_one_gradient
 from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.heads import HeadFunctions
 from models.blocks.latent_attention import LatentAttention
@@ -29,34 +33,42 @@ not a return to single operations."""
 Compile = Callable[..., Callable[..., Any]]
 
 
-def compile_blocks_(chunks: Iterable[torch.nn.Module], backend: str) -> int:
-    """Make modules of `chunks` compute by functions that torch.compile's `backend` makes.
+def fuse_blocks_(
+    chunks: Iterable[torch.nn.Module], backend: str | None, *, backward: bool = False
+) -> int:
+    """Make modules of `chunks` compute by functions that torch.compile's `backend` makes, None to
+    compile nothing, and with `backward` take the Triton kernels of backward passes.
 
     Modules of other kinds than ours and Megatron's feed-forward block stay as they are. Returns the
     number of modules that changed. Raises ValueError for an activation without a compiled form.
     """
-    fused = Fused(backend)
+    fused = Fused(backend, backward=backward)
     return sum(fused.install_(module) for chunk in chunks for module in chunk.modules())
 
 
 class Fused:
-    """The compiled functions of a model, by `torch.compile`'s `backend`."""
+    """The fused functions of a model: see `fuse_blocks_`."""
 
-    def __init__(self, backend: str) -> None:
-        import torch._dynamo.config as dynamo  # here: it takes a second
-
+    def __init__(self, backend: str | None, *, backward: bool = False) -> None:
         self.backend = backend
-        # A keyword of torch.compile too, but not before torch 2.13.
-        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+        self.backward = backward
+        if backend is not None:
+            import torch._dynamo.config as dynamo  # here: it takes a second
+
+            # A keyword of torch.compile too, but not before torch 2.13.
+            dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         self._made: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
     def compiled(
         self, function: Callable[..., Any], *, dynamic: bool = False
     ) -> Callable[..., Any]:
-        """Return the compiled `function`, one for all modules that have it.
+        """Return the compiled `function`, one for all modules that have it, or without a backend
+        `function` itself.
 
         `dynamic` is for functions of tokens whose number changes from call to call.
         """
+        if self.backend is None:
+            return function
         if (function, dynamic) not in self._made:
             made = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=self.backend)
             self._made[function, dynamic] = some_tokens(made, function) if dynamic else made
@@ -68,11 +80,12 @@ class Fused:
             case RMSNorm():
                 module.function = self.compiled(module.function)
             case RotatedSelfAttention() if module.splits_heads:
-                module.heads = HeadFunctions(*map(self.compiled, HeadFunctions()))
+                module.heads = self.heads()
             case RotatedSelfAttention() | LatentAttention():
                 module.rotate = self.compiled(module.rotate)
             case GroupedExperts():
-                module.activate = self.compiled(module.activate, dynamic=True)
+                activation = module.activation
+                module.activate = self.activation(activation, activation.scaled, dynamic=True)
             case MLP():
                 self._install_activation_(module)
             case _:
@@ -85,7 +98,24 @@ class Fused:
         gated = block.config.gated_linear_unit
         activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True
-        block.activation_func = self.compiled(activation.block, dynamic=block.linear_fc1.is_expert)
+        dynamic = block.linear_fc1.is_expert
+        block.activation_func = self.activation(activation, activation.block, dynamic=dynamic)
+
+    def activation(
+        self, activation: Activation, function: Callable[..., Tensor], *, dynamic: bool
+    ) -> Callable[..., Tensor]:
+        """Return the fused `function` of an activation, its `block` or `scaled`."""
+        compiled = self.compiled(function, dynamic=dynamic)
+        return with_one_gradient(activation, compiled) if self.backward else compiled
+
+    def heads(self) -> HeadFunctions:
+        """Return the fused functions of heads."""
+        forward, backward = HeadFunctions()
+        if not self.backward:
+            return HeadFunctions(self.compiled(forward), self.compiled(backward))
+        from spectral.kernels import heads
+
+        return HeadFunctions(self.compiled(forward), heads.gradients)
 
 
 def some_tokens(

@@ -19,8 +19,9 @@ class GroupedExperts(SequentialMLP):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        activation = activation_of(self.config.activation_func, gated=self.config.gated_linear_unit)
-        self.activate: Callable[[Tensor, Tensor], Tensor] = activation.scaled
+        gated = self.config.gated_linear_unit
+        self.activation = activation_of(self.config.activation_func, gated=gated)
+        self.activate: Callable[[Tensor, Tensor], Tensor] = self.activation.scaled
 
     def forward(
         self,

@@ -50,7 +50,8 @@ def heads_gradients(
 
 
 class HeadFunctions(NamedTuple):
-    """`turned_heads` and `heads_gradients`, compiled or not."""
+    """`turned_heads` and `heads_gradients`, compiled or not; the latter is a kernel too, in
+    spectral/kernels/heads.py."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
     backward: Callable[..., tuple[Tensor, ...]] = heads_gradients

@@ -23,6 +23,8 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "eigenvector_kernel": ("out",),
     "root_kernel": ("offset", "slope"),
     "orthonormal_kernel": ("out",),
+    "gated_kernel": ("out", "of_scale"),
+    "heads_kernel": ("out", "q_sums", "k_sums"),
 }
 """Per kernel the arguments that it writes; of one that is not here, all are taken for written."""
 

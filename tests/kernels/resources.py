@@ -7,16 +7,18 @@ matrices would.
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from spectral.kernels import grouped, small, symmetric, update
+from spectral.kernels import gated, grouped, heads, small, symmetric, update
 from spectral.kernels.dispatch import SMALL, VECTORS, Tile, candidates
 from spectral.kernels.launches import Launch, observe
 
 CAPABILITY = 90
+HALF: Final[dict[str, Any]] = {"dtype": torch.bfloat16, "device": "meta"}
 FAST = Tile(128, 64, 8, 4)
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one program can use on an H100 or H200."""
@@ -38,6 +40,17 @@ def calls() -> dict[str, Callable[[], object]]:
         "grouped": partial(grouped.grams, [narrow] * grouped.STACKS, candidates("bfloat16")[0]),
         "update": partial(update.update_, wide, narrow, rate, rate, gate, rate),
         "root": partial(small.root, block, block[0], block[0, :, 0], 2, 512),
+    }
+    wide, query = torch.empty(16, 4096, **HALF), torch.empty(16, 2, 16, 128, **HALF)
+    scale, turns = torch.empty(16, device="meta"), torch.empty(16, 1, 1, 1, 256, device="meta")
+    of_group = torch.empty(16, 2, 8, 2, 128, **HALF)
+    normed = of_group, of_group[:, :, :, :1], query[0, 0, 0], query[0, 0, 0]
+    given = query, query[:, :, :8], query[:, :, :8], turns, 1e-5
+    found |= {
+        "swiglu": partial(gated.gradients, wide[:, 2048:], wide, tanh=False),
+        "scaled geglu": partial(gated.gradients, wide[:, 2048:], wide, scale, tanh=True),
+        "heads": partial(heads.gradients, *given),
+        "normed heads": partial(heads.gradients, *given, *normed),
     }
     for size in (32, SMALL):
         t = _matrices(size - 1, size - 1, dtype=torch.float64)

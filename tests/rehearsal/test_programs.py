@@ -80,11 +80,12 @@ def test_every_option_is_rehearsed(option, processes, tmp_path):
 
 
 def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_path):
-    reports = [
-        sound(processes, program(tmp_path, WORLD, train__compile=how), WORLD)
-        for how in ("null", "auto")
-    ]
-    single, compiled = (plain(report, "forward_backward") for report in reports)
+    programs = (
+        program(tmp_path, WORLD, train__compile=how, train__fused_backward=kernels)
+        for how, kernels in (("null", "null"), ("auto", "null"), ("auto", "auto"))
+    )
+    reports = [sound(processes, made, WORLD) for made in programs]
+    single, compiled, ours = (plain(report, "forward_backward") for report in reports)
     calls = 2 * reports[0].scenario.rehearsed  # of two layers
     assert single.kernels["silu"] == calls
     assert compiled.kernels["silu"] == compiled.kernels["_fused_rms_norm"] == 0
@@ -98,6 +99,12 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_p
         assert [compiled.kernels[name] for name in names] == [count, count]
     assert compiled.kernels["cat"] < calls
     assert compiled.launches < single.launches and compiled.kernel_seconds < single.kernel_seconds
+    # Compiled, the gradients of gate and up each read the gate and the result's gradient.
+    assert ours.kernels["gated_kernel"] == ours.kernels["heads_kernel"] == calls
+    train, ffn = reports[0].scenario.config.train, reports[0].scenario.config.model.ffn
+    size = train.micro_batch * train.sequence_length * ffn * 2  # bytes in 16 bits
+    assert compiled.elementwise_bytes - ours.elementwise_bytes == calls * 2 * size
+    assert compiled.launches == ours.launches
 
 
 @pytest.mark.slow

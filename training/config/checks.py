@@ -48,6 +48,9 @@ def run_checks(config: Config) -> Iterator[Check]:
     compiled = not plain and train.compile not in (None, "auto")
     sdpa = "needs model.attention_backend sdpa, as Transformer Engine fuses the same operations"
     yield "train.compile", compiled, sdpa
+    kernels = not plain and train.fused_backward == "triton"
+    own = "must be auto or null with model.attention_backend transformer_engine, which has its own"
+    yield "train.fused_backward", kernels, own
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
     dense = "must be none or full where all blocks are routed experts, which selective keeps"
     yield "train.recompute", routed_only and train.recompute == "selective", dense

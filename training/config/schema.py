@@ -289,6 +289,10 @@ class TrainConfig(Section):
     """Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (PaLM: 1e-4),
     which is added to the loss that is minimised. `train/loss` and validation are without it,
     `train/z_loss` is the mean without the coefficient. 0 = none."""
+    fused_backward: Literal["auto", "triton"] | None = "auto"
+    """Kernels of the backward passes of gated activations and of the heads of attention: triton
+    writes each gradient in one pass; null leaves it to `compile`, or to autograd. auto is triton on
+    a GPU with Triton, null under Transformer Engine."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
     """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
     aot_eager captures the same graphs, for debugging; null does not compile. auto is inductor on a

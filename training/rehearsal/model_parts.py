@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, bias
 
+from models.blocks.activation import ACTIVATIONS
 from models.blocks.dispatcher import Counts, SortedDispatcher
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.replacement import put
@@ -155,7 +156,8 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
 
     A compiled function reads its arguments and writes its results once. Its backward pass reads the
     arguments, which is all that is kept of it, and the results' gradients, and writes those of the
-    arguments: of gains too, as inductor sums over rows and columns in one kernel.
+    arguments: of gains too, as inductor sums over rows and columns in one kernel. What
+    `read_again` says is read twice.
     """
 
     class Fused(torch.autograd.Function):
@@ -167,6 +169,7 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
             writes = results if isinstance(results, tuple) else [results]
             trace.launch(Launch.moving(kernel_name(function), reads, writes))
             ctx.name, ctx.places = kernel_name(function), [isinstance(x, Tensor) for x in arguments]
+            ctx.gated = is_gated(function)
             ctx.save_for_backward(*reads)
             return results
 
@@ -178,6 +181,8 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
             wanted = [x for x, need in zip(arguments, needed, strict=True) if need]
             made = {id(x): torch.empty_like(x) for x in wanted}
             reads = [*(g for g in gradients if g is not None), *ctx.saved_tensors]
+            if ctx.gated:
+                reads += read_again(reads[0], reads[1])
             trace.launch(Launch.moving(f"{ctx.name}_backward", reads, list(made.values())))
             return None, *(
                 made[id(x)] if need else None for x, need in zip(arguments, needed, strict=True)
@@ -192,6 +197,19 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
         return call
 
     put(torch, "compile", compiled)
+
+
+def is_gated(function: Callable[..., Any]) -> bool:
+    """Whether a function is a gated activation, or one times a scale."""
+    gated = [a for a in ACTIVATIONS.values() if a.gated]
+    return any(function in (a.block, a.scaled) for a in gated)
+
+
+def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
+    """What inductor's backward pass of a gated activation reads for the gradient of gate and again
+    for that of up, which it concatenates: the result's `gradient` `[..., d]`, and the gate, which
+    is half of `wide` `[..., 2 d]`."""
+    return [gradient, wide.chunk(2, -1)[0]]
 
 
 def kernel_name(function: Callable[..., Any]) -> str:

@@ -4,6 +4,7 @@ due now and then."""
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spectral.kernels.dispatch import has_triton
 from training.build import on_mock_tokens
 from training.config import Config
 from training.dry_run import compiled_on_gpu
@@ -80,10 +81,14 @@ def with_known_kernels(config: Config) -> Config:
     """Return `config` with kernels that a rehearsal knows.
 
     What inductor would compile, where the run is, is compiled without it. If liger-kernel is not
-    installed here, what its loss fuses is launched one by one.
+    installed here, what its loss fuses is launched one by one; without triton backward passes are
+    compiled too.
     """
     kernels = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if kernels else None)
+    if train.fused_backward == "auto":
+        plain = config.model.attention_backend != "transformer_engine"
+        train = replace(train, fused_backward="triton" if plain and has_triton() else None)
     if not liger.installed():
         train = replace(train, fused_loss=None)
     return replace(config, train=train)

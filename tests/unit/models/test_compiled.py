@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from models.blocks.activation import ACTIVATIONS
-from models.blocks.compiled import Fused, compile_blocks_, some_tokens
+from models.blocks.compiled import Fused, fuse_blocks_, some_tokens
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import drawn, losses_of, tokens_of
@@ -49,7 +49,7 @@ def losses_and_gradients(chunk: torch.nn.Module) -> list[Tensor]:
 def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Groups) -> None:
     dtype = torch.float32 if name == "grouped" else torch.float64
     plain, fused = (drawn(MODELS[name], dtype)[0] for _ in range(2))
-    modules = compile_blocks_([fused], "aot_eager")
+    modules = fuse_blocks_([fused], "aot_eager")
     assert modules >= 2 * 4 + 1  # two norms, attention and feed-forward of each layer, final norm
     expected, found = losses_and_gradients(plain), losses_and_gradients(fused)
     # Other orders of the same operations, a few roundings of the type.
@@ -65,7 +65,7 @@ def test_no_graph_is_made_after_the_first_step_and_validation(
 ) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     chunk, _ = drawn(MODELS[name], torch.float32, recompute=recompute)
-    compile_blocks_([chunk], counter)
+    fuse_blocks_([chunk], counter)
     losses_and_gradients(chunk)
     with torch.no_grad():
         chunk(*(tokens_of(4, 16, 60)[0],) * 2, None)

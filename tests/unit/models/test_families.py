@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.blocks.compiled import compile_blocks_
+from models.blocks.compiled import fuse_blocks_
 from models.families import FAMILIES
 from models.huggingface.config import InexpressibleError, architecture
 from models.layout import ChunkSpec
@@ -31,4 +31,4 @@ def test_an_activation_without_a_compiled_form_is_refused(world: Groups) -> None
     config.activation_func = F.mish
     chunk = family.code.build(MODEL, config, ChunkSpec((0,)), sequence_length=8)
     with pytest.raises(ValueError, match="activation must be one of .*, got mish with"):
-        compile_blocks_([chunk], "aot_eager")
+        fuse_blocks_([chunk], "aot_eager")

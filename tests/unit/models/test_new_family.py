@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import pretrain
-from models.blocks.compiled import compile_blocks_
+from models.blocks.compiled import fuse_blocks_
 from models.families import FAMILIES, Family
 from models.units import check_coverage
 from parallel.comm.groups import Groups
@@ -60,7 +60,7 @@ def test_its_checks_and_units(config: Config, world: Groups) -> None:
     model = tiny_model("sandwich")
     chunk, parameters = built(model)
     check_coverage(RECORD.units(model, layers=range(2)), parameters)
-    assert compile_blocks_([chunk], "aot_eager") == 2 * 6 + 1  # four norms, attention, block
+    assert fuse_blocks_([chunk], "aot_eager") == 2 * 6 + 1  # four norms, attention, block
     assert "| sandwich | Llama with norms" in table()
 
 

@@ -1,0 +1,156 @@
+"""Triton kernel of the backward pass of attention heads: rotary positions, norms, and the layout.
+
+Attention gives the gradients of rotated queries and keys and of values, each a tensor; the linear
+that made the heads takes one, of each group its queries, key and value. The kernel turns the first
+two back, passes them through the heads' RMSNorms, if there are any, and writes that one: each
+gradient and each normed head is read once. The reference is `heads_gradients` of
+models/blocks/heads.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS = 16
+"""Heads that a program takes at a time."""
+TOKENS = 8
+"""Tokens of a program, whose sums of a gain's gradient are one row."""
+WARPS = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def turn_back(  # type: ignore[no-untyped-def]
+    gradient, g_head, heads, x, x_group, x_head, gain, target, width, each, heads_of_group, size,
+    epsilon, cos, low_cos, sin, low_sin, sums, low_sums,
+    NORMED: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Write the heads of a token, `each` of every group; add what a gain's gradient sums up.
+
+    The two halves of a head are apart, as one is turned into the other.
+    """
+    half = size // 2
+    i = tl.arange(0, HALF)[None, :]
+    for first in range(0, each, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        inside = (head < each) & (i < half)
+        group, place = head // heads_of_group, head % heads_of_group
+        source = gradient + head * g_head + i
+        given = tl.load(source, mask=inside, other=0.0).to(WIDE)
+        low_given = tl.load(source + half, mask=inside, other=0.0).to(WIDE)
+        found = given * cos - low_given * sin
+        low_found = low_given * low_cos - given * low_sin
+        if NORMED:
+            source = heads + x + group * x_group + place * x_head + i
+            normed = tl.load(source, mask=inside, other=0.0).to(WIDE)
+            low_normed = tl.load(source + half, mask=inside, other=0.0).to(WIDE)
+            square = tl.sum(normed * normed + low_normed * low_normed, axis=1)[:, None]
+            scale = 1 / tl.sqrt(square / size + epsilon)
+            normed, low_normed = normed * scale, low_normed * scale
+            sums += tl.sum(found * normed, axis=0)[None, :]
+            low_sums += tl.sum(low_found * low_normed, axis=0)[None, :]
+            found *= tl.load(gain + i, mask=i < half, other=0.0).to(WIDE)
+            low_found *= tl.load(gain + half + i, mask=i < half, other=0.0).to(WIDE)
+            inner = tl.sum(found * normed + low_found * low_normed, axis=1)[:, None] / size
+            found = scale * (found - normed * inner)
+            low_found = scale * (low_found - low_normed * inner)
+        goal = target + group * width + place * size + i
+        tl.store(goal, found.to(target.dtype.element_ty), mask=inside)
+        tl.store(goal + half, low_found.to(target.dtype.element_ty), mask=inside)
+    return sums, low_sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def heads_kernel(  # type: ignore[no-untyped-def]
+    query, key, value, turns, queries, keys, q_gain, k_gain, out, q_sums, k_sums,
+    tokens, batch, groups, ratio, size, epsilon,
+    q_s, q_b, q_head, k_s, k_b, k_head, v_s, v_b, v_head,
+    x_s, x_b, x_group, x_head,
+    NORMED: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of `TOKENS` tokens, `[groups, (ratio + 2) size]` of each."""
+    half, width = size // 2, (ratio + 2) * size
+    i = tl.arange(0, HALF)[None, :]
+    queried, low_queried = tl.zeros((1, HALF), WIDE), tl.zeros((1, HALF), WIDE)
+    keyed, low_keyed = tl.zeros((1, HALF), WIDE), tl.zeros((1, HALF), WIDE)
+    begin = tl.program_id(0).to(tl.int64) * TOKENS
+    for token in range(begin, tl.minimum(begin + TOKENS, tokens)):
+        s, b = token // batch, token % batch
+        # Rounded as the forward pass rounds them.
+        turn = turns + s * 2 * size + i
+        narrow: tl.constexpr = out.dtype.element_ty
+        cos = tl.load(turn, mask=i < half, other=0.0).to(narrow).to(WIDE)
+        low_cos = tl.load(turn + half, mask=i < half, other=0.0).to(narrow).to(WIDE)
+        sin = tl.load(turn + size, mask=i < half, other=0.0).to(narrow).to(WIDE)
+        low_sin = tl.load(turn + size + half, mask=i < half, other=0.0).to(narrow).to(WIDE)
+        target = out + token * groups * width
+        x = s * x_s + b * x_b
+        queried, low_queried = turn_back(
+            query + s * q_s + b * q_b, q_head, queries, x, x_group, x_head, q_gain, target, width,
+            groups * ratio, ratio, size, epsilon, cos, low_cos, sin, low_sin, queried, low_queried,
+            NORMED, WIDE, HEADS, HALF,
+        )  # fmt: skip
+        keyed, low_keyed = turn_back(
+            key + s * k_s + b * k_b, k_head, keys, x, x_group, x_head, k_gain,
+            target + ratio * size, width,
+            groups, 1, size, epsilon, cos, low_cos, sin, low_sin, keyed, low_keyed,
+            NORMED, WIDE, HEADS, HALF,
+        )  # fmt: skip
+        for first in range(0, groups, HEADS):
+            group = first + tl.arange(0, HEADS)[:, None]
+            inside = (group < groups) & (i < half)
+            source = value + s * v_s + b * v_b + group * v_head + i
+            goal = target + group * width + (ratio + 1) * size + i
+            tl.store(goal, tl.load(source, mask=inside), mask=inside)
+            tl.store(goal + half, tl.load(source + half, mask=inside), mask=inside)
+    if NORMED:
+        row = tl.program_id(0).to(tl.int64) * size + i
+        tl.store(q_sums + row, queried, mask=i < half)
+        tl.store(q_sums + row + half, low_queried, mask=i < half)
+        tl.store(k_sums + row, keyed, mask=i < half)
+        tl.store(k_sums + row + half, low_keyed, mask=i < half)
+
+
+def gradients(
+    query: Tensor, key: Tensor, value: Tensor, turns: Tensor, epsilon: float, *normed: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute the gradient `[s, b, groups, (heads of one + 2) d]` of what the linear gave.
+
+    Args:
+        query: gradient `[s, b, heads, d]` of the rotated queries.
+        key, value: gradients `[s, b, groups, d]` of rotated keys, and of values.
+        turns: cosines and signed sines `[s, 1, 1, 1, 2 d]` of the positions.
+        epsilon: of the norms.
+        normed: queries `[s, b, groups, heads of one, d]` and keys `[s, b, groups, 1, d]` before
+            their norms, and the two gains `[d]`, whose gradients follow; none without norms.
+    """
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    (s, b, heads, size), groups = query.shape, key.shape[2]
+    ratio, tokens = heads // groups, s * b
+    out = query.new_empty(s, b, groups, (ratio + 2) * size)
+    programs = triton.cdiv(tokens, TOKENS)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sums = [torch.empty(programs, size, dtype=wide, device=query.device) for _ in normed[2:]]
+    strides = normed[0].stride()[:4] if normed else (0, 0, 0, 0)
+    inputs, written = normed or (None,) * 4, sums or (None,) * 2
+    if out.numel():
+        heads_kernel[(programs,)](
+            query, key, value, turns.contiguous(), *inputs, out, *written,
+            tokens, b, groups, ratio, size, epsilon,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *strides,
+            NORMED=bool(normed),
+            WIDE=tl.float64 if wide == torch.float64 else tl.float32,
+            TOKENS=TOKENS,
+            HEADS=HEADS,
+            HALF=triton.next_power_of_2(size // 2),
+            num_warps=WARPS,
+        )  # fmt: skip
+    return out, *(x.sum(0).to(gain.dtype) for x, gain in zip(sums, normed[2:], strict=True))

@@ -1,0 +1,57 @@
+"""Backward passes by our kernels: in Triton's interpreter, where they are chosen, and refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.blocks.activation import ACTIVATIONS
+from models.blocks.gated import with_one_gradient
+from tests.commands import interpreted
+from training import build
+from training.build import check_backend, check_device, fused_backward
+from training.config import InvalidConfigError, load_config
+from training.errors import ConfigError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_gradients_are_autograds_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    interpreted("tests/kernels/interpreted_gradients.py")
+
+
+@pytest.mark.slow
+def test_losses_are_those_without_them_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    interpreted("tests/kernels/interpreted_backward.py")
+
+
+def test_auto_takes_them_on_gpus_with_triton(minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(minimal, [])
+    monkeypatch.setattr(build, "missing_compiler", lambda device: None)
+    assert fused_backward(config, GPU) and not fused_backward(config, CPU)
+    assert not fused_backward(load_config(minimal, ["train.fused_backward=null"]), GPU)
+    engine = load_config(minimal, ["model.attention_backend=transformer_engine"])
+    assert not fused_backward(engine, GPU)
+    monkeypatch.setattr(build, "missing_compiler", lambda device: "a C compiler")
+    assert not fused_backward(config, GPU)
+
+
+def test_what_cannot_run_is_refused(minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = "model.attention_backend=transformer_engine"
+    with pytest.raises(InvalidConfigError, match="fused_backward must be auto or null with"):
+        load_config(minimal, ["train.fused_backward=triton", engine])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for key, value in (("fused_backward", "triton"), ("fused_loss", "liger")):
+        config = load_config(minimal, [f"train.{key}={value}"])
+        with pytest.raises(ConfigError, match=f"train.{key} must be auto or null on a cpu"):
+            check_device(config, CPU)
+    monkeypatch.setattr(build, "has_triton", lambda: False)
+    with pytest.raises(ConfigError, match="fused_backward is triton, which is not installed"):
+        check_backend(load_config(minimal, ["train.fused_backward=triton"]))
+
+
+def test_an_activation_without_a_kernel_stays_as_it_is() -> None:
+    activation = ACTIVATIONS["relu2"]
+    assert with_one_gradient(activation, activation.block) is activation.block
