@@ -168,6 +168,9 @@ class ModelConfig(Section):
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """What computes attention and linears: PyTorch, or Transformer Engine if it is installed."""
+    attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
+    """What computes the attention of sdpa: auto: a kernel of PyTorch; the others: FlashAttention's
+    packages of these names, in bf16 on GPUs, which auto does not take as they were not timed."""
 
     def checks(self) -> Iterator[Check]:
         """Check the shape, whatever family has it."""
@@ -185,6 +188,12 @@ class ModelConfig(Section):
             unused = ignored(self.init, "head_std", when="with model.tie_embeddings true")
             yield from ((f"init.{key}", wrong, rule) for key, wrong, rule in unused)
         dense = moe is not None and moe.dense_layers >= self.layers
+        own = self.attention_kernel != "auto"
+        other = self.latent is not None or self.explicit_scores
+        rule = "must be auto with latent attention, attention_softcap or sliding_window"
+        yield "attention_kernel", own and other, rule
+        engine = own and self.attention_backend != "sdpa"
+        yield "attention_kernel", engine, "must be auto with attention_backend transformer_engine"
         yield "moe.dense_layers", dense, f"must be below layers = {self.layers}"
 
     @property

@@ -8,6 +8,7 @@ declares. Every builder that a family names has these three.
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 from models.blocks import transformer_engine
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.attention import RotatedSelfAttention, SDPACoreAttention
+from models.blocks.flash_attention import FlashCoreAttention
 from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
@@ -143,15 +145,17 @@ def transformer_config(
 def layer_spec(
     model: ModelConfig,
     *,
-    core_attention: Any = SDPACoreAttention,
+    core_attention: Any = None,
     row_linear: type[RowParallelLinear] = RowParallelLinear,
 ) -> ModuleSpec:
     """Return the spec of a layer of Megatron's own linears around our RMSNorm and core attention.
 
-    `row_linear` is the last linear of attention and of the feed-forward block.
+    `core_attention` None is that of `model.attention_kernel`; `row_linear` is the last linear of
+    attention and of the feed-forward block.
     """
     if model.latent is None:
-        attention = attention_spec(model, core_attention, row_linear)
+        core = core_attention or plain_attention(model)
+        attention = attention_spec(model, core, row_linear)
     else:
         attention = ModuleSpec(module=LatentAttention, params={"latent": model.latent})
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear)
@@ -166,6 +170,12 @@ def layer_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def plain_attention(model: ModelConfig) -> Any:
+    """Return the module of causal attention without caps and windows."""
+    kernel = model.attention_kernel
+    return SDPACoreAttention if kernel == "auto" else partial(FlashCoreAttention, kernel=kernel)
 
 
 def attention_spec(

@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from models import dense
-from models.blocks.attention import SDPACoreAttention
 from models.blocks.norm import NormedRowParallelLinear, RMSNorm
 from models.blocks.softcapped_attention import SoftcappedCoreAttention
 from models.config import ModelConfig
@@ -26,7 +25,7 @@ parameter_names = dense.parameter_names
 
 def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
     """Return the spec of global layer `layer`."""
-    core: Any = SDPACoreAttention
+    core: Any = None
     if model.explicit_scores:
         core = partial(
             SoftcappedCoreAttention, softcap=model.attention_softcap, window=model.window(layer)

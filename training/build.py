@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from models.blocks import transformer_engine
+from models.blocks import flash_attention, transformer_engine
 from models.blocks.attention import attention_kernel
 from models.blocks.compiled import missing_compiler
 from models.blocks.in_graph_pc import with_gammas
@@ -21,7 +21,7 @@ from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
-from spectral.kernels.dispatch import has_triton
+from spectral.kernels.dispatch import device_name, has_triton
 from training.agreement import program, require_agreement
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
@@ -196,6 +196,16 @@ def check_backend(config: Config) -> None:
             "train.fused_loss is liger, which is not installed: pip install liger-kernel, or set "
             "train.fused_loss=null"
         )
+    kernel = config.model.attention_kernel
+    if kernel != "auto":
+        try:
+            flash_attention.imported(kernel)
+        except ImportError as error:
+            raise ConfigError(
+                f"model.attention_kernel is {kernel}, whose package cannot be imported "
+                f"({last_line(error)}): install it as docs/running.md says, or set "
+                "model.attention_kernel=auto"
+            ) from error
     if config.train.fused_backward == "triton" and not has_triton():
         raise ConfigError(
             "train.fused_backward is triton, which is not installed: pip install triton, or set "
@@ -260,6 +270,15 @@ def check_device(config: Config, device: torch.device) -> None:
         if value not in ("auto", None) and device.type == "cpu" and not interpreted:
             raise ConfigError(f"train.{key} must be auto or null on a cpu, got {value}")
     check_kernels(device)
+    kernel = config.model.attention_kernel
+    if kernel == "auto":
+        return
+    majors = flash_attention.CAPABILITIES[kernel]
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in majors:
+        raise ConfigError(
+            f"model.attention_kernel {kernel} needs a GPU of compute capability "
+            f"{', '.join(f'{m}.x' for m in majors)}, got {device_name(device)}"
+        )
 
 
 def kernel_of(config: Config, groups: Groups) -> str:
@@ -272,6 +291,8 @@ def kernel_of(config: Config, groups: Groups) -> str:
         return f"chosen by {model.attention_backend}"
     if model.explicit_scores:
         return "products of blocks of scores"
+    if model.attention_kernel != "auto":
+        return model.attention_kernel
     latent = model.latent is not None
     try:
         return attention_kernel(

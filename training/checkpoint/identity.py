@@ -23,7 +23,7 @@ OF_STATE: Final = re.compile(r".*\.rule|qkv_units|split_gate_up|momentum_dtype|p
 """Keys that decide what a checkpoint has beside the weights."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
 """Keys of the train section that results depend on; the schedule has the steps."""
-BACKENDS: Final = {"attention_backend", "moe.backend"}
+BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
 """Keys of the model section that choose an implementation and change no result."""
 
 Identity = dict[str, dict[str, Any]]

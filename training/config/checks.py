@@ -48,6 +48,8 @@ def run_checks(config: Config) -> Iterator[Check]:
     compiled = not plain and train.compile not in (None, "auto")
     sdpa = "needs model.attention_backend sdpa, as Transformer Engine fuses the same operations"
     yield "train.compile", compiled, sdpa
+    wide = config.model.attention_kernel != "auto" and train.precision != "bf16"
+    yield "model.attention_kernel", wide, "needs train.precision bf16"
     kernels = not plain and train.fused_backward == "triton"
     own = "must be auto or null with model.attention_backend transformer_engine, which has its own"
     yield "train.fused_backward", kernels, own

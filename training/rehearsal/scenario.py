@@ -91,7 +91,8 @@ def with_known_kernels(config: Config) -> Config:
         train = replace(train, fused_backward="triton" if plain and has_triton() else None)
     if not liger.installed():
         train = replace(train, fused_loss=None)
-    return replace(config, train=train)
+    # PyTorch's kernel moves and multiplies the same, and its package is not needed.
+    return replace(config, train=train, model=replace(config.model, attention_kernel="auto"))
 
 
 def last_step(config: Config) -> int:
