@@ -1,11 +1,14 @@
 """Bytes of activations by hand, and peaks of devices."""
 
+from dataclasses import replace
+
 import pytest
 
 from models.config import ModelConfig
 from parallel.plan.activation_volume import activation_traffic
 from parallel.plan.devices import DEVICES, peak_flops
 from parallel.plan.step_shape import PlanInputs, StepShape
+from parallel.plan.step_time import OptimizerLoad, step_time
 
 H100 = DEVICES["h100"]
 LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_size=1024)
@@ -46,6 +49,20 @@ def test_bytes_of_each_axis_by_hand():
     assert ends == [{"pipeline activations": 4 * tokens * width * 2}] * 2
     interleaved = sent(shape(data=1, pipeline=2, virtual_pipeline=2))
     assert interleaved == {"pipeline activations": 3 * 4 * tokens * width * 2}
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_virtual_stages_divide_the_bubble(pipeline):
+    """By p - 1 over m v of the step, as in arXiv:2104.04473, section 2.2: the head of this model is
+    small beside its stages, and sending little beside computing."""
+    model = replace(LLAMA, layers=8 * pipeline, hidden=4096, heads=32, kv_heads=32, ffn=16384)
+    idle = OptimizerLoad(0.0, 0, {}, {}, 0.0)
+    for virtual in (1, 2, 4):
+        step = shape(model, data=1, pipeline=pipeline, virtual_pipeline=virtual)
+        time = step_time(step, [idle] * pipeline)
+        computing = time.forward + time.backward + time.recompute
+        expected = (pipeline - 1) / (step.microbatches * virtual)
+        assert time.bubble / computing == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(
