@@ -50,6 +50,10 @@ SHOWN_PROBLEMS = 8
 """Problems that an error lists."""
 
 
+UNREAD = ("/multiplier", "/slope")
+"""Ends of the names of entries that earlier versions saved of SSO and never read."""
+
+
 class StateError(ValueError):
     """A checkpoint does not fit the model that it is loaded into."""
 
@@ -150,6 +154,7 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, Part]) -> None:
         for key, tensor in index.state_dict_metadata.items()
         if isinstance(tensor, TensorStorageMetadata)
         and key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
+        and not (key.startswith("optimizer/") and key.endswith(UNREAD))
     }
     wanted = {part.key: part for part in state.values()}
     layers = found_by_any(key for key in wanted if key.startswith("pc/"))

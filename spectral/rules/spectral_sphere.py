@@ -12,8 +12,8 @@ from torch import Tensor
 from ..joined_stacks import apart
 from ..polar import Polar
 from ..schedules import coefficients
-from ..tangent import EVALUATIONS, Solver, TangentSolution, bisected
-from .base import Report, Stack, State, store_, taken
+from ..tangent import EVALUATIONS, Solver, bisected
+from .base import Report, Stack, State
 from .momentum import momentum_of
 from .muon import matrix_shape
 from .muon_sphere import MuonSphereRule, retracted
@@ -46,13 +46,6 @@ class SpectralSphereRule(MuonSphereRule):
         super().__post_init__()
         self.solver_on(torch.device("cpu"))  # which refuses what makes no sense
 
-    def init_state(self, weight: Tensor) -> State:
-        """Create momentum, u, v, nearby, and the last multiplier and slope `[batch]`."""
-        state = super().init_state(weight)
-        state["multiplier"] = weight.new_zeros(weight.shape[0])
-        state["slope"] = weight.new_zeros(weight.shape[0])
-        return state
-
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction; see `Rule.update`.
 
@@ -61,23 +54,14 @@ class SpectralSphereRule(MuonSphereRule):
         reports, sound, factor = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)
         solutions = solver.solve([self.problem(stack) for stack in stacks])
-        parts = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
-        polars = [self.keep(*one) for one in parts]
+        parts = zip(solutions, apart(sound, [s.weight for s in stacks]), strict=True)
+        polars = [Polar(each.direction, each.bounded & right) for each, right in parts]
         others = self.apply(stacks, polars, scale=factor)
         solved = (
-            solution.report(stack.state["multiplier"].dtype)
+            solution.report(stack.weight.dtype)
             for stack, solution in zip(stacks, solutions, strict=True)
         )
         return [a | b | c for a, b, c in zip(reports, others, solved, strict=True)]
-
-    def keep(self, stack: Stack, solution: TangentSolution, sound: Tensor) -> Polar:
-        """Return the direction of each unit; keeps multiplier and slope of those that are `sound`
-        `[batch]` and take their step."""
-        polar = Polar(solution.direction, solution.bounded & sound)
-        gate = taken(stack.step.active, polar.bounded)
-        for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
-            store_(stack.state[name], new, gate)
-        return polar
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.

@@ -110,13 +110,13 @@ def trained(optimizer: SpectralOptimizer, first: int) -> list[Tensor]:
     return [x.detach().clone() for x in (*weights, *state)]
 
 
-SOLVED = ("multiplier", "slope", "correlation")
-"""Entries from which a solve starts, or that only an unusual weight needs."""
+UNUSUAL = ("correlation",)
+"""Entries that only an unusual weight needs."""
 ENTRIES = [
     (name, entry)
     for name, kind in RULES.items()
     for entry in kind().init_state(torch.ones(1, 2, 2))
-    if entry not in SOLVED
+    if entry not in UNUSUAL
 ]
 
 

@@ -50,11 +50,7 @@ def run(rule: Rule, place: str, poison: float, at: int, steps: int = 4) -> tuple
         if step == at and place in tensors:
             tensors[place][1].view(-1)[0] = poison
         before = weight.clone()
-        kept = {name: state[name].clone() for name in ("multiplier", "slope") if name in state}
         report = take_step(rule, weight, grad, state, lr=1e-2, weight_decay=0.1)
-        missed = report["refused"] > 0
-        for name, old in kept.items():
-            assert torch.equal(state[name][missed], old[missed]), name
         count += report["refused"]
         assert torch.isfinite(weight[before.isfinite()]).all()
     return weight, count

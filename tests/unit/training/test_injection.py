@@ -103,7 +103,7 @@ def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> 
             refused = trainer.spectral.refusals.total - before
             # A step with infinite variance is none at all; a count of steps, and what is tracked
             # and found anew, are repaired unseen; and what is finite may be large.
-            unseen = ("step", "u", "v", "nearby", "multiplier", "slope")
+            unseen = ("step", "u", "v", "nearby")
             unseen += ("correlation", "rescaled")  # not read by the default algorithm
             unseen += ("variance",) if poison == float("inf") else ()
             if poison != 1e30 and place.split()[-1] not in unseen:

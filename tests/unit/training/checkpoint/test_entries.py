@@ -1,0 +1,177 @@
+"""Every entry of a checkpoint matters: with another value a resumed run differs, or is refused."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.checkpoint import state as states
+from parallel.checkpoint.state import sharded_state
+from spectral import SpectralSphere
+from spectral.rules.spectral_sphere import SpectralSphereRule
+from tests.run_configs import MIXTURE, tiny_config
+from tests.run_results import without_times
+from tests.slow_cases import slow_but
+from training.build import build_data, build_trainer
+from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
+from training.restore import restore
+from training.run import train
+
+WIDE = {"model__hidden": 96, "model__ffn": 128}
+"""Sides above 64, whose singular vectors start from those of the last step on a CPU, too."""
+PC = {"pc__level": 4, "pc__norm_recovery": True, "gram_penalty__horizon": 1.0}
+RUNS: dict[str, dict[str, Any]] = {
+    "spectral_sphere": MIXTURE | WIDE | {"model__moe__expert_bias_rate": 0.01},
+    "adamw": PC,
+    "muon": {"pc__level": 4, "pc__norm_recovery": True, "pc__evaluator": "in_graph"},
+    "muon_plus_plus": WIDE
+    | {
+        "optimizer__rules__muon_plus_plus__correlation_rescale": True,
+        "optimizer__rules__muon_plus_plus__algorithm": "project",
+    },
+    "muon_sphere": WIDE,
+}
+STOPPED = 3
+ELSEWHERE = {
+    "trainer.guard.in_a_row": "a step that is taken ends it; tests/unit/training/test_survival.py",
+    "optimizer/correlation": "for correlated entries; tests/unit/spectral/test_muon_plus_plus.py",
+    "progress.read": "for another mixture; tests/unit/training/data",
+}
+"""Entries without an effect on the next steps of this run, and what holds them."""
+
+
+@pytest.mark.parametrize("rule", slow_but(["adamw"], list(RUNS)))
+def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
+    keys = {"log__interval": 1, "checkpoint__interval": STOPPED, "monitors__interval": 0}
+    keys |= {"spikes__deviations": 6.0, "train__steps": 8, **RUNS[rule]}
+    config = tiny_config(folder, rule, **keys, train__exit_step=STOPPED)
+    train(config, world)
+    info = read_checkpoint(config.run.dir)
+
+    def after(info: CheckpointInfo, change: Callable[[Any], None] = lambda parts: None) -> Any:
+        """The two steps that follow: metrics, counts, and the sum of every tensor."""
+        load = states._load
+
+        def loaded(folder, index, parts) -> Iterator[str]:
+            yield from load(folder, index, parts)
+            change(parts)
+
+        monkeypatch.setattr(states, "_load", loaded)
+        trainer = build_trainer(
+            replace(config, train=replace(config.train, exit_step=5)), world, *build_data(config)
+        )
+        metrics: list[dict] = []
+        trainer.report = lambda line, step: metrics.append(without_times(line))
+        try:
+            restore(trainer, info)
+        except ResumeError as error:
+            return str(error)
+        finally:
+            monkeypatch.setattr(states, "_load", load)
+        progress = asdict(trainer.progress)
+        for _ in range(2):
+            trainer.advance()
+        tensors = sharded_state(trainer.model, trainer.optimizer)
+        sums = {name: part.value.double().sum().item() for name, part in tensors.items()}
+        return metrics, progress["unreported"], sums
+
+    expected = after(info)
+    assert after(info) == expected  # so that a difference is that of the entry
+    kinds = {kind(name) for name in info.tensors("")}
+    assert len(kinds) > 5
+    for each in sorted(kinds - ELSEWHERE.keys()):
+        assert any(after(info, changed(each, factor)) != expected for factor in (2, 0, -1)), each
+    for place, value in entries(info.meta) if rule == "adamw" else ():
+        if place not in ELSEWHERE:
+            assert after(with_value(info, place, value)) != expected, place
+
+
+def kind(name: str) -> str:
+    """What a tensor is, without its unit: `weight`, `optimizer/u`, `buffer/expert_bias`."""
+    first, unit, *rest = name.split("/")
+    return "/".join([first, *(rest or ([unit.rpartition(".")[2]] if first == "buffer" else []))])
+
+
+def changed(wanted: str, factor: int) -> Callable[[Any], None]:
+    """Multiply every tensor of a kind after it is loaded."""
+
+    def change(parts: Any) -> None:
+        for part in parts.values():
+            if kind(part.key) == wanted:
+                part.value.mul_(factor)
+
+    return change
+
+
+def entries(meta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every value that a run continues with, by its place, and another one."""
+    for section in ("progress", "trainer"):
+        for place, value in leaves(meta[section], section):
+            match value:
+                case bool():
+                    yield place, not value
+                case int() | float():
+                    yield place, value + 1
+                case dict():
+                    yield place, {"val/loss": 1.0}
+                case [float(), *_]:
+                    yield place, [1e-3 * i for i, _ in enumerate(value)]
+                case list() | None:
+                    yield place, [[24, 32]]
+
+
+def leaves(content: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """The values of a mapping that are no mappings, and mappings that are empty."""
+    if isinstance(content, dict) and content and place not in ELSEWHERE:
+        for key, value in content.items():
+            yield from leaves(value, f"{place}.{key}")
+    else:
+        yield place, content
+
+
+def with_value(info: CheckpointInfo, place: str, value: Any) -> CheckpointInfo:
+    """The checkpoint with another value."""
+    meta = copy.deepcopy(info.meta)
+    *path, last = place.split(".")
+    section = meta
+    for key in path:
+        section = section[key]
+    section[last] = value
+    return replace(info, meta=meta)
+
+
+def test_entries_that_earlier_versions_saved_of_sso_are_left_out(folder, world, monkeypatch):
+    """The multiplier and the slope of the last step, which no step read."""
+    config = tiny_config(folder, checkpoint__interval=2, train__exit_step=2)
+    begin = SpectralSphereRule.init_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            SpectralSphereRule,
+            "init_state",
+            lambda rule, weight: (
+                begin(rule, weight)
+                | {name: weight.new_zeros(len(weight)) for name in ("multiplier", "slope")}
+            ),
+        )
+        train(config, world)
+    names = read_checkpoint(config.run.dir).tensors("")
+    assert any(name.endswith("/multiplier") for name in names)
+    train(replace(config, train=replace(config.train, exit_step=4)), world)
+    names = read_checkpoint(config.run.dir).tensors("")
+    assert not any(name.endswith(("/multiplier", "/slope")) for name in names)
+
+
+def test_an_optimizer_loads_a_state_with_them():
+    weight = torch.nn.Parameter(torch.eye(4, 3))
+    optimizer = SpectralSphere([weight], lr=1e-2)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry |= {"multiplier": torch.zeros(1), "slope": torch.zeros(1)}
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert weight.isfinite().all()
