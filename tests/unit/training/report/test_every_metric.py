@@ -1,0 +1,92 @@
+"""Every metric of a run against a computation of its own, or the test that has one."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_configs import MIXTURE, tiny_config
+from tests.run_results import json_lines
+from training.config import Config
+from training.run import train
+
+STEPS, CLIP, BATCH, LENGTH = 20, 0.5, 8, 32
+Line = dict[str, Any]
+
+
+def rate(line: Line, group: str, config: Config) -> float:
+    """The rate of a step: two steps of warm-up, then a cosine to a tenth."""
+    index = line["step"] - 1
+    if index < 2:
+        factor = (index + 1) / 2
+    else:
+        share = (index - 2) / (STEPS - 2)
+        factor = 0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2
+    return getattr(config.optimizer, group).lr * factor
+
+
+def flops_per_token(config: Config) -> float:
+    """Six FLOPs for each active weight of a product, of the vocabulary padded to 128, and causal
+    attention."""
+    model = config.model
+    width, head = model.hidden, model.hidden // model.heads
+    attention = width * head * (2 * model.heads + 2 * model.kv_heads)
+    dense, mixed = 3 * width * model.ffn, 2 * 3 * width * 32 + width * 4
+    weights = 2 * attention + dense + mixed + width * 128
+    return 6 * weights + 6 * model.layers * width * LENGTH
+
+
+CHECKED: dict[str, Callable[[Line, re.Match[str], Config], float]] = {
+    r"lr/(\w+)": lambda line, name, config: rate(line, name[1], config),
+    r"optim/clip_coef": lambda line, *_: min(1.0, CLIP / line["optim/grad_norm"]),
+    r"optim/skipped_steps|optim/refused|spectral/unconverged": lambda *_: 0,
+    r"progress/tokens": lambda line, *_: line["step"] * BATCH * LENGTH,
+    r"progress/pct": lambda line, *_: 100 * line["step"] / STEPS,
+    r"progress/eta_s": lambda line, *_: (STEPS - line["step"]) * line["perf/step_time_s"],
+    r"perf/tokens_per_sec(_per_gpu)?": lambda line, *_: BATCH * LENGTH / line["perf/step_time_s"],
+    r"perf/tflops_per_gpu": lambda line, _, config: (
+        flops_per_token(config) * BATCH * LENGTH / line["perf/step_time_s"] / 1e12
+    ),
+    r"val/(\w+)/ppl": lambda line, name, _: math.exp(line[f"val/{name[1]}/loss"]),
+    r"val/loss": lambda line, *_: 0.75 * line["val/a/loss"] + 0.25 * line["val/b/loss"],
+    r"moe/max_vio": lambda line, *_: line["moe/max_vio/1"],  # of the only layer with experts
+}
+"""The value of a metric, by its name."""
+
+ELSEWHERE = {
+    r"train/loss|val/\w+/loss": "parity/, on the same weights",
+    r"optim/grad_norm": "distributed/test_trainer.py",
+    r"perf/step_time_s": "seconds, by the clock",
+    r"moe/max_vio/\d": "unit/training/monitor/test_expert_balance.py",
+    r"moe/global_aux_loss": "distributed/test_gradients.py",
+    r"monitor/.*": "unit/training/monitor/",
+}
+"""What compares other metrics, or their unit."""
+
+
+def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
+    keys: dict[str, Any] = MIXTURE | {"model__moe__global_aux_loss": 0.01}
+    for kind in ("train", "validation"):
+        for name in ("a", "b"):
+            keys[f"data__{kind}__{name}__path"] = f"{folder}/tokens"
+        keys[f"data__{kind}__walk"] = "null"
+    keys |= {"data__train__a__weight": 3, "data__train__b__weight": 1}
+    keys |= {"log__interval": 1, "monitors__interval": 5, "validation__interval": 10}
+    config = tiny_config(folder, "muon", optimizer__clip__max_norm=CLIP, **keys)
+    train(config, world)
+    lines = json_lines(Path(folder) / "run" / "metrics.jsonl")
+    met: set[str] = set()
+    for line in lines:
+        for name, value in line.items():
+            checks = {p: m for p in CHECKED if (m := re.fullmatch(p, name))}
+            others = [pattern for pattern in ELSEWHERE if re.fullmatch(pattern, name)]
+            assert name == "step" or len(checks) + len(others) == 1, name
+            for pattern, found in checks.items():
+                expected = CHECKED[pattern](line, found, config)
+                assert value == pytest.approx(expected, rel=1e-4, abs=1e-9), (name, line["step"])
+            met |= {*checks, *others}
+    assert met == {*CHECKED, *ELSEWHERE}
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
