@@ -172,6 +172,7 @@ class ParallelModel:
         microbatches: int,
         micro_batch: int,
         train: bool,
+        length: int | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run all micro-batches of a step through Megatron's schedule.
 
@@ -185,6 +186,8 @@ class ParallelModel:
             microbatches: number of micro-batches of this rank.
             micro_batch: samples of each, b.
             train: whether to compute gradients.
+            length: tokens of a sample, before context parallelism cuts it; None for
+                `sequence_length`, which is the most.
 
         Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
         """
@@ -209,7 +212,7 @@ class ParallelModel:
                 data_iterator=iterators[0] if single else iterators,
                 model=self.chunks[0] if single else self.chunks,
                 num_microbatches=microbatches,
-                seq_length=self.sequence_length,
+                seq_length=length or self.sequence_length,
                 micro_batch_size=micro_batch,
                 forward_only=not train,
             )

@@ -45,7 +45,13 @@ from training.data.order import (
     ValidationData,
     training_loader,
 )
-from training.data.token_bytes import token_byte_lengths, tokenizer_file, vocabulary_size
+from training.data.tasks import Task, made_task, read_task
+from training.data.token_bytes import (
+    open_tokenizer,
+    token_byte_lengths,
+    tokenizer_file,
+    vocabulary_size,
+)
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError, MissingSetError, VocabularyError
 from training.loop import StepResult, Trainer
@@ -470,14 +476,15 @@ def build_trainer(
     data: TrainingData,
     validation: Sequence[ValidationData],
     *,
+    tasks: Sequence[Task] = (),
     weights: InitialWeights | None = None,
     monitor_interval: int | None = None,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Trainer:
     """Build model and optimizer and return this rank's trainer.
 
-    `weights` are those of `build_parallel_model`, `on_step` that of `Trainer`. Monitors measure
-    every `monitor_interval`-th step, by default as the config says.
+    `weights` are those of `build_parallel_model`, `on_step` that of `Trainer`. The model is scored
+    on `tasks`. Monitors measure every `monitor_interval`-th step, by default as the config says.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
@@ -489,6 +496,7 @@ def build_trainer(
         data,
         partial(training_batches, config, groups, data),
         validation,
+        tasks=tasks,
         sampler=build_sampler(config, validation),
         monitor_interval=config.monitors.interval if monitor_interval is None else monitor_interval,
         on_step=on_step,
@@ -518,6 +526,30 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
         prompt=section.prompt_tokens(config.train.sequence_length),
         tokens=section.samples_tokens,
     )
+
+
+def build_tasks(config: Config) -> list[Task]:
+    """Return the tasks that the run is scored on, made ones if its tokens are made.
+
+    Raises ConfigError without a tokenizer, DataError for a file that is not a task.
+    """
+    files, window = config.tasks.files, config.train.sequence_length
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    shape = {"window": window, "vocab_size": config.model.vocab_size}
+    if config.data.mock or not files:
+        return [made_task(name, **shape) for name in files]
+    path, manifest = tokenizer_path(config), data_manifest(config)
+    if path is None:
+        first = next(iter(config.data.train.values())).path
+        raise ConfigError(
+            f"tasks.files needs data.tokenizer, as there is no {MANIFEST_FILE} beside {first}"
+        )
+    tokenizer, count = open_tokenizer(path), config.tasks.examples
+    end = None if manifest is None else manifest.tokenizer.eod_id
+    return [
+        read_task(name, Path(file), tokenizer, end_token=end, count=count, **shape)
+        for name, file in files.items()
+    ]
 
 
 def training_batches(

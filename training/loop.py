@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, profiler
@@ -23,6 +23,7 @@ from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.control.penalty_schedule import GramPenalty
 from training.data.order import TrainingData, ValidationData, Windows
 from training.data.phase import SetCount
+from training.data.tasks import Task
 from training.evaluate import as_batch, evaluate
 from training.lifecycle.garbage import collect
 from training.lifecycle.lifecycle import Lifecycle
@@ -33,6 +34,9 @@ from training.monitor.spectral_metrics import SpectralMetrics
 from training.samples import Sampler
 from training.schedule import learning_rate_factor
 from training.step_profile import StepProfile
+from training.task_scores import score
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Trainer:
         batches: Callable[[Progress], Iterator[Tensor]],
         validation: Sequence[ValidationData],
         *,
+        tasks: Sequence[Task] = (),
         sampler: Sampler | None = None,
         monitor_interval: int | None = None,
         on_step: Callable[[int, StepResult], None] | None = None,
@@ -82,6 +87,7 @@ class Trainer:
         data       the training data, whose counts checkpoints keep
         batches    function from the progress to an iterator of the micro-batches that follow on
                    this rank, `[micro_batch, sequence_length + 1]`
+        tasks      that the model is scored on when that is due
         sampler    writes the samples of text that are due, None if none are
         monitor_interval   of `Monitors`
         on_step    called after every step with its number and result
@@ -96,6 +102,7 @@ class Trainer:
         self.data = data
         self.make_batches = batches
         self.validation = validation
+        self.tasks = tasks
         self.sampler = sampler
         self.on_step = on_step
         kind = CapturedUpdate if config.optimizer.distributed.cuda_graph else Update
@@ -218,21 +225,48 @@ class Trainer:
     def report_with_validation(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Validate if that is due, report `metrics`, and return what `advance` does."""
         step = self.progress.step
-        validation: dict[str, float] = {}
-        if self.validation and self.validates(step):
-            with self.pace.pause(), profiler.record_function("validation"):
-                evaluated = self.evaluate()
-            if evaluated is None:
-                self.progress.unreported = {**metrics, "due": True}
-                return None
-            validation = evaluated
+        validation: dict[str, float] | None = {}
+        scores: dict[str, float] | None = {}
         samples: dict[str, str] = {}
-        if self.sampler is not None and self.samples(step):
-            with self.pace.pause(), profiler.record_function("validation"):
-                samples = self.sampler.sample(self.model, self.groups, self.beat)
-        if metrics or validation or samples:
-            self.report({**metrics, **validation, **samples}, step)
+        if self.validation and self.validates(step):
+            validation = self.paused(self.evaluate)
+        if validation is not None and self.tasks and self.scores(step):
+            scores = self.paused(self.score)
+        if validation is None or scores is None:
+            self.progress.unreported = {**metrics, "due": True}
+            return None
+        sampler = self.sampler
+        if sampler is not None and self.samples(step):
+            samples = self.paused(lambda: sampler.sample(self.model, self.groups, self.beat))
+        if metrics or validation or scores or samples:
+            self.report({**metrics, **validation, **scores, **samples}, step)
         return validation
+
+    def scores(self, step: int) -> bool:
+        """Return whether scores of tasks follow `step`."""
+        interval = self.config.tasks.interval
+        return step == self.config.train.last or (interval > 0 and step % interval == 0)
+
+    def score(self) -> dict[str, float] | None:
+        """Return the metrics of the tasks, None if a stop interrupted them."""
+        model, train = self.config.model, self.config.train
+        assert model.vocab_size is not None  # `with_vocabulary` has filled it in
+        # As many logits as in training.
+        rows = model.padded_vocab / self.groups.tensor.size
+        share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
+        return score(
+            self.model,
+            self.groups,
+            self.tasks,
+            vocab_size=model.vocab_size,
+            most_tokens=share * train.micro_batch * train.sequence_length,
+            stop=self.lifecycle.stop_now if self.lifecycle is not None else lambda: False,
+        )
+
+    def paused(self, measure: Callable[[], Found]) -> Found:
+        """Return what `measure` finds, in time that is not the steps'."""
+        with self.pace.pause(), profiler.record_function("validation"):
+            return measure()
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the metrics of every validation set, None if a stop interrupted them."""

@@ -17,6 +17,7 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from training.agreement import require_agreement
 from training.build import (
     build_data,
+    build_tasks,
     build_trainer,
     check_backend,
     check_device,
@@ -117,7 +118,9 @@ def train(
     check_backend(config)
     check_device(config, groups.device)
     data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
+    tasks = build_tasks(config)
     facts = data_facts(config, data, validation, data_manifest(config))
+    facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     require_agreement(dict(flat(facts)))
     facts["data"] |= first_rank(lambda: modification_times(data))
     run_dir = config.run.dir
@@ -148,6 +151,7 @@ def train(
             groups,
             data,
             validation,
+            tasks=tasks,
             weights=weights,
             monitor_interval=cost.interval,
             on_step=on_step,
@@ -251,6 +255,8 @@ def opening_notes(
             where = f"from sample {phase.sample:,} on each set goes on at its own count of tokens"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
+    for task in trainer.tasks:
+        yield "tasks", str(task)
     profile = announcement(config, trainer.progress.step)
     if profile is not None:
         yield "profile", profile

@@ -149,6 +149,13 @@ class RunLog:
             losses.append(f"mean {metrics['val/loss']:.4f}")
         if losses:
             print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
+        tasks = [
+            f"{name} {metrics[f'task/{name}/acc']:.4f} ({metrics[f'task/{name}/acc_norm']:.4f})"
+            for name in self.config.tasks.files
+            if f"task/{name}/acc" in metrics
+        ]
+        if tasks:
+            print(f"step {step} tasks, acc (acc_norm): {', '.join(tasks)}", flush=True)
         for line in sample_lines(metrics):
             print(line, flush=True)
 

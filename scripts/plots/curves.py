@@ -163,6 +163,21 @@ def balance(runs: Sequence[RunData]) -> Figure | None:
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
+def tasks(runs: Sequence[RunData]) -> Figure | None:
+    """Accuracy on each multiple-choice task, dashed that of log-likelihoods per character."""
+
+    def draw(axis: Axes, run: RunData) -> None:
+        names = [
+            name for name in run.names("task/") if name.endswith("/acc") and name.count("/") > 1
+        ]
+        for i, name in enumerate(names):
+            label = literal(name.split("/")[1])
+            _line(axis, run.series(name), **look(i), label=label, marker=".")
+            _line(axis, run.series(f"{name}_norm"), **look(i) | {"linestyle": "--"}, marker=".")
+
+    return _per_run(runs, "task/", "accuracy", draw)
+
+
 def z_loss(runs: Sequence[RunData]) -> Figure | None:
     """Mean squared log-sum-exp of the logits, without the coefficient of the z-loss."""
     return _one(runs, "train/z_loss", "squared log-sum-exp of the logits", log=True)

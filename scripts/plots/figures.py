@@ -42,6 +42,7 @@ class RunFigure:
 
 FIGURES = (
     RunFigure("loss", "Loss", curves.loss),
+    RunFigure("tasks", "Downstream tasks", curves.tasks),
     RunFigure("learning_rates", "Learning rates", curves.learning_rates),
     RunFigure("gradient_norm", "Gradient norm", curves.gradient_norm),
     RunFigure("evolution", "How the spectra moved", single=spectra.evolution),

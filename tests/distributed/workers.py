@@ -20,8 +20,10 @@ from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model
 from training.build import build_data, build_trainer
 from training.config.schema import ParallelConfig
+from training.data.tasks import Request, made_task
 from training.loop import StepResult, Trainer
 from training.samples import next_tokens
+from training.task_scores import log_likelihoods
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
@@ -94,6 +96,23 @@ def followed(trainer: Trainer) -> dict[str, Any]:
     found["units"] = whole_units(trainer.model, groups)
     found["kept"] = checked_kept(trainer)
     return found
+
+
+def task_scores(
+    folder: str, case: Case, requests: list[dict[str, Any]]
+) -> tuple[list[float], dict[str, float]]:
+    """Log-likelihoods of requests, and the metrics of two made tasks."""
+    groups = start(case[0])
+    trainer = built(folder, groups, case)
+    vocab = trainer.config.model.vocab_size
+    likelihoods = log_likelihoods(
+        trainer.model, groups, [Request(**each) for each in requests], vocab_size=vocab,
+        most_tokens=64,
+    )  # fmt: skip
+    trainer.tasks = [made_task(name, window=32, vocab_size=vocab) for name in ("a", "b")]
+    metrics = trainer.score()
+    process_groups.shutdown()
+    return likelihoods, metrics
 
 
 def checked_kept(trainer: Trainer) -> int:

@@ -63,6 +63,7 @@ PC = {"pc__level": 2}
 OPTIONS = {
     "watched weights": {"watchdog__replica_interval": 2, "train__precision": "bf16"},
     "loss chunks": {"train__loss_chunk": 40},
+    "tasks": {"tasks__files__made": "made.jsonl", "parallel__pipeline": 2},
     "z-loss": {"train__z_loss": 1e-4, "parallel__tensor": 2},
     "recompute full": {"train__recompute": "full"},
     "recompute selective": {"train__recompute": "selective"},

@@ -125,12 +125,12 @@ def _beside(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both without what only one of them can say: a validation set may come or go, and
+    """Return both without what only one of them can say: a validation set or task may come or go,
     data with a manifest has the sha256 of a set, a large set without one when it was written to."""
     optional = {
         key
         for key in saved.keys() | now.keys()
-        if key.startswith("validation.") or key.endswith((".sha256", ".modified"))
+        if key.startswith(("validation.", "tasks.")) or key.endswith((".sha256", ".modified"))
     }
     dropped = {key for key in optional if saved.get(key) is None or now.get(key) is None}
     before, after = (

@@ -54,6 +54,7 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
     yield "validation", keys, unseen, "without sets in data.validation"
     silent = not unseen and config.validation.samples_interval == 0
     yield "validation", ("samples_tokens",), silent, "with validation.samples_interval 0"
+    yield "tasks", ("interval", "examples"), not config.tasks.files, "without tasks.files"
     untracked = "wandb" not in config.log.trackers
     yield "log.wandb", ("project",), untracked, "without wandb in log.trackers"
     whole = config.checkpoint.keep_last is None

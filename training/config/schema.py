@@ -423,6 +423,27 @@ class ValidationConfig(Section):
         return min(16, sequence_length // 2)
 
 
+class TasksConfig(Section):
+    """Multiple-choice tasks that the model in training is scored on."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    """Files of tasks by name, which becomes part of their metrics, `task/<name>/acc`: a line is
+    `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py makes
+    them."""
+    interval: Whole = 0
+    """Steps between scorings, besides the one after the last step; 0 has only that one."""
+    examples: Count | None = None
+    """Number of examples of each file to score, from its first; null = all."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check the names, and where the files are."""
+        for name, path in self.files.items():
+            rule = f"must name tasks by letters, digits, '_', '-' and '.', got {name!r}"
+            yield "files", not SET_NAME.fullmatch(name), rule
+            _, wrong, rule = local_path("files", path)
+            yield "files", wrong, f"{rule}, got {path!r} for {name}"
+
+
 class Config(Section):
     """A whole run."""
 
@@ -448,3 +469,4 @@ class Config(Section):
     log: LogConfig = LogConfig()
     monitors: MonitorsConfig = MonitorsConfig()
     validation: ValidationConfig = ValidationConfig()
+    tasks: TasksConfig = TasksConfig()

@@ -67,6 +67,7 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
             watchdog=replace(config.watchdog, hang_seconds=None),
             log=replace(config.log, interval=due, trackers=(), profile=None),
             monitors=replace(config.monitors, interval=0 if config.monitors.interval == 0 else due),
+            tasks=replace(config.tasks, interval=0),
             validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
         ),
         due,

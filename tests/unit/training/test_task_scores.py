@@ -1,0 +1,236 @@
+"""Scores on multiple-choice tasks in training: what they equal, what they leave alone, and what is
+refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from parallel.comm.groups import Groups
+from scripts.huggingface.export import Options, export
+from scripts.plot import main as plot
+from tests.run_configs import read_config, tiny_config
+from tests.run_results import json_lines, metrics_of, same_state, state_of
+from tests.task_files import task_keys, write_tasks
+from tests.token_files import prepare_text
+from training.build import build_data, build_tasks, build_trainer
+from training.checkpoint.files import read_checkpoint
+from training.checkpoint.resume import ResumeError
+from training.data.tasks import read_examples
+from training.errors import ConfigError, DataError
+from training.restore import restore
+from training.run import train
+from training.task_scores import log_likelihoods
+
+TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"
+WINDOW = 32
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder with a trained tokenizer and the sets `tokens`."""
+    return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
+
+
+@pytest.fixture
+def keys(tokens: Path, tmp_path: Path) -> dict[str, Any]:
+    """Overrides of a run on the prepared tokens that scores two tasks at steps 2, 4 and 6."""
+    sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
+            for kind in ("train", "validation")}  # fmt: skip
+    return task_keys(
+        write_tasks(tmp_path),
+        **sets,
+        model__vocab_size=300,
+        train__steps=6,
+        log__interval=3,
+        checkpoint__interval=3,
+        tasks__interval=2,
+    )
+
+
+def independent(folder: Path, file: str) -> list[list[float]]:
+    """Log-likelihoods of each example's choices by transformers, one at a time, as lm-eval defines
+    them: spaces at the end of a context belong to the choice, and what a window cannot hold is cut
+    from the left."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    found = []
+    for row in json_lines(Path(file)):
+        context = row["context"].rstrip()
+        rest = row["context"][len(context) :]
+        found.append([])
+        for choice in row["choices"]:
+            if row["context"]:
+                whole = ids(f"{context}{rest} {choice}")
+                count = len(whole) - len(ids(context))
+            else:
+                whole = [model.config.eos_token_id, *ids(f" {choice}")]
+                count = len(whole) - 1
+            inputs = torch.tensor([whole[-WINDOW - 1 : -1]])
+            with torch.no_grad():
+                chances = model(inputs).logits[0].double().log_softmax(-1)
+            right = chances[-count:].gather(1, torch.tensor(whole[-count:])[:, None])
+            found[-1].append(right.sum().item())
+    return found
+
+
+def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
+    """Log-likelihoods by transformers, and the accuracies that follow from them."""
+    config = tiny_config(str(tmp_path), "adamw", **keys)
+    train(config, world)
+    printed = capsys.readouterr().out
+    lines = json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "task/acc" in line] == [2, 4, 6]
+    out = tmp_path / "out"
+    export(tmp_path / "run", out, Options())
+    trainer = build_trainer(config, world, *build_data(config))
+    restore(trainer, read_checkpoint(tmp_path / "run"))
+    for task in build_tasks(config):
+        file = config.tasks.files[task.name]
+        expected = independent(out, file)
+        flat = [value for example in expected for value in example]
+        ours = log_likelihoods(trainer.model, world, task.requests, vocab_size=300, most_tokens=64)
+        assert ours == pytest.approx(flat, rel=1e-5, abs=1e-4)
+        right = {"acc": 0, "acc_norm": 0}
+        for row, values in zip(json_lines(Path(file)), expected, strict=True):
+            by_character = [v / len(c) for v, c in zip(values, row["choices"], strict=True)]
+            right["acc"] += values.index(max(values)) == row["answer"]
+            right["acc_norm"] += by_character.index(max(by_character)) == row["answer"]
+        for key, count in right.items():
+            found = lines[-1][f"task/{task.name}/{key}"]
+            assert found == pytest.approx(count / len(expected), abs=1e-6)
+        assert f"task {task.name}: 12 examples, {len(flat)} choices" in printed
+    assert len({round(value, 3) for value in ours}) > 10
+    mean = (lines[-1]["task/words/acc"] + lines[-1]["task/digits/acc"]) / 2
+    assert lines[-1]["task/acc"] == pytest.approx(mean)
+    assert "4 are longer than a sequence and lose their beginning" in printed
+    assert f"step 6 tasks, acc (acc_norm): words {lines[-1]['task/words/acc']:.4f}" in printed
+    assert plot([str(tmp_path / "run"), "--html"]) == 0
+    assert "Downstream tasks" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_training_is_the_same_bit_for_bit(keys, world, tmp_path):
+    tiny_config(str(tmp_path), "adamw")
+    states = []
+    for name in ("with", "without"):
+        own = {key: value for key, value in keys.items() if name == "with" or "tasks" not in key}
+        train(read_config(str(tmp_path), **own, run__dir=tmp_path / name), world)
+        states.append(state_of(tmp_path / name, 6))
+    assert same_state(*states) == []
+    ours, theirs = (
+        [{k: v for k, v in line.items() if not k.startswith("task/")} for line in metrics_of(run)
+         if "train/loss" in line]
+        for run in (tmp_path / "with", tmp_path / "without")
+    )  # fmt: skip
+    assert ours == theirs
+
+
+def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
+    """The report of the step follows when the run goes on."""
+    tiny_config(str(tmp_path), "adamw")
+    stop = tmp_path / "run" / "STOP"
+    config = read_config(str(tmp_path), **keys)
+    train(config, world, on_step=lambda step, _: stop.touch() if step == 2 else None)
+    stopped = metrics_of(tmp_path / "run")
+    train(config, world)
+    train(read_config(str(tmp_path), **keys, run__dir=tmp_path / "whole"), world)
+    assert len(stopped) < len(metrics_of(tmp_path / "run"))
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+
+
+def test_another_file_is_another_task(keys, world, tmp_path):
+    """A run refuses to go on with it, as with other validation data; a task may come or go."""
+    first = {k: v for k, v in keys.items() if not k.endswith("digits")}
+    train(tiny_config(str(tmp_path), "adamw", **first, train__exit_step=3), world)
+    train(read_config(str(tmp_path), **keys, train__exit_step=4), world)
+    words = Path(keys["tasks__files__words"])
+    words.write_text(words.read_text().splitlines()[0] + "\n")
+    with pytest.raises(ResumeError, match=r"differs in its data: tasks\.words\.sha256 was"):
+        train(read_config(str(tmp_path), **keys), world)
+
+
+def test_made_tokens_score_made_tasks(world, folder, capsys):
+    """Without the files, which a rehearsal or a plan may not have."""
+    files = task_keys({"far": "/nowhere/far.jsonl"}, data__mock="true", train__exit_step=1)
+    train(tiny_config(folder, **files), world)
+    assert "of random tokens, as data.mock is true" in capsys.readouterr().out
+    assert 0 <= json_lines(Path(folder) / "run" / "metrics.jsonl")[-1]["task/far/acc"] <= 1
+
+
+GOOD = {"context": "one", "choices": ["a", "b"], "answer": 1}
+WRONG: dict[str, tuple[Any, str]] = {
+    "not JSON": ('{"context": ', "line 2: not JSON"),
+    "no object": ("[1]", "line 2: must have the keys context, choices, answer, got"),
+    "another key": (GOOD | {"label": 1}, "line 2: must have the keys"),
+    "no context": (GOOD | {"context": None}, "line 2: context must be a text, got None"),
+    "blank context": (GOOD | {"context": " \n"}, "line 2: context must be a text"),
+    "one choice": (GOOD | {"choices": ["a"]}, "line 2: choices must be at least two texts"),
+    "empty choice": (GOOD | {"choices": ["a", ""]}, "line 2: choices must be at least two texts"),
+    "answer of text": (GOOD | {"answer": "b"}, "line 2: answer must be the index of one of 2"),
+    "answer of bool": (GOOD | {"answer": True}, "line 2: answer must be the index of one of 2"),
+    "answer beyond": (GOOD | {"answer": 2}, "line 2: answer must be the index of one of 2 choices"),
+    "negative answer": (GOOD | {"answer": -1}, "line 2: answer must be the index of one of 2"),
+    "surrogate": ('{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}', "must be UTF-8"),
+    "long choice": (GOOD | {"choices": ["a", "é" * 99]}, "example 2: a choice has"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files_are_refused(case, tokens, tmp_path):
+    line, rule = WRONG[case]
+    file = tmp_path / "task.jsonl"
+    text = line if isinstance(line, str) else json.dumps(line)
+    file.write_text(json.dumps(GOOD) + "\n" + text + "\n")
+    keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
+    config = tiny_config(str(tmp_path), **keys, **task_keys({"task": str(file)}))
+    with pytest.raises(DataError, match=rule) as caught:
+        build_tasks(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
+    keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
+    for path, content in (("absent", None), ("empty", b""), ("latin", b"\xe9\n"), (".", None)):
+        if content is not None:
+            (tmp_path / path).write_bytes(content)
+        config = tiny_config(str(tmp_path), **keys, **task_keys({"t": str(tmp_path / path)}))
+        with pytest.raises(DataError, match="the task"):
+            build_tasks(config)
+    files = write_tasks(tmp_path)
+    with pytest.raises(ConfigError, match=r"tasks\.files needs data\.tokenizer, as there is no"):
+        train(tiny_config(folder, **task_keys(files)), world)
+    config = tiny_config(str(tmp_path), **keys | {"model__vocab_size": 40}, **task_keys(files))
+    with pytest.raises(DataError, match=r"is not below model\.vocab_size = 40"):
+        build_tasks(config)
+
+
+def test_only_the_first_examples_are_scored(tokens, tmp_path):
+    keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
+    files = write_tasks(tmp_path)
+    config = tiny_config(str(tmp_path), **keys, **task_keys(files, tasks__examples=3))
+    assert [len(task.answers) for task in build_tasks(config)] == [3, 3]
+    assert len(read_examples(Path(files["words"]))) == 12
+
+
+def test_scoring_twice_gives_the_same(keys: dict[str, Any], world: Groups, tmp_path: Path) -> None:
+    """Whatever the tokens of a pass."""
+    config = tiny_config(str(tmp_path), "adamw", **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    requests = build_tasks(config)[0].requests
+    found = [
+        log_likelihoods(trainer.model, world, requests, vocab_size=300, most_tokens=most)
+        for most in (1, 100, 1000)
+    ]
+    for others in found[1:]:
+        assert others == pytest.approx(found[0], rel=1e-6)
+    stopped = log_likelihoods(
+        trainer.model, world, requests, vocab_size=300, most_tokens=64, stop=lambda: True
+    )
+    assert stopped is None

@@ -1,0 +1,229 @@
+"""Multiple-choice tasks: their files, and the token sequences that are scored.
+
+A line of a file is an example: a context, choices of how it goes on, and the index of the right
+one. Contexts and choices become tokens as lm-eval makes them, so that scores are comparable: a
+space separates them, spaces at the end of a context belong to the choice, and a choice's tokens are
+those that the whole text has after as many as the context alone.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from training.data.hashes import file_sha256
+from training.errors import DataError
+
+KEYS: Final = ("context", "choices", "answer")
+DELIMITER: Final = " "
+"""What stands between a context and a choice."""
+MOCK_EXAMPLES: Final = 8
+MOCK_CHOICES: Final = 4
+"""Of a task whose tokens are made."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A context, at least two choices, and the index of the right one."""
+
+    context: str
+    choices: list[str]
+    answer: int
+
+    def line(self) -> str:
+        """Return its line of a file."""
+        return json.dumps(vars(self), ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens of a context and a choice, of which the last `scored` are the choice's."""
+
+    tokens: list[int]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """The examples of a file as tokens.
+
+    requests   of all choices, one example after the other
+    answers    index of the right choice of each example
+    sizes      characters of each example's choices
+    cut        examples with a request that is longer than the window, and lost its beginning
+    sha256     of the file, None for a task that is made
+    """
+
+    name: str
+    requests: list[Request]
+    answers: list[int]
+    sizes: list[list[int]]
+    cut: int
+    sha256: str | None
+
+    @property
+    def chance(self) -> float:
+        """The accuracy of a guess."""
+        return sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
+
+    def __str__(self) -> str:
+        """The line of a run's start."""
+        made = "" if self.sha256 is not None else ", of random tokens, as data.mock is true"
+        cut = f"; {self.cut:,} are longer than a sequence and lose their beginning"
+        tokens = sum(len(request.tokens) for request in self.requests)
+        return (
+            f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
+            f"{tokens:,} tokens, {self.chance:.3f} by chance{made}{cut if self.cut else ''}"
+        )
+
+
+def read_examples(path: Path, count: int | None = None) -> list[Example]:
+    """Return the first `count` examples of a file, None for all.
+
+    Raises DataError if it cannot be read, or a line is not an example.
+    """
+    examples: list[Example] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if count is not None and len(examples) == count:
+                    break
+                if line.strip():
+                    examples.append(_example(line, f"{path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the task {path}: {error}") from None
+    if not examples:
+        raise DataError(f"the task {path} has no examples")
+    return examples
+
+
+def _example(line: str, where: str) -> Example:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+    return example_of(row, where)
+
+
+def example_of(row: Any, where: str) -> Example:
+    """Return the example of a row. Raises DataError, which begins with `where`, for any other."""
+    if not isinstance(row, dict) or set(row) != set(KEYS):
+        keys = sorted(row) if isinstance(row, dict) else row
+        raise DataError(f"{where}: must have the keys {', '.join(KEYS)}, got {keys!r:.80}")
+    context, choices, answer = (row[key] for key in KEYS)
+    if not isinstance(context, str) or (context and not context.strip()):
+        raise DataError(f"{where}: context must be a text, got {context!r:.60}")
+    texts = isinstance(choices, list) and all(isinstance(x, str) and x for x in choices)
+    if not texts or len(choices) < 2:
+        raise DataError(f"{where}: choices must be at least two texts, got {choices!r:.60}")
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        rule = f"must be the index of one of {len(choices)} choices"
+        raise DataError(f"{where}: answer {rule}, got {answer!r:.60}")
+    for text in (context, *choices):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"{where}: must be UTF-8, got {text!r:.60}")
+    return Example(context, choices, answer)
+
+
+def read_task(
+    name: str,
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    window: int,
+    vocab_size: int,
+    end_token: int | None,
+    count: int | None = None,
+) -> Task:
+    """Return the first `count` examples of a file, None for all, as tokens.
+
+    Args:
+        window: tokens of a sequence, the most that the model reads.
+        vocab_size: rows of the model's embedding that are tokens.
+        end_token: the token before a choice whose context is empty, as before each document.
+
+    Raises DataError if the file is not a task, or a choice cannot be scored.
+    """
+    examples = read_examples(path, count)
+    requests, cut = [], 0
+    for number, example in enumerate(examples, start=1):
+        where = f"task {name}, example {number}"
+        whole = list(_requests(example, tokenizer, end_token, where))
+        cut += any(len(each.tokens) > window + 1 for each in whole)
+        for each in whole:
+            if each.scored > window:
+                raise DataError(
+                    f"{where}: a choice has {each.scored} tokens, more than the {window} of "
+                    "train.sequence_length"
+                )
+            if max(each.tokens) >= vocab_size:
+                raise DataError(
+                    f"{where}: token {max(each.tokens)} is not below model.vocab_size = "
+                    f"{vocab_size}: is data.tokenizer the model's?"
+                )
+            requests.append(Request(each.tokens[-(window + 1) :], each.scored))
+    return Task(
+        name,
+        requests,
+        [example.answer for example in examples],
+        [[len(choice) for choice in example.choices] for example in examples],
+        cut,
+        file_sha256(path),
+    )
+
+
+def _requests(
+    example: Example, tokenizer: Tokenizer, end_token: int | None, where: str
+) -> Iterator[Request]:
+    """Yield the request of each choice, however long, split as lm-eval's `loglikelihood` does."""
+    context = example.context.rstrip()
+    spaces = example.context[len(context) :]
+    texts = [spaces + DELIMITER + choice for choice in example.choices]
+    encoded = tokenizer.encode_batch(
+        [context, *(context + text for text in texts)], add_special_tokens=False
+    )
+    before, *wholes = (each.ids for each in encoded)
+    if not example.context:
+        if end_token is None:
+            raise DataError(
+                f"{where}: an empty context needs the end token of the data, which no manifest "
+                "beside it names"
+            )
+        # A choice that begins with the end token is its own context.
+        wholes = [ids if ids[:1] == [end_token] else [end_token, *ids] for ids in wholes]
+        before = [end_token]
+    for ids in wholes:
+        if len(ids) <= len(before) or not before:
+            raise DataError(f"{where}: a context or a choice has no tokens")
+        yield Request(ids, len(ids) - len(before))
+
+
+def made_task(name: str, *, window: int, vocab_size: int) -> Task:
+    """Return a task of random tokens, of all lengths up to the window, the same on every rank."""
+    generator = np.random.default_rng(0)
+    lengths = np.linspace(2, window + 1, MOCK_EXAMPLES * MOCK_CHOICES).astype(int)
+    requests = [
+        Request(generator.integers(vocab_size, size=length).tolist(), 1) for length in lengths
+    ]
+    answers = generator.integers(MOCK_CHOICES, size=MOCK_EXAMPLES).tolist()
+    sizes = [[1] * MOCK_CHOICES] * MOCK_EXAMPLES
+    return Task(name, requests, answers, sizes, cut=0, sha256=None)
+
+
+def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
+    """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
+
+    The chosen choice is the first of the most probable ones; `acc_norm` divides log-likelihoods by
+    the characters of a choice.
+    """
+    place, right, right_by_character = 0, 0, 0
+    for answer, sizes in zip(task.answers, task.sizes, strict=True):
+        found = np.array(likelihoods[place : place + len(sizes)])
+        right += int(found.argmax()) == answer
+        right_by_character += int((found / np.array(sizes)).argmax()) == answer
+        place += len(sizes)
+    return right / len(task.answers), right_by_character / len(task.answers)

@@ -1,0 +1,187 @@
+"""Scores of the model in training on multiple-choice tasks, by its own forward pass on any layout.
+
+Every choice is a sequence of its own. Sequences are grouped by length, so that short ones do not
+cost a whole window, and shared by the data-parallel ranks; causal attention hides what pads them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import lcm
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from models.context import context_chunks, context_part
+from parallel.comm.collectives import MAX, all_reduce_
+from parallel.comm.groups import Groups
+from parallel.model import LossFunction, ParallelModel
+from training.data.tasks import Request, Task, accuracies
+from training.evaluate import PASSES, on_device
+
+SHORTEST: Final = 16
+"""Tokens below which sequences are not grouped further."""
+
+
+def score(
+    model: ParallelModel,
+    groups: Groups,
+    tasks: Sequence[Task],
+    *,
+    vocab_size: int,
+    most_tokens: float,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return `task/<name>/acc` and `acc_norm` of every task, and their means over tasks, `task/acc`
+    and `task/acc_norm`; the same on every rank.
+
+    `vocab_size` is the number of rows of the head that are tokens. A pass has at most `most_tokens`
+    tokens, or one sequence. Returns None if `stop`, which all ranks call together now and then,
+    returned True.
+    """
+    requests = [request for task in tasks for request in task.requests]
+    found = log_likelihoods(
+        model, groups, requests, vocab_size=vocab_size, most_tokens=most_tokens, stop=stop
+    )
+    if found is None:
+        return None
+    metrics, place, rows = {}, 0, []
+    for task in tasks:
+        rows.append(accuracies(task, found[place : place + len(task.requests)]))
+        metrics[f"task/{task.name}/acc"], metrics[f"task/{task.name}/acc_norm"] = rows[-1]
+        place += len(task.requests)
+    for key, values in zip(("acc", "acc_norm"), zip(*rows, strict=True), strict=True):
+        metrics[f"task/{key}"] = sum(values) / len(values)
+    return metrics
+
+
+def log_likelihoods(
+    model: ParallelModel,
+    groups: Groups,
+    requests: Sequence[Request],
+    *,
+    vocab_size: int,
+    most_tokens: float,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[float] | None:
+    """Return the sum of the log-probabilities of each request's scored tokens, in nats.
+
+    `vocab_size`, `most_tokens` and `stop` are those of `score`.
+    """
+    window, scorer = model.sequence_length, Scorer(model, groups, requests, vocab_size)
+    by_length: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        length = next(n for n in lengths(groups, window) if n >= len(request.tokens) - 1)
+        by_length.setdefault(length, []).append(index)
+    for length, indices in sorted(by_length.items()):
+        share = -(-len(indices) // groups.data.size)
+        rows = min(max(1, int(most_tokens / length)), share)
+        if not scorer.add(indices, length, rows, stop):
+            return None
+    losses = scorer.losses
+    all_reduce_(losses, groups.dense.replicas, model.comm_volume, "scores of tasks")
+    # Only the last stage has figures.
+    all_reduce_(losses, groups.pipeline, model.comm_volume, "scores of tasks")
+    return losses.neg().cpu().tolist()
+
+
+def lengths(groups: Groups, window: int) -> list[int]:
+    """Return the lengths of grouped sequences, ascending: a window, and its halves as far as the
+    layout can cut them."""
+    layout, found = groups.layout, [window]
+    context = layout.context
+    pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
+    while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
+        found.insert(0, found[0] // 2)
+    return found
+
+
+class Scorer:
+    """This rank's part of the losses of requests."""
+
+    def __init__(
+        self, model: ParallelModel, groups: Groups, requests: Sequence[Request], vocab_size: int
+    ) -> None:
+        self.model = model
+        self.groups = groups
+        self.requests = requests
+        self.vocab_size = vocab_size
+        self.losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)
+
+    def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
+        """Add the losses of requests to their entries of `losses`, in sequences of `length` tokens
+        of which a pass has `rows`; return whether `stop` did not interrupt that."""
+        stages = self.groups.pipeline.size
+        count = -(-len(indices) // (rows * self.groups.data.size))
+        # The interleaved schedule takes micro-batches in multiples of the pipeline size.
+        count = -(-count // stages) * stages
+        # A stage of several chunks goes through the batches once per chunk.
+        streams = [self.batches(indices, length, rows, count) for _ in self.model.chunks]
+        for first in range(0, count, PASSES * stages):
+            if stop():
+                return False
+            remaining = iter(streams)
+            figures = self.model.forward_backward(
+                partial(next, remaining),
+                self.scored,
+                microbatches=min(PASSES * stages, count - first),
+                micro_batch=rows,
+                length=length,
+                train=False,
+            )
+            for figure in figures:
+                self.losses.index_add_(0, figure["request"], figure["losses"])
+        return True
+
+    def batches(
+        self, indices: Sequence[int], length: int, rows: int, count: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield this rank's micro-batches: `tokens` `[rows, length / context]`, and of each scored
+        token that this context rank predicts the `place` in them, flattened, whose logits predict
+        it, the `target` and the `request`."""
+        data, context = self.groups.data, self.groups.context
+        cut = {"rank": context.rank, "size": context.size}
+        held = [position for chunk in context_chunks(length, **cut) for position in chunk]
+        local = {position: i for i, position in enumerate(held)}
+        for number in range(count):
+            first = (number * data.size + data.rank) * rows
+            tokens = torch.zeros(rows, length, dtype=torch.int64)
+            scored: list[tuple[int, int, int]] = []
+            for row, index in enumerate(indices[first : first + rows]):
+                request = self.requests[index]
+                inputs, end = request.tokens[:-1], len(request.tokens) - 1
+                tokens[row, :end] = torch.tensor(inputs)
+                scored += (
+                    (row * len(held) + local[position], request.tokens[position + 1], index)
+                    for position in range(end - request.scored, end)
+                    if position in local
+                )
+            columns = torch.tensor(scored, dtype=torch.int64).view(-1, 3).unbind(1)
+            batch = dict(zip(("place", "target", "request"), columns, strict=True))
+            batch["tokens"] = context_part(tokens, 1, **cut)
+            yield {
+                key: on_device(value.contiguous(), self.groups.device)
+                for key, value in batch.items()
+            }
+
+    def scored(self, batch: dict[str, Tensor]) -> LossFunction:
+        """Return the loss function of a micro-batch's scored tokens, from logits
+        `[rows, length / context, vocabulary / tensor]`. Those that pad the vocabulary count as
+        impossible: they are no tokens, and an export does not have them."""
+        tensor, comm_volume = self.groups.tensor, self.model.comm_volume
+
+        def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            x = logits.flatten(0, 1)[batch["place"]].float()  # [scored, vocabulary / tensor]
+            size = x.shape[1]
+            here = torch.arange(size, device=x.device) + tensor.rank * size
+            x = x.masked_fill(here >= self.vocab_size, -torch.inf)
+            highest = all_reduce_(x.amax(1), tensor, comm_volume, "scores of tasks", MAX)
+            target = batch["target"] - tensor.rank * size
+            inside = (target >= 0) & (target < size)
+            chosen = x.gather(1, target.clamp(0, size - 1)[:, None])[:, 0].where(inside, 0)
+            sums = torch.stack(((x - highest[:, None]).exp().sum(1), chosen))
+            total, chosen = all_reduce_(sums, tensor, comm_volume, "scores of tasks")
+            losses = highest.double() + total.double().log() - chosen
+            return logits.new_zeros(()), {"request": batch["request"], "losses": losses}
+
+        return loss
