@@ -6,7 +6,8 @@ all. What is neither known nor plainly one matrix is an error that says what to 
 """
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product, takewhile
@@ -88,7 +89,7 @@ class KnownWeights:
     """Answers about the weights of a model, by what the model says of itself."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = Layers(model)
+        self.layers, self.blocks = Layers(model), _blocks(model)
         self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
 
     def answer(self, weight: Weight) -> Seen:
@@ -103,6 +104,10 @@ class KnownWeights:
         if _is_table(weight):
             return Seen(None, "a table or token by its name or shape")
         division, reason = self.division(weight)
+        if reason == "one matrix":
+            ends, reason = self._ending(weight, division)
+            if ends:
+                return Seen(None, reason)
         try:
             shapes = division.shapes(parameter.shape)
         except ValueError as error:
@@ -204,15 +209,14 @@ class KnownWeights:
         The nearest module that contains later layers decides.
         """
         (_, inner), *scopes = weight.path[_base(weight) :]
-        if not weight.is_layer or any(BRANCHES.search(name) for name, _ in weight.path[:2]):
+        if not weight.is_layer or _is_branch(weight):
             return ""
-        inputs = weight.parameter.numel() // outputs
-        if isinstance(weight.module, CONVOLUTIONS):
-            inputs = weight.module.in_channels
+        inputs = _inputs(weight, outputs)
         for i, (_, scope) in enumerate(scopes):
             before, later = self.layers.before(inner, scope), self.layers.after(inner, scope)
-            shuffled = any(isinstance(module, nn.PixelShuffle) for module in scope.children())
-            if shuffled or any(layer.inputs == outputs for layer in before + later):
+            if _is_shuffled(scopes[: i + 1]) or any(
+                layer.inputs == outputs for layer in before + later
+            ):
                 return ""
             made = {inputs, *(x.inputs for x in before), *(x.outputs for x in before + later)}
             for layer in later:
@@ -226,6 +230,41 @@ class KnownWeights:
             if later:
                 return ""
         return ""
+
+    def _ending(self, weight: Weight, division: Division) -> tuple[bool, str]:
+        """Return whether the outputs of a matrix end the model, and what says so.
+
+        They do if no later layer takes so many and all later layers are other heads: these take
+        what it takes, or one another's outputs. Raises ValueError if sizes do not tell.
+        """
+        outputs = weight.parameter.shape[int(division.transposed)]
+        inputs = _inputs(weight, outputs)
+        (_, inner), *scopes = weight.path[_base(weight) :]
+        if not (weight.is_layer and scopes) or _is_branch(weight) or _is_shuffled(scopes):
+            return False, "one matrix"
+        model = scopes[-1][1]
+        before, later = self.layers.before(inner, model), self.layers.after(inner, model)
+        others = (x for x in self.layers.within(model) if x.module is not weight.module)
+        sizes = {n for x in others if x.multiplies and x.outputs > 1 for n in x[2:]}
+        used = inputs == outputs or any(x.inputs == outputs for x in before)
+        joined = outputs > 7 and any(x.inputs % outputs == 0 for x in later)  # cat, flatten
+        joined &= used or isinstance(weight.module, CONVOLUTIONS)
+        taken = joined or any(x.inputs == outputs for x in later)
+        if taken or sizes.isdisjoint((inputs, outputs)):
+            return False, "one matrix"
+        if any(outputs == _first(scope, HEAD_COUNTS) for _, scope in scopes):
+            return True, "one output a head of attention"
+        made = (inputs, *(x.outputs for x in later))
+        last = all(x.inputs in made[: i + 1] for i, x in enumerate(later))
+        inside = any(module in self.blocks for _, module in scopes)
+        if last and not inside and (self.blocks or not used):
+            return True, f"no later layer takes its {outputs} outputs: a head"
+        if used:
+            return False, "one matrix" if inside or not last else "one matrix, if it is no head"
+        raise ValueError(
+            f"{weight.name} has {outputs} outputs, and no layer takes so many, so it may be a head "
+            f"or several matrices; {_advice(weight)}"
+        )
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
         """Return how the weight of several experts, `[experts, ., .]`, is divided."""
@@ -360,6 +399,34 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
             for head in heads if isinstance(heads, (tuple, list)) else [heads]:
                 if isinstance(head, nn.Module):
                     yield head
+
+
+def _blocks(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that a model repeats, as its layers."""
+    blocks = set[nn.Module]()
+    for outer in model.modules():
+        kinds = Counter(map(type, outer.children()))
+        listed = isinstance(outer, nn.ModuleList)
+        if listed or isinstance(outer, nn.Sequential):
+            blocks |= {m for m in outer.children() if listed or kinds[type(m)] > 1}
+    return {m for m in blocks if any(m.children()) and not isinstance(m, nn.Sequential)}
+
+
+def _inputs(weight: Weight, outputs: int) -> int:
+    """Return the number of inputs, or of channels, that a weight takes."""
+    if isinstance(weight.module, CONVOLUTIONS):
+        return weight.module.in_channels
+    return weight.parameter.numel() // outputs
+
+
+def _is_branch(weight: Weight) -> bool:
+    """Whether the outputs of a weight are added to those of other layers."""
+    return any(BRANCHES.search(name) for name, _ in weight.path[:2])
+
+
+def _is_shuffled(scopes: Iterable[tuple[str, nn.Module]]) -> bool:
+    """Whether pixels are made of outputs."""
+    return any(isinstance(module, nn.PixelShuffle) for _, s in scopes for module in s.children())
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -506,3 +506,114 @@ def test_a_size_that_the_config_alone_says_divides_no_other_layer() -> None:
     model = holder("Conv", in_proj=linear(8, 12), config=holder(intermediate_size=6))
     with pytest.raises(ValueError, match="in_proj.weight looks like several matrices"):
         split_parameters(model)
+
+
+class Block(nn.Module):
+    """One of the layers of a model."""
+
+    def __init__(self, **members: Any) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), linear(8, 32), linear(32, 8)
+        for name, module in members.items():
+            setattr(self, name, module)
+
+
+def mlp(*sizes: int) -> nn.Module:
+    layers = [linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
+    return holder("MLP", layers=nn.ModuleList(layers))
+
+
+def trunk(*heads: tuple[str, nn.Module], **block: Any) -> nn.Module:
+    """A model of two layers, with `block` in them, and of heads, which follow them."""
+    blocks = nn.ModuleList([Block(**block) for _ in range(2)])
+    return holder(patches=nn.Conv2d(3, 8, 2), blocks=blocks, norm=nn.LayerNorm(8), **dict(heads))
+
+
+ENDINGS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "DETR": (
+        lambda: trunk(("class_embed", linear(8, 92)), ("bbox_embed", mlp(8, 8, 4))),
+        ["class_embed", "bbox_embed.layers.1"],
+    ),
+    "a head of each layer": (
+        lambda: trunk(
+            ("class_embed", nn.ModuleList([linear(8, 2), linear(8, 2)])), ("boxes", mlp(8, 8, 5))
+        ),
+        ["class_embed.0", "class_embed.1", "boxes.layers.1"],
+    ),
+    "MAE": (lambda: trunk(("decoder_pred", linear(8, 12))), ["decoder_pred"]),
+    "as many pixels as channels": (lambda: trunk(("pred", linear(8, 8))), ["pred"]),
+    "SAM": (
+        lambda: trunk(("iou", holder("MLP", proj_in=linear(8, 8), proj_out=linear(8, 4)))),
+        ["iou.proj_out"],
+    ),
+    "segmentation": (lambda: trunk(("mask", nn.Conv2d(8, 19, 1))), ["mask"]),
+    "upsampled": (lambda: trunk(("mask", nn.ConvTranspose2d(8, 3, 2))), ["mask"]),
+    "behind a hidden layer": (
+        lambda: trunk(("top", nn.Sequential(nn.LayerNorm(8), linear(8, 16), linear(16, 40)))),
+        ["top.2"],
+    ),
+    "adapted": (
+        lambda: trunk(
+            (
+                "final",
+                holder(
+                    base_layer=linear(8, 50),
+                    lora_A=nn.ModuleDict({"default": linear(8, 2)}),
+                    lora_B=nn.ModuleDict({"default": linear(2, 50)}),
+                ),
+            )
+        ),
+        ["final.base_layer", "final.lora_B.default"],
+    ),
+    "without layers in a list": (
+        lambda: nn.Sequential(nn.Flatten(), linear(12, 6), nn.ReLU(), linear(6, 10)),
+        ["3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_head_is_what_no_later_layer_takes(name: str) -> None:
+    build, heads = ENDINGS[name]
+    rows = split_parameters(build()).rows
+    ends = [row.name.removesuffix(".weight") for row in rows if row.reason.endswith("a head")]
+    assert ends == heads
+    assert all(r.rule == "spectral" for r in rows if len(r.shape) > 1 and "a head" not in r.reason)
+
+
+def test_outputs_of_heads_of_attention_are_vectors() -> None:
+    """As the biases of positions in Swin v2 are."""
+    model = trunk(num_heads=4, bias=nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4)))
+    rows = {row.name: row.rule for row in split_parameters(model).rows}
+    assert rows["blocks.0.bias.0.weight"] == "spectral"
+    assert rows["blocks.0.bias.2.weight"] == "adamw"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        trunk(offsets=linear(8, 20)),  # of deformable attention
+        trunk(shared_keys=linear(8, 2)),
+        trunk(("boxes", nn.ModuleList([mlp(8, 8, 5), mlp(8, 8, 5)]))),
+        holder(context=linear(8, 10), update=Block(), mix=linear(13, 8)),  # 10 of what takes 13
+    ],
+)
+def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"no layer takes so many.*example=.*elementwise"):
+        split_parameters(model)
+
+
+def test_the_last_layer_of_a_model_without_others_like_it_is_said_to_be_a_guess() -> None:
+    rows = split_parameters(nn.Sequential(linear(8, 16), nn.ReLU(), linear(16, 8))).rows
+    assert [r.reason for r in rows] == ["one matrix", "one matrix, if it is no head"]
+
+
+def test_layers_whose_outputs_are_joined_or_gated_are_matrices() -> None:
+    growth = nn.Sequential(nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 16, 1))
+    flat = nn.Sequential(nn.Conv2d(3, 16, 5), nn.Flatten(), linear(400, 32), linear(32, 32))
+    merged = nn.Sequential(linear(16, 8), linear(8, 8), linear(32, 16), linear(16, 16))
+    squeezed = trunk(squeeze=nn.Conv2d(8, 2, 1), expand=nn.Conv2d(2, 8, 1))
+    for model in (growth, flat, merged, squeezed):
+        assert {row.rule for row in split_parameters(model).rows if len(row.shape) > 1} == {
+            "spectral"
+        }
