@@ -558,9 +558,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         if isinstance(value, Tensor) and value.untyped_storage() not in parameters:
             return clones.setdefault(id(value), value.detach().clone())
         if isinstance(value, dict):
-            changed = copy.copy(value)
-            changed.update({k: copied(v) for k, v in value.items() if isinstance(v, Tensor)})
-            return changed
+            tensors = {k: copied(v) for k, v in value.items() if isinstance(v, Tensor)}
+            value = copy.copy(value)
+            if tensors:  # some mappings refuse changes
+                value.update(tensors)
+            return value
         return copy.copy(value) if isinstance(value, (list, set)) else value
 
     trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]

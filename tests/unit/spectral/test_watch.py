@@ -656,6 +656,19 @@ def test_a_failed_example_leaves_weights_as_they_were() -> None:
     assert torch.equal(model.weight, before)
 
 
+class Frozen(dict[str, Any]):
+    """A mapping that refuses changes, as configs of diffusers are."""
+
+    def update(self, *_: Any) -> None:
+        raise TypeError("frozen")
+
+
+def test_attributes_that_refuse_changes_do_not_stop_the_watch() -> None:
+    model = nn.Sequential(linear(12, 8), linear(8, 4))
+    model.config = Frozen(width=8)
+    assert len(split_parameters(model, example=x).matrices) == 1
+
+
 class Late(nn.Module):
     """Makes a layer in its first pass."""
 
