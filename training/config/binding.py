@@ -74,9 +74,9 @@ def bind(
         lines += dict.fromkeys(_lines(kind, error))
         bound = object.__new__(kind)  # of the defaults, and the sections that can be bound
     for loc, section in _sections(kind, json.loads(text)) if check else ():
-        lines += problems(section, section.checks(), ".".join(loc))
+        lines += problems(section, section.checks(), place(kind, loc)[0])
         if len(loc) == 1:
-            vars(bound)[loc[0]] = section
+            vars(bound)[str(loc[0])] = section
     for checks in between if check else ():
         # What is wrong by itself may be missing, or make no sense to others.
         with suppress(Exception) if lines else nullcontext():
@@ -90,17 +90,15 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
-def _sections(
-    kind: Any, content: Any, loc: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Section]]:
+def _sections(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
     """Yield place and value of each section that can be bound, whatever is wrong beside it."""
-    if kind is None or not isinstance(content, Mapping):
+    if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):
         section = _adapter(kind).validate_json(json.dumps(content))
         if isinstance(section, Section):
             yield loc, section
-    for name, part in content.items():
+    for name, part in content.items() if isinstance(content, Mapping) else enumerate(content):
         yield from _sections(member(kind, name), part, (*loc, name))
 
 
@@ -204,13 +202,22 @@ def described(kind: Any) -> str:
 def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted path, NAME for a dict's key, and annotation of each leaf of a section."""
     for name, inner in types_of(kind).items():
-        place = join(path, name)
-        if get_origin(inner) is dict:
-            inner, place = get_args(inner)[1], f"{place}.NAME"
+        inner, suffix = one_section(inner)
+        place = join(path, name) + suffix
         if types_of(inner):
             yield from schema_paths(inner, place)
         else:
             yield place, inner
+
+
+def one_section(kind: Any) -> tuple[Any, str]:
+    """Return the annotation of one of the sections that `kind` may hold, and the end of its path:
+    that of a dict has a name, that of a list a number. Any other annotation is returned as it is.
+    """
+    args = get_args(kind)
+    if get_origin(kind) is dict:
+        return args[1], ".NAME"
+    return (args[0], "[N]") if args[1:] == (...,) and is_dataclass(args[0]) else (kind, "")
 
 
 def types_of(kind: Any) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Final, cast, get_args, get_origin
+from typing import Any, Final, cast
 
 from models.section import join, shown
 from spectral.options import meanings_of
-from training.config.binding import described, required, types_of, without_null
+from training.config.binding import described, one_section, required, types_of, without_null
 from training.config.schema import Config
 
 Row = tuple[str, str, str, str]
@@ -16,7 +16,7 @@ Row = tuple[str, str, str, str]
 
 def nested(kind: Any) -> type | None:
     """Return the dataclass that the annotation `kind` is or holds, or None for a leaf."""
-    inner = get_args(kind)[1] if get_origin(kind) is dict else without_null(kind)
+    inner = without_null(one_section(kind)[0])
     return cast(type, inner) if is_dataclass(inner) else None
 
 
@@ -39,10 +39,9 @@ def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -
         yield _line(f"{path}.*", (*row[:3], f"{row[3]} For {', '.join(names)}."))
     sentences = meanings_of(kind)
     for name, child in children.items():
-        suffix = ".NAME" if get_origin(types[name]) is dict else ""
         first = (inspect.getdoc(child) or "").split("\n\n")[0]  # paragraph
         about = sentences.get(name) or " ".join(first.split())
-        yield from _section(child, join(path, name) + suffix, about, shared)
+        yield from _section(child, join(path, name) + one_section(types[name])[1], about, shared)
 
 
 def _rows(kind: type) -> list[Row]:
