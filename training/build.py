@@ -561,7 +561,7 @@ def training_batches(
     """
     sampler = GlobalBatchSampler(
         consumed=progress.sample,
-        global_batch=config.train.global_batch,
+        global_batch=config.train.batch(progress.step, progress.tokens),
         micro_batch=config.train.micro_batch,
         data_rank=groups.data.rank,
         data_size=groups.data.size,

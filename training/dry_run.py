@@ -1,13 +1,17 @@
 """The plan of a run from its config."""
 
+from dataclasses import replace
+
 from models.size import model_size
 from parallel.plan.devices import Device, device_named
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import PlanInputs, StepShape
+from parallel.plan.step_time import step_time
 from spectral.rules.msign_rule import MsignRule
 from training.assignments import unit_options
 from training.build import DTYPES, config_assignments, exchange_dtype
 from training.config import Config
+from training.config.batch_ramp import EqualSteps
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
@@ -55,6 +59,23 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         microbatches=train.global_batch // (train.micro_batch * copies),
         operands="fp8" if train.fp8 is not None else train.precision,
     )
+
+
+def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
+    """Return the parts of the run with one global batch, with the modelled time of their steps."""
+    shape = step_shape(config, planned.gpus, planned.device)
+    loads = [stage.load for stage in planned.stages]
+    per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
+    return [
+        (each, step_time(replace(shape, microbatches=each.batch // per_pass), loads).total)
+        for each in config.train.equal_steps()
+    ]
+
+
+def gpu_hours(config: Config, planned: Plan) -> float:
+    """Return the GPU-hours of the whole run by the modelled times of its steps."""
+    seconds = sum(each.steps * time for each, time in batch_seconds(config, planned))
+    return seconds * planned.gpus / 3600
 
 
 def compiled_on_gpu(config: Config) -> bool:

@@ -32,7 +32,7 @@ from training.monitor.expert_balance import ExpertBalance
 from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics
 from training.samples import Sampler
-from training.schedule import learning_rate_factor
+from training.schedule import step_factor
 from training.step_profile import StepProfile
 from training.task_scores import score
 
@@ -108,14 +108,16 @@ class Trainer:
         kind = CapturedUpdate if config.optimizer.distributed.cuda_graph else Update
         self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
         self.progress = Progress()
-        self.batches = batches(self.progress)
+        self.tokens_before = 0
+        """Tokens that the steps before the present one have predicted."""
+        self.read_on()
         self.lifecycle: Lifecycle | None = None
         self.profile: StepProfile | None = None
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
         self.pace = Pace(config, groups)
         model.after_backward = self.pace.clock.end
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
-        self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
+        self.experts = ExpertBalance(model, groups, config.model)
         self.monitors = Monitors(config, groups, model, optimizer, self.experts, monitor_interval)
         self.report: Callable[[dict[str, Any], int], None] = lambda metrics, step: None
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
@@ -127,15 +129,18 @@ class Trainer:
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
             limit=config.train.max_skipped_steps,
-            global_batch=config.train.global_batch,
             spikes=config.spikes.deviations is not None,
         )
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches per step on this rank."""
-        train = self.config.train
-        return train.global_batch // (train.micro_batch * self.groups.data.size)
+        """Number of micro-batches of the present step on this rank."""
+        return self.batch // (self.config.train.micro_batch * self.groups.data.size)
+
+    def read_on(self) -> None:
+        """Read what follows on the progress, with the global batch of the next step."""
+        self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
+        self.batches = self.make_batches(self.progress)
 
     def run(self) -> Outcome:
         """Train from the current step to the last, validate, and return the outcome.
@@ -152,7 +157,7 @@ class Trainer:
 
     def run_once(self) -> Outcome:
         """Do what `run` does, without rewinding."""
-        self.pace.restart(self.progress.step)
+        self.pace.restart(self.progress)
         validation, lifecycle = self.catch_up(), self.lifecycle
         while self.progress.step < self.config.train.last and validation is not None:
             validation = self.advance()
@@ -175,9 +180,14 @@ class Trainer:
 
         Returns the metrics of the validation, {} without one, None if a stop interrupted it.
         """
-        train = self.config.train
-        sample = self.progress.advance(train.global_batch, train.sequence_length)
-        step = self.progress.step
+        train, progress = self.config.train, self.progress
+        if train.batch(progress.step, progress.tokens) != self.batch:
+            self.read_on()
+            text = f"batch: {self.batch:,} sequences a step from step {progress.step + 1:,} on"
+            self.note("batch", progress.step, f"{text}, after {progress.tokens:,} tokens")
+        self.tokens_before = progress.tokens
+        samples = progress.advance(self.batch, train.sequence_length)
+        step = progress.step
         if self.profile is not None:
             self.profile.before(step)
         result = self.step(step - 1)
@@ -185,28 +195,30 @@ class Trainer:
             with self.pace.pause():
                 self.profile.after(step)
         collect(step)
-        self.guard.record(step, sample, result.active)
+        self.guard.record(step, samples, result.active)
         self.spectral.record(result.active)
         if self.on_step is not None:
             self.on_step(step, result)
         if self.lifecycle is not None:
             self.lifecycle.after_step(step)
         with ieee_products():
-            metrics = self.take_figures(step, sample, result)
+            metrics = self.take_figures(step, samples, result)
         return self.report_with_validation(metrics)
 
-    def take_figures(self, step: int, sample: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics that are due after `step`, whose first sample is `sample`.
+    def take_figures(
+        self, step: int, samples: tuple[int, int], result: StepResult
+    ) -> dict[str, Any]:
+        """Return the metrics that are due after `step`, with [first, end) of its samples.
 
         Notes what the monitors have seen, and checks the run's weights and losses.
         """
         metrics: dict[str, Any] = {}
         if step % self.config.log.interval == 0 or step == self.config.train.last:
             self.guard.check()
-            metrics |= self.figures(step, result) | self.pace.figures(step)
+            metrics |= self.figures(step, result) | self.pace.figures(self.progress)
             for text in self.pace.stragglers:
                 self.note("straggler", step, text)
-            self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
+            self.guard.check_unit(*self.spectral.refusals.worst, step, samples)
         if self.weights is not None and step % self.config.watchdog.replica_interval == 0:
             self.weights.check()
         line, aggregates = self.monitors.take(step, self.progress.tokens)
@@ -239,7 +251,8 @@ class Trainer:
         if sampler is not None and self.samples(step):
             samples = self.paused(lambda: sampler.sample(self.model, self.groups, self.beat))
         if metrics or validation or scores or samples:
-            self.report({**metrics, **validation, **scores, **samples}, step)
+            seen = {"progress/tokens": self.progress.tokens}
+            self.report({**metrics, **validation, **scores, **samples, **seen}, step)
         return validation
 
     def scores(self, step: int) -> bool:
@@ -312,7 +325,7 @@ class Trainer:
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
         """Continue from `progress` and what `checkpoint` returned as `trainer`."""
         self.progress = progress
-        self.batches = self.make_batches(self.progress)
+        self.read_on()
         self.guard.restore(state["guard"])
         self.spikes.restore(state["spikes"])
         self.spectral.restore(state["spectral"])
@@ -323,7 +336,7 @@ class Trainer:
     def leave_out(self, windows: Windows) -> None:
         """Read on without the samples of these windows."""
         self.progress.left_out = windows
-        self.batches = self.make_batches(self.progress)
+        self.read_on()
 
     def validates(self, step: int) -> bool:
         """Return whether validation follows `step`."""
@@ -347,7 +360,7 @@ class Trainer:
                     self.weights.compare()
                 if self.penalty is not None:
                     self.penalty.add(index)
-                factor = learning_rate_factor(index, self.config.train.steps, self.config.schedule)
+                factor = self.rate_factor(index)
                 usable = (loss.abs() < math.inf) & self.spikes.is_not_spike(loss)
                 norm, active = self.update(factor, usable)
                 self.spikes.record(loss, active)
@@ -358,6 +371,10 @@ class Trainer:
                 self.monitors.after_step(factor, active)
         return StepResult(loss, norm, active, z_loss)
 
+    def rate_factor(self, index: int) -> float:
+        """Return the present step's learning rate over its peak; its index counts from 0."""
+        return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
+
     def forward_backward(self, index: int) -> Tensor:
         """Return the means of `mean_loss` over the global batch, whose gradients are then in their
         shards."""
@@ -366,7 +383,7 @@ class Trainer:
         batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
         with profiler.record_function("monitors"):
-            self.monitors.before(index + 1)
+            self.monitors.before(index + 1, self.microbatches)
         figures = self.model.forward_backward(
             lambda: iter(batches),
             partial(mean_loss, z_loss=self.config.train.z_loss),
@@ -392,9 +409,7 @@ class Trainer:
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
         """Return the metrics that depend on nothing but the step; waits for the device."""
-        train = self.config.train
-        factor = learning_rate_factor(step - 1, train.steps, self.config.schedule)
-        optimizer = self.config.optimizer
+        factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
         return {
@@ -404,9 +419,8 @@ class Trainer:
             "optim/grad_norm": result.norm.total.item(),
             "optim/clip_coef": result.norm.coefficient.item(),
             "optim/skipped_steps": self.guard.skipped,
-            "progress/tokens": self.progress.tokens,
             **self.spectral.summary(),
-            **self.experts.metrics(),
+            **self.experts.metrics(self.microbatches),
         }
 
 

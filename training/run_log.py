@@ -75,7 +75,7 @@ class RunLog:
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
         replace_file(folder / "routing.jsonl", "".join(lines))
         train = config.train
-        ahead = (train.steps - progress.step) * train.global_batch
+        ahead = train.samples(progress.step, progress.tokens)
         tokens = progress.tokens + ahead * train.sequence_length
         present = data.since(progress.phase)
         used = present.describe(progress.sample + ahead)

@@ -2,11 +2,25 @@
 
 import math
 
-from training.config.schema import ScheduleConfig
+from training.config.schema import ScheduleConfig, TrainConfig
 
 
-def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
+def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleConfig) -> float:
+    """Return the factor of the step that follows on `step` steps and `tokens` tokens."""
+    if schedule.unit == "steps":
+        return learning_rate_factor(step, train.steps, schedule)
+    full = train.global_batch * train.sequence_length
+    total = tokens + train.samples(step, tokens) * train.sequence_length
+    size = train.batch(step, tokens) / train.global_batch
+    return learning_rate_factor(tokens / full, total / full, schedule, size)
+
+
+def learning_rate_factor(
+    step: float, total_steps: float, schedule: ScheduleConfig, size: float = 1.0
+) -> float:
     """Return the factor of step `step`, counted from 0, in a run of `total_steps`.
+
+    A step of a batch ramp may have the `size` of a part of a step, and then begin within one.
 
     Warm-up is (step + 1) / warmup_steps, so no step has rate 0 and the last one has factor 1. Decay
     starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the
@@ -14,7 +28,7 @@ def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) 
     or LinearLR over total_steps - warmup_steps steps.
     """
     if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+        return min(1.0, (step + size) / schedule.warmup_steps)
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "wsd":

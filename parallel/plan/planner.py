@@ -138,10 +138,6 @@ class Plan:
         """Model FLOPs over what the devices could do in the modelled time."""
         return self.model_flops / (self.time.total * self.peak_flops)
 
-    def gpu_hours(self, steps: int) -> float:
-        """Return the GPU-hours of `steps` steps by the modelled time."""
-        return self.time.total * steps * self.gpus / 3600
-
     def as_dict(self) -> dict[str, Any]:
         """All figures, and those that are derived from them, as JSON can hold them."""
         figures = asdict(self)

@@ -351,6 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, config in variants(options).items():
         # The last step of a run is logged, so the measured ones must not include it.
         train = replace(config.train, steps=max(config.train.steps, steps + 3), exit_step=None)
+        train = replace(train, batch_ramp=())  # steps of the full batch are measured
         configs[name] = replace(config, train=train)
     groups = start(configs[CONFIG])
     clock = time.perf_counter if len(configs) == 1 else time.process_time

@@ -59,7 +59,8 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
         return
     train = config.train
     yield "tokens", f"{info.meta['progress']['tokens']:,}"
-    yield "batch", f"{train.global_batch} sequences of {train.sequence_length} tokens"
+    ramp = "".join(f"{stage}, then " for stage in train.batch_ramp)
+    yield "batch", f"{ramp}{train.global_batch} sequences of {train.sequence_length} tokens"
     yield "precision", train.precision
     for group in groups_of(config.model):
         each = getattr(config.optimizer, group)

@@ -35,7 +35,7 @@ WATCHED = {
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 TIED = {"model__tie_embeddings": True, "model__layers": 4}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("muon", WATCHED),
+    "dense": ("muon", WATCHED | {"train__batch_ramp": "[{batch: 4, until_steps: 1}]"}),
     "tied": ("muon", WATCHED | TIED),
     "tied, stepped by Muon": ("muon", TIED | {"optimizer__embedding__rule": "muon"}),
     "tied, PC layers": ("spectral_sphere", TIED | {"pc__level": 2}),

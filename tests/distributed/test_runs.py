@@ -26,6 +26,7 @@ KEYS: dict[str, Any] = {
     "checkpoint__keep_last": "null",
     "log__interval": 1,
     "train__steps": 5,
+    "train__batch_ramp": "[{batch: 4, until_steps: 3}]",
     "train__exit_step": 4,
     "validation__samples": 4,
 }

@@ -87,7 +87,10 @@ def settings(config: Config) -> Identity:
         "model": model,
         "optimizer": optimizer,
         "schedule": {**asdict(config.schedule), "steps": config.train.steps},
-        "train": {key: asdict(config.train)[key] for key in OF_TRAIN},
+        "train": {
+            **{key: asdict(config.train)[key] for key in OF_TRAIN},
+            **{f"batch_ramp[{i}]": str(each) for i, each in enumerate(config.train.batch_ramp)},
+        },
     }
 
 

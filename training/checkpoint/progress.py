@@ -30,10 +30,10 @@ class Progress:
     phase: Phase = field(default_factory=Phase)
     read: dict[str, SetCount] | None = None
 
-    def advance(self, global_batch: int, sequence_length: int) -> int:
-        """Advance by one step and return its first sample."""
+    def advance(self, global_batch: int, sequence_length: int) -> tuple[int, int]:
+        """Advance by one step and return [first, end) of its samples."""
         first = batch_start(self.sample, global_batch, self.left_out)
         self.step += 1
         self.sample = first + global_batch
         self.tokens += global_batch * sequence_length
-        return first
+        return first, self.sample

@@ -76,12 +76,14 @@ def length_checks(config: Config) -> Iterator[Check]:
     """Check that samples and schedule fit into the run."""
     steps, length = config.train.steps, config.train.sequence_length
     warmup, schedule = config.schedule.warmup_steps, config.schedule
-    rule = f"must be below train.steps = {steps}, got {warmup}"
+    whole = schedule.length(config.train)
+    unit = f"train.steps = {steps}" if whole == steps else f"the run's {whole:g} full steps"
+    rule = f"must be below {unit}, got {warmup}"
     help_ = f"schedule.warmup_steps={steps // 10}, or a longer train.steps with exit_step={steps}"
-    yield "schedule.warmup_steps", warmup >= steps, f"{rule}; override {help_}"
-    decaying = schedule.cooldown_steps(steps) if schedule.kind == "wsd" else 0
-    apart = f"of {steps} steps must not overlap schedule.warmup_steps = {warmup}"
-    yield "schedule.cooldown_fraction", warmup < steps < warmup + decaying, apart
+    yield "schedule.warmup_steps", warmup >= whole, f"{rule}; override {help_}"
+    decaying = schedule.cooldown_steps(whole) if schedule.kind == "wsd" else 0
+    apart = f"of {whole:g} steps must not overlap schedule.warmup_steps = {warmup}"
+    yield "schedule.cooldown_fraction", warmup < whole < warmup + decaying, apart
     validation = config.validation
     room = length - validation.prompt_tokens(length)
     long = validation.samples_interval and validation.samples_tokens > room
@@ -250,11 +252,14 @@ def world_checks(config: Config, world_size: int) -> Iterator[Check]:
     stage, of_stage = "the number of ranks of a pipeline stage", world_size // parallel.pipeline
     yield divisible(stage, of_stage, parallel, "expert", "expert_tensor")
     copies = world_size // ranks
-    per_pass, batch = train.micro_batch * copies, train.global_batch
+    per_pass = train.micro_batch * copies
     by = f"train.micro_batch times the data-parallel size = {train.micro_batch} * {copies}"
-    yield "train.global_batch", batch % per_pass, f"must be divisible by {by} = {per_pass}"
-    uneven = parallel.virtual_pipeline > 1 and batch % per_pass == 0
     whole = f"must give a multiple of parallel.pipeline = {parallel.pipeline} micro-batches for"
-    got = f"{batch // per_pass} from {batch}"
-    rule = f"{whole} the interleaved schedule, got {got}"
-    yield "train.global_batch", uneven and batch // per_pass % parallel.pipeline, rule
+    keys = [f"train.batch_ramp[{i}].batch" for i in range(len(train.batch_ramp))]
+    for key, batch in zip([*keys, "train.global_batch"], train.batches, strict=True):
+        rule = f"must be divisible by {by} = {per_pass}, got {batch}"
+        yield key, batch % per_pass, rule
+        uneven = parallel.virtual_pipeline > 1 and batch % per_pass == 0
+        got = f"{batch // per_pass} from {batch}"
+        rule = f"{whole} the interleaved schedule, got {got}"
+        yield key, uneven and batch // per_pass % parallel.pipeline, rule

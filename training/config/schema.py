@@ -17,6 +17,7 @@ from models.layout import Layout
 from models.pc_config import PCConfig
 from models.section import Check, Count, ExactInt, Positive, Section, Whole
 from spectral.gram_penalty import Normalize, Side
+from training.config.batch_ramp import Batch, EqualSteps, RampStage, ramp_checks
 from training.config.optimizer import OptimizerConfig
 from training.config.places import local_path
 
@@ -255,7 +256,6 @@ class ParallelConfig(Section):
 
 
 Steps = Annotated[int, Field(ge=1, le=10**10)]
-Batch = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class TrainConfig(Section):
@@ -267,6 +267,10 @@ class TrainConfig(Section):
     """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
     global_batch: Batch
     """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
+    batch_ramp: tuple[RampStage, ...] = ()
+    """Stages at the start of the run with fewer sequences a step than `global_batch`, which follows
+    on them, such as `[{batch: 64, until_tokens: 252000000}]`; [] has `global_batch` from the start.
+    More, not longer, steps: `steps` counts all of them."""
     micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
@@ -306,6 +310,30 @@ class TrainConfig(Section):
         """Step after which the run ends, `exit_step` or `steps`."""
         return self.exit_step or self.steps
 
+    def equal_steps(self, step: int = 0, tokens: int = 0) -> Iterator[EqualSteps]:
+        """Yield the parts of the run with one global batch, after `step` steps and `tokens`
+        tokens."""
+        for stage in self.batch_ramp:
+            left = stage.steps_left(step, tokens, self.sequence_length)
+            if (count := min(left, self.steps - step)) > 0:
+                yield EqualSteps(step, count, stage.batch)
+                step, tokens = step + count, tokens + count * stage.batch * self.sequence_length
+        if step < self.steps:
+            yield EqualSteps(step, self.steps - step, self.global_batch)
+
+    def batch(self, step: int, tokens: int) -> int:
+        """Return the global batch of the step after `step` steps and `tokens` tokens."""
+        return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
+
+    def samples(self, step: int = 0, tokens: int = 0) -> int:
+        """Return the sequences of the run after `step` steps and `tokens` tokens."""
+        return sum(each.samples for each in self.equal_steps(step, tokens))
+
+    @property
+    def batches(self) -> list[int]:
+        """All global batches of the run, ascending."""
+        return [*(stage.batch for stage in self.batch_ramp), self.global_batch]
+
     def checks(self) -> Iterator[Check]:
         """Check the loss, the precision and the length."""
         chunked = self.fused_loss == "liger" and self.loss_chunk is not None
@@ -313,6 +341,8 @@ class TrainConfig(Section):
         yield "fp8", self.fp8 is not None and self.precision != "bf16", "needs precision bf16"
         late = self.exit_step is not None and self.exit_step > self.steps
         yield "exit_step", late, f"must be at most steps = {self.steps}"
+        run = self.global_batch, self.steps, self.sequence_length
+        yield from ramp_checks(self.batch_ramp, *run)
 
 
 class ScheduleConfig(Section):
@@ -320,6 +350,9 @@ class ScheduleConfig(Section):
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
+    unit: Literal["steps", "tokens"] = "steps"
+    """What warm-up and decay count: steps, or tokens, of which `train.global_batch` sequences are
+    one step: a step of `train.batch_ramp` then moves the rate by its share."""
     warmup_steps: Whole = 0
     """Steps of linear warm-up from 0 to the peak."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -327,7 +360,11 @@ class ScheduleConfig(Section):
     cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Fraction of the run over which wsd decays."""
 
-    def cooldown_steps(self, total_steps: int) -> int:
+    def length(self, train: TrainConfig) -> float:
+        """Return the length of a run in steps, or in tokens over those of a full step."""
+        return train.steps if self.unit == "steps" else train.samples() / train.global_batch
+
+    def cooldown_steps(self, total_steps: float) -> int:
         """Return the steps over which wsd decays in a run of `total_steps`."""
         return round(self.cooldown_fraction * total_steps)
 

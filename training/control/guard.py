@@ -59,22 +59,18 @@ class NonFiniteGuard:
     that other steps do not wait for the device. On a CPU `record` checks at once.
     """
 
-    def __init__(self, *, limit: int, global_batch: int, spikes: bool = False) -> None:
-        """Allow `limit` consecutive skipped steps.
-
-        global_batch  samples of a step, to name those that were skipped
-        spikes        whether steps may also be skipped for a loss spike
-        """
+    def __init__(self, *, limit: int, spikes: bool = False) -> None:
+        """Allow `limit` consecutive skipped steps; `spikes` says whether steps may also be skipped
+        for a loss spike."""
         self.limit = limit
-        self.global_batch = global_batch
         self.spikes = spikes
         self.skipped = 0
         self._in_a_row: list[tuple[int, int]] = []
-        self._pending: list[tuple[int, int, Tensor]] = []
+        self._pending: list[tuple[int, tuple[int, int], Tensor]] = []
 
-    def record(self, step: int, sample: int, active: Tensor) -> None:
-        """Record whether `step`, counted from 1, was taken; `sample` is its first sample."""
-        self._pending.append((step, sample, active))
+    def record(self, step: int, samples: tuple[int, int], active: Tensor) -> None:
+        """Record whether `step`, counted from 1, was taken, with [first, end) of its samples."""
+        self._pending.append((step, samples, active))
         if active.device.type == "cpu":
             self.check()
 
@@ -83,30 +79,30 @@ class NonFiniteGuard:
         if not self._pending:
             return
         taken = torch.stack([active for _, _, active in self._pending]).tolist()
-        steps = [(step, sample) for step, sample, _ in self._pending]
+        steps = [(step, samples) for step, samples, _ in self._pending]
         self._pending.clear()
-        for step, ok in zip(steps, taken, strict=True):
+        for (step, (first, end)), ok in zip(steps, taken, strict=True):
             if ok:
                 self._in_a_row.clear()
                 continue
             self.skipped += 1
-            self._in_a_row.append(step)
+            self._in_a_row.append((step, first))
             if len(self._in_a_row) > self.limit:
-                raise self._error()
+                raise self._error(end)
 
-    def check_unit(self, name: str, row: int, step: int, sample: int) -> None:
+    def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
         """Raise NonFiniteError if a unit has refused more than `limit` updates in a row.
 
         name, row  the unit with most of them before `step`, and how many
-        sample     first sample of `step`
+        samples    [first, end) of those of `step`; earlier steps have at most as many
         """
         if row > self.limit:
-            end = sample + self.global_batch
+            first, end = samples
             raise NonFiniteError(
                 f"the update of {name} was not finite, or not bounded, in {row} consecutive steps "
                 f"before step {step}, more than train.max_skipped_steps = {self.limit}",
                 max(1, step - row + 1),
-                (max(0, end - row * self.global_batch), end),
+                (max(0, end - row * (end - first)), end),
             )
 
     def state(self) -> dict[str, Any]:
@@ -120,9 +116,8 @@ class NonFiniteGuard:
         self._in_a_row = [(step, sample) for step, sample in state["in_a_row"]]
         self._pending.clear()
 
-    def _error(self) -> NonFiniteError:
-        (first, sample), (last, last_sample) = self._in_a_row[0], self._in_a_row[-1]
-        end = last_sample + self.global_batch
+    def _error(self, end: int) -> NonFiniteError:
+        (first, sample), (last, _) = self._in_a_row[0], self._in_a_row[-1]
         return NonFiniteError(
             f"loss or gradient not finite{', or loss a spike,' * self.spikes} in steps {first} to "
             f"{last}, more than train.max_skipped_steps = {self.limit} consecutive steps; their "

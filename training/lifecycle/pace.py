@@ -14,6 +14,7 @@ from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
 from parallel.plan.devices import peak_flops
 from spectral.kernels.dispatch import device_name
+from training.checkpoint.progress import Progress
 from training.config import Config
 from training.lifecycle.stragglers import Stragglers
 from training.report.metrics import performance
@@ -40,12 +41,12 @@ class Pace:
         self._stragglers = Stragglers(hosts, stages)
         self.stragglers: list[str] = []
         """A sentence for each rank that `figures` has found to be a straggler in its last call."""
-        self.restart(0)
+        self.restart(Progress())
 
-    def restart(self, step: int) -> None:
-        """Start timing now, after `step`."""
+    def restart(self, progress: Progress) -> None:
+        """Start timing now, after the steps of `progress`."""
         self._mark = time.perf_counter()
-        self._marked_step = step
+        self._marked = progress.step, progress.tokens
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -54,16 +55,17 @@ class Pace:
         yield
         self._mark += time.perf_counter() - began
 
-    def figures(self, step: int) -> dict[str, float]:
+    def figures(self, progress: Progress) -> dict[str, float]:
         """Return throughput and memory of the steps since the last call.
 
         Waits for the device and for all ranks.
         """
-        train, count = self.config.train, step - self._marked_step
+        train, (step, tokens) = self.config.train, self._marked
+        count, read = progress.step - step, progress.tokens - tokens
         seconds = (time.perf_counter() - self._mark) / count
         own = self.clock.total() / count
         metrics = performance(
-            tokens=train.global_batch * train.sequence_length,
+            tokens=read / count,
             seconds=seconds,
             devices=dist.get_world_size(),
             flops_per_token=self.flops_per_token,
@@ -71,12 +73,13 @@ class Pace:
         )
         times = self.agreement.gather([own])[:, 0]
         self.stragglers = list(self._stragglers.new(times.tolist(), count))
-        metrics["progress/pct"] = 100.0 * step / train.steps
-        metrics["progress/eta_s"] = (train.steps - step) * seconds
+        ahead = train.samples(progress.step, progress.tokens) * train.sequence_length
+        metrics["progress/pct"] = 100.0 * progress.step / train.steps
+        metrics["progress/eta_s"] = ahead / read * count * seconds
         if self.groups.device.type == "cuda":
             metrics["mem/max_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics["mem/max_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-        self.restart(step)
+        self.restart(progress)
         return metrics
 
 

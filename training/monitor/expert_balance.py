@@ -19,14 +19,10 @@ from parallel.model import ParallelModel
 class ExpertBalance:
     """Load balancing of this rank's mixture-of-experts layers; does nothing without them."""
 
-    def __init__(
-        self, model: ParallelModel, groups: Groups, config: ModelConfig, microbatches: int
-    ) -> None:
-        """`microbatches` is the number of micro-batches of a step on one rank."""
+    def __init__(self, model: ParallelModel, groups: Groups, config: ModelConfig) -> None:
         self.model = model
         self.groups = groups
         self.config = config
-        self.microbatches = microbatches
         self.layers = torch.tensor(
             layer_numbers(model.chunks), dtype=torch.long, device=groups.device
         )
@@ -55,8 +51,8 @@ class ExpertBalance:
         violations = all_reduce_(self._violation.clone(), pipeline, comm_volume, "metrics")
         return dict(enumerate(violations[moe.dense_layers :].tolist(), moe.dense_layers))
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step.
+    def metrics(self, microbatches: int) -> dict[str, float]:
+        """Return the metrics of the last step, which had so many micro-batches on one rank.
 
         moe/max_vio/<layer>  (most tokens - mean) / mean over the experts of a layer
         moe/max_vio          the largest of these
@@ -85,5 +81,5 @@ class ExpertBalance:
                 value = self._losses.get(name, zeros).float()
                 all_reduce_(value, stage, comm_volume, "metrics")
                 all_reduce_(value, pipeline, comm_volume, "metrics")
-                found[f"moe/{name}"] = value[mixed].mean().item() / (share * self.microbatches)
+                found[f"moe/{name}"] = value[mixed].mean().item() / (share * microbatches)
         return found

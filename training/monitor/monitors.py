@@ -142,17 +142,16 @@ class Monitors:
         self.earlier = []
         self.history.forget()
 
-    def before(self, step: int) -> None:
-        """Prepare `step` before its forward pass."""
+    def before(self, step: int, microbatches: int) -> None:
+        """Prepare `step` before its forward pass of `microbatches` on one rank."""
         self.step = step
         self.records = {}
         self.chosen = set(self.config.monitors.groups) if self.due(step) else set()
         if "noise" in self.chosen:
-            train = self.config.train
             self.samples = GradientSamples(
                 self.model,
                 self.groups,
-                microbatches=train.global_batch // (train.micro_batch * self.groups.data.size),
+                microbatches=microbatches,
                 samples=self.config.monitors.noise_samples,
             )
         if self.chosen & {"activations", "attention"}:

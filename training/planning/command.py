@@ -10,7 +10,7 @@ from parallel.plan.devices import Device, device_named
 from training.build import with_vocabulary
 from training.config import Config, check
 from training.config.checks import legal_ranks
-from training.dry_run import plan_run
+from training.dry_run import gpu_hours, plan_run
 from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts, changed
 from training.planning.remedies import assignment, remedy_table
@@ -34,7 +34,7 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
         print(remedy_table(Layouts(config, gpus, machine), planned))
     if json_file is not None:
         content = planned.as_dict()
-        content["gpu_hours"] = planned.gpu_hours(config.train.steps)
+        content["gpu_hours"] = gpu_hours(config, planned)
         Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -1,6 +1,6 @@
 """The plan of a run on one screen, with its units: those that differ in nothing else in one row."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from spectral.grouped import grouped
 from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
-from training.dry_run import step_shape
+from training.dry_run import batch_seconds, gpu_hours, step_shape
 from training.planning.monitor_cost import planned_cost
 from training.report.opening import layout
 from training.report.table import table
@@ -53,7 +53,7 @@ def run_table(config: Config, planned: Plan) -> str:
     train, parallel = config.train, config.parallel
     size = model_size(config.model, train.sequence_length)
     microbatches = train.global_batch // (train.micro_batch * planned.data // parallel.context)
-    total = planned.tokens * train.steps
+    total = train.samples() * train.sequence_length
     rows = [
         ("parameters", f"{size.parameters:,}, {size.active_parameters:,} per token"),
         ("device", f"{planned.device.name}, {layout(config, planned.gpus)}"),
@@ -62,6 +62,7 @@ def run_table(config: Config, planned: Plan) -> str:
             f"{train.global_batch} sequences of {train.sequence_length}: {microbatches} "
             f"micro-batches of {train.micro_batch} per rank, {planned.tokens:,} tokens",
         ),
+        *ramp_rows(config, planned),
         (
             "whole run",
             f"{train.steps:,} steps, {total:,} tokens, {size.flops_per_token:.4g} FLOPs per token, "
@@ -69,6 +70,14 @@ def run_table(config: Config, planned: Plan) -> str:
         ),
     ]
     return table(("", ""), rows)
+
+
+def ramp_rows(config: Config, planned: Plan) -> Iterator[tuple[str, str]]:
+    """Yield a row per stage of the batch ramp."""
+    *stages, _ = batch_seconds(config, planned)
+    for i, (each, seconds) in enumerate(stages):
+        text = f"{each.batch} sequences in the {each.steps:,} steps after step {each.first:,}, "
+        yield "" if i else "batch ramp", f"{text}{seconds:.4g} s each"
 
 
 def memory_table(planned: Plan) -> str:
@@ -171,7 +180,7 @@ def time_table(config: Config, planned: Plan) -> str:
     }
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
     cost = planned_cost(config, planned, step_shape(config, planned.gpus, planned.device))
-    hours = planned.gpu_hours(config.train.steps) * (1 + cost.share)
+    hours = gpu_hours(config, planned) * (1 + cost.share)
     names = sorted({route.rule for route in config_routes(config)})
     uncounted = [name for name in names if not RULES[name].costs_are_counted()]
     rows = [

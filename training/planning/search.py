@@ -61,13 +61,13 @@ def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
         base: dict[str, Any] = {f"parallel.{name}": axes[name] for name in AXES}
         base |= {f"parallel.{key}_stage_layers": None for key in ("first", "last")}
         copies = gpus // (axes["tensor"] * axes["pipeline"] * axes["context"])
-        if config.train.global_batch % copies:
+        if math.gcd(*config.train.batches) % copies:
             continue
-        passes = divisors(config.train.global_batch // copies)
+        passes = divisors(math.gcd(*config.train.batches) // copies)
         if not layouts.legal(base | {"train.micro_batch": 1}):
             continue
         for micro_batch in passes:
-            count = config.train.global_batch // copies // micro_batch
+            count = math.gcd(*config.train.batches) // copies // micro_batch
             if axes["virtual_pipeline"] > 1 and count % axes["pipeline"]:
                 continue
             for recompute in levels:

@@ -57,6 +57,7 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
                 steps=max(train.steps, due),
                 exit_step=due,
                 global_batch=rehearsed * train.micro_batch * data,
+                batch_ramp=(),
             ),
             checkpoint=replace(
                 config.checkpoint,

@@ -75,7 +75,7 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 
 
 def performance(
-    *, tokens: int, seconds: float, devices: int, flops_per_token: float, peak: float | None
+    *, tokens: float, seconds: float, devices: int, flops_per_token: float, peak: float | None
 ) -> dict[str, float]:
     """Return the `perf/` metrics of one step, or of the mean of several.
 

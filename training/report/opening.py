@@ -24,11 +24,12 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
     model = f"{config.model.family} of {short(size.parameters)} parameters"
     if size.active_parameters < size.parameters:
         model += f", {short(size.active_parameters)} of them active"
-    tokens = train.global_batch * train.sequence_length
-    yield (
-        f"{model}, on {layout(config, ranks)}; {train.steps:,} steps of {tokens:,} tokens, "
-        f"{short(train.steps * tokens)} in all"
+    lengths = ", then ".join(
+        f"{each.steps:,} steps of {each.batch * train.sequence_length:,} tokens"
+        for each in train.equal_steps()
     )
+    total = short(train.samples() * train.sequence_length)
+    yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in all"
     names = {"matrix": "matrices", "scalar": "gains"}
     if config.model.tie_embeddings:
         names["embedding"] = "embedding and head, which are one"

@@ -265,13 +265,13 @@ def test_a_resume_keeps_the_number_of_consecutive_skipped_steps(folder, world):
     config = tiny_config(folder, "muon", train__max_skipped_steps=2)
     bad = torch.tensor(False)
     first, second = (build_trainer(config, world, *build_data(config)) for _ in range(2))
-    first.guard.record(1, 0, bad)
-    first.guard.record(2, 8, bad)
+    first.guard.record(1, (0, 8), bad)
+    first.guard.record(2, (8, 16), bad)
     state = json.loads(json.dumps(first.checkpoint()))
     second.restore(bind(Progress, state["progress"]), state["trainer"])
     assert second.guard.skipped == 2
     with pytest.raises(NonFiniteError, match="in steps 1 to 3, .* samples are 0 to 23"):
-        second.guard.record(3, 16, bad)
+        second.guard.record(3, (16, 24), bad)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -50,11 +50,13 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(
     router.routing = keep
     trainer.step(0)
     # Even shares before the first step, of mean scores that sum to 1.
-    assert trainer.experts.metrics()["moe/global_aux_loss"] == pytest.approx(1.0, rel=1e-6)
+    assert trainer.experts.metrics(trainer.microbatches)["moe/global_aux_loss"] == pytest.approx(
+        1.0, rel=1e-6
+    )
     before = torch.cat([each.flatten(0, 1) for each in logits])
     logits.clear()
     trainer.step(1)
-    found = trainer.experts.metrics()
+    found = trainer.experts.metrics(trainer.microbatches)
     assert [tuple(each.shape) for each in logits] == [(32, 2, 4)] * 4
     z = torch.stack([each.logsumexp(-1).square().mean() for each in logits]).mean()
     assert found["moe/z_loss"] == pytest.approx(z.item(), rel=1e-5)
