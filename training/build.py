@@ -340,6 +340,10 @@ def build_data(
         sequence_length=config.train.sequence_length,
         seed=config.seed,
         open_set=named(open_set, "train"),
+        phases=[
+            (start, phase.weights)
+            for start, phase in zip(config.phase_starts(), data.phases, strict=True)
+        ],
     )
     lengths = token_byte_lengths(source) if source is not None else None
     validation = [
@@ -354,7 +358,7 @@ def build_data(
         )
         for name, each in data.validation.items()
     ]
-    check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
+    check_vocabulary([*train.all_sets, *(each.set for each in validation)], config.model.vocab_size)
     return train, validation
 
 
@@ -567,7 +571,8 @@ def training_batches(
         data_size=groups.data.size,
         left_out=progress.left_out,
     )
-    loader = training_loader(data.since(progress.phase), sampler, workers=config.data.workers)
+    present = data.at(progress.step).since(progress.phase)
+    loader = training_loader(present, sampler, workers=config.data.workers)
     return without_worker_traces(loader)
 
 

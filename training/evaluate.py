@@ -56,9 +56,9 @@ def evaluate(
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
     """Return the mean over validation sets, weighted as the training sets of the same names.
 
-    If a set has no training set of its name, all sets count equally.
+    If a set has no training set of its name, or one of weight 0, all sets count equally.
     """
-    named = values.keys() <= mixture.keys()
+    named = all(mixture.get(name) for name in values)
     weights = {name: mixture[name] if named else 1.0 for name in values}
     return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
 

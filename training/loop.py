@@ -180,7 +180,7 @@ class Trainer:
 
         Returns the metrics of the validation, {} without one, None if a stop interrupted it.
         """
-        train, progress = self.config.train, self.progress
+        train, progress, mixture = self.config.train, self.progress, self.present
         if train.batch(progress.step, progress.tokens) != self.batch:
             self.read_on()
             text = f"batch: {self.batch:,} sequences a step from step {progress.step + 1:,} on"
@@ -195,6 +195,8 @@ class Trainer:
             with self.pace.pause():
                 self.profile.after(step)
         collect(step)
+        if self.data.at(step).blend is not mixture.blend:
+            self.begin_phase(mixture.read(progress.sample))
         self.guard.record(step, samples, result.active)
         self.spectral.record(result.active)
         if self.on_step is not None:
@@ -204,6 +206,17 @@ class Trainer:
         with ieee_products():
             metrics = self.take_figures(step, samples, result)
         return self.report_with_validation(metrics)
+
+    def begin_phase(self, read: Mapping[str, SetCount]) -> None:
+        """Read the next mixture, where the run has `read` so much of each set."""
+        progress, mixture = self.progress, self.data.at(self.progress.step)
+        progress.phase = mixture.phase_after(progress.sample, read)
+        self.read_on()
+        shares = ", ".join(
+            f"{name} {share:.1%} after {progress.phase.tokens(name):,} tokens"
+            for name, share in mixture.shares.items()
+        )
+        self.note("data", progress.step, f"data: from step {progress.step + 1:,} on {shares}")
 
     def take_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
@@ -318,9 +331,20 @@ class Trainer:
             },
         }
 
+    def set_tokens(self) -> dict[str, int]:
+        """Return the tokens read of each set so far, if the run has phases of data."""
+        if not self.config.data.phases:
+            return {}
+        return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
+
     def read(self) -> dict[str, SetCount]:
         """Return what the run has read of each set."""
-        return self.data.since(self.progress.phase).read(self.progress.sample)
+        return self.present.read(self.progress.sample)
+
+    @property
+    def present(self) -> TrainingData:
+        """The data of the present mixture."""
+        return self.data.at(self.progress.step).since(self.progress.phase)
 
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
         """Continue from `progress` and what `checkpoint` returned as `trainer`."""
@@ -421,6 +445,7 @@ class Trainer:
             "optim/skipped_steps": self.guard.skipped,
             **self.spectral.summary(),
             **self.experts.metrics(self.microbatches),
+            **self.set_tokens(),
         }
 
 

@@ -52,21 +52,23 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress at a checkpoint, in the next phase if its data was other than `data`.
+    """Return the progress at a checkpoint, in a new phase if its mixture was another than that of
+    `data`.
 
     Raises ResumeError if the data has changed and the checkpoint does not state its counts.
     """
     with refusing(info.path / checkpoint.META, KeyError, TypeError, ValueError):
         progress = bind(Progress, info.meta["progress"])
-        same = info.meta["identity"]["data"]["fingerprint"] == data.fingerprint()
-    if same:
+        whole = info.meta["identity"]["data"]["fingerprint"]
+    present = data.at(progress.step)
+    if present.fingerprint() == (progress.phase.mixture or whole):
         return progress
     if progress.read is None and progress.sample:
         raise ResumeError(
             f"{info.path} does not state what was read of each set, as an earlier version saved "
             "it: continue with its data to the next checkpoint, and change the data then"
         )
-    phase = data.phase_after(progress.sample, progress.read or {})
+    phase = present.phase_after(progress.sample, progress.read or {})
     return replace(progress, phase=phase)
 
 

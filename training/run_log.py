@@ -16,7 +16,9 @@ from parallel.disk import replace_file
 from parallel.optimizer.routing import Route
 from training.checkpoint.progress import Progress
 from training.config import Config, to_yaml
-from training.data.order import TrainingData
+from training.config.schema import TrainConfig
+from training.data.order import TrainingData, repeats
+from training.data.phase import Counts
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.log_lines import LogFile, drop_later_lines
@@ -25,6 +27,18 @@ from training.report.opening import next_commands, sample_lines
 from training.report.trackers import Trackers
 
 EVENTS_FILE: Final = "events.jsonl"
+
+
+def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> Counts:
+    """Return what a run that goes on from `progress` will have read of each set at its end."""
+    step, tokens, sample = progress.step, progress.tokens, progress.sample
+    present = data.at(step).since(progress.phase)
+    for start, mixture in data.later:
+        if start > step:
+            new = train.samples(step, tokens, start)
+            step, tokens, sample = start, tokens + new * train.sequence_length, sample + new
+            present = mixture.since(mixture.phase_after(sample, present.read(sample)))
+    return present.read(sample + train.samples(step, tokens))
 
 
 class RunLog:
@@ -77,18 +91,25 @@ class RunLog:
         train = config.train
         ahead = train.samples(progress.step, progress.tokens)
         tokens = progress.tokens + ahead * train.sequence_length
-        present = data.since(progress.phase)
-        used = present.describe(progress.sample + ahead)
+        present = data.at(progress.step).since(progress.phase)
+        used = present.describe(final_counts(data, train, progress))
+        parts = [(0, data), *data.later]
         facts = {
             "fingerprint": data.fingerprint(),
             "tokens": tokens,
             "sets": [asdict(use) for use in used],
             "since": progress.phase.sample,
             "earlier": present.earlier(),
+            "phases": [{"after_steps": start, "shares": part.shares} for start, part in parts],
         }
         replace_file(folder / "data.json", json.dumps(facts, indent=2) + "\n")
+        for start, part in parts[1:]:
+            shares = ", ".join(f"{name} {share:.1%}" for name, share in part.shares.items())
+            print(f"data from step {start + 1:,} on: {shares}", flush=True)
         for use in used:
             print(f"data {use}", flush=True)
+        if repeated := repeats({use.name: use.epochs for use in used}):
+            print(f"data {repeated}", flush=True)
         for name, count in present.earlier().items():
             print(f"data {name}: not in the mixture any more, {count:,} tokens before", flush=True)
         self.writer = MetricsWriter(folder)
@@ -123,7 +144,7 @@ class RunLog:
                 f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} of the loss, "
                 f"gradient norm {metrics['penalty/gradient_ratio']:.3g} of the loss's",
             )
-        for each in self.data.sets:
+        for each in self.data.all_sets:
             if each.name not in self.rewritten and each.rewritten:
                 self.rewritten.add(each.name)
                 text = f"warning: {each.prefix}.bin was written to after the run had opened it"

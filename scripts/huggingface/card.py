@@ -75,7 +75,11 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
     yield "PC layers", _pc(config)
     weights = {name: each.weight for name, each in config.data.train.items()}
     total = sum(weights.values())
-    yield "data", ", ".join(f"{name} {w / total:.1%}" for name, w in weights.items())
+    yield "data", ", ".join(f"{name} {w / total:.1%}" for name, w in weights.items() if w)
+    for phase, start in zip(config.data.phases, config.phase_starts(), strict=True):
+        total, parts = sum(phase.weights.values()), phase.weights.items()
+        shares = ", ".join(f"{name} {weight / total:.1%}" for name, weight in parts)
+        yield f"data after step {start:,}", shares
     yield "seed", str(config.seed)
     versions = info.meta.get("versions", {})
     yield "software", ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from scripts.plots.data_use import data_use
 from scripts.plots.figures import FIGURES
 from scripts.plots.page import PageSection, drawn, page
 from scripts.plots.run_data import Line, RunData, spread
@@ -48,6 +49,9 @@ def report(run: RunData) -> str:
     if texts:
         about = "The most probable continuations of the first tokens, set in grey, of each set."
         sections.append(PageSection("samples", "Samples of text", about, "samples", texts))
+    if (used := data_use(run)) is not None:
+        about = "Share of each set in the samples, and its tokens and epochs over the whole run."
+        sections.append(PageSection("data", "Data", about, "data", used))
     about = "Starts, stops, failures, warnings and skipped steps."
     sections.append(PageSection("events", "Events", about, "events", list(happenings(run))))
     text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)

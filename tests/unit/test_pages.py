@@ -36,7 +36,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 def keys() -> set[str]:
     """Return all config keys and their sections."""
-    parts = [path.split(".") for path, _ in schema_paths(Config)]
+    parts = [path.replace("[N]", "").split(".") for path, _ in schema_paths(Config)]
     return {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
 
 

@@ -68,7 +68,7 @@ def modification_times(data: TrainingData) -> dict[str, str]:
 
     Copies of a set on several nodes may differ in it, so one rank says it for all.
     """
-    times = {f"{each.name}.modified": each.modified for each in data.sets}
+    times = {f"{each.name}.modified": each.modified for each in data.all_sets}
     return {key: time for key, time in times.items() if time is not None}
 
 
@@ -187,15 +187,20 @@ def _data(
 ) -> dict[str, Any]:
     """What determines the tokens of sample k, and of validation."""
     found: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
-    shares = data.blend.quotas / len(data.blend.choice)
-    for each, share in zip(data.sets, shares, strict=True):
-        found[f"{each.name}.share"] = round(float(share), 6)
+    for each in data.all_sets:
+        found[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
         found[f"{each.name}.tokens"] = each.tokens
         found[f"{each.name}.content"] = each.digest
         found[f"{each.name}.sha256"] = each.stated_sha256
     for held_out in validation:
         found[f"validation.{held_out.name}.content"] = held_out.set.digest
         found[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
+    for i, (phase, (_, mixture)) in enumerate(zip(config.data.phases, data.later, strict=True)):
+        place = f"phases[{i}]"
+        found[f"{place}.{phase.beginning}"] = getattr(phase, phase.beginning)
+        for name, share in mixture.shares.items():
+            found[f"{place}.{name}.share"] = round(share, 6)
+        found[f"{place}.fingerprint"] = mixture.fingerprint()
     # Covers also what the keys above do not say of the order.
     found["fingerprint"] = data.fingerprint()
     return found

@@ -33,6 +33,7 @@ BOUNDS: Final = {
     "greater_than_equal": "at least {ge}",
     "greater_than": "above {gt}",
     "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
     "multiple_of": "a multiple of {multiple_of}",
     "too_short": "a list of at least {min_length}",
 }

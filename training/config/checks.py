@@ -91,6 +91,19 @@ def length_checks(config: Config) -> Iterator[Check]:
     yield "validation.samples_tokens", long, fitting
 
 
+def phase_checks(config: Config) -> Iterator[Check]:
+    """Check that the phases of the data follow each other within the run."""
+    before, steps, kind = 0, config.train.steps, config.schedule.kind
+    for i, (phase, start) in enumerate(zip(config.data.phases, config.phase_starts(), strict=True)):
+        key = f"data.phases[{i}].{phase.beginning}"
+        rule = f"needs schedule.kind wsd, got {kind}"
+        yield key, phase.with_decay and kind != "wsd", rule
+        rule = f"must begin after step {before:,}, where the part before it begins, and before the"
+        late = not before < start < steps
+        yield key, late, f"{rule} last of train.steps = {steps:,}, got a start after {start:,}"
+        before = start
+
+
 def pc_checks(config: Config) -> Iterator[Check]:
     """Check PC layers against other sections."""
     pc, model = config.pc, config.model
@@ -176,7 +189,9 @@ def _stages(config: Config) -> Check:
     return "model.layers", rest < others or rest % others, f"{equal} {fixed}"
 
 
-BETWEEN = (model_checks, run_checks, length_checks, layout_checks, pc_checks, penalty_checks)
+BETWEEN = (
+    model_checks, run_checks, length_checks, phase_checks, layout_checks, pc_checks, penalty_checks,
+)  # fmt: skip
 """What must hold between the sections, on any number of ranks."""
 
 

@@ -15,9 +15,10 @@ from pydantic import Field
 from models.config import ModelConfig
 from models.layout import Layout
 from models.pc_config import PCConfig
-from models.section import Check, Count, ExactInt, Positive, Section, Whole
+from models.section import AtLeast0, Check, Count, ExactInt, Positive, Section, Whole, named
 from spectral.gram_penalty import Normalize, Side
 from training.config.batch_ramp import Batch, EqualSteps, RampStage, ramp_checks
+from training.config.data_phases import DataPhase
 from training.config.optimizer import OptimizerConfig
 from training.config.places import local_path
 
@@ -126,8 +127,9 @@ class TrainSet(Section):
 
     path: str
     """Prefix of the set's `.bin` and `.idx` files."""
-    weight: Positive = 1.0
-    """Weight of this set in the blend, relative to the other sets' weights."""
+    weight: AtLeast0 = 1.0
+    """Weight of this set in the blend, relative to the other sets' weights; 0 for a set that only
+    later phases read."""
 
     def checks(self) -> Iterator[Check]:
         """Check where the set is."""
@@ -161,6 +163,10 @@ class DataConfig(Section):
     train: dict[str, TrainSet] = field(default_factory=dict)
     """Training sets by name; at least one, unless `mock`. `replace: true` beside them leaves out
     the base's section `data`, `NAME: null` one set of it. All sets must have one tokenizer."""
+    phases: tuple[DataPhase, ...] = ()
+    """Later parts of the run with other weights of the sets, such as
+    `[{after_share: 0.8, weights: {web: 1, books: 3}}]`; [] has those of `train` throughout. Sets go
+    on where they were."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
     out sets as for `train`."""
@@ -175,6 +181,20 @@ class DataConfig(Section):
             for name in getattr(self, kind):
                 rule = f"must name sets by letters, digits, '_', '-' and '.', got {name!r}"
                 yield kind, not SET_NAME.fullmatch(name), rule
+        yield from self._weight_checks()
+
+    def _weight_checks(self) -> Iterator[Check]:
+        """Check that phases read sets that there are, and that each set is read."""
+        read = {name for phase in self.phases for name in phase.weights}
+        for i, phase in enumerate(self.phases):
+            for name in phase.weights.keys() - self.train.keys():
+                yield f"phases[{i}].weights", True, f"must name {named(name, self.train)}"
+        somewhere = " here or in a phase" if self.phases else ""
+        for name, each in self.train.items():
+            unread = each.weight == 0 and name not in read
+            yield f"train.{name}.weight", unread, f"must be above 0{somewhere}, got 0"
+        first = not self.train or any(each.weight for each in self.train.values())
+        yield "train", not first, "must have a set of a weight above 0 at the start, got only 0"
 
 
 class GramPenaltyConfig(Section):
@@ -270,7 +290,7 @@ class TrainConfig(Section):
     batch_ramp: tuple[RampStage, ...] = ()
     """Stages at the start of the run with fewer sequences a step than `global_batch`, which follows
     on them, such as `[{batch: 64, until_tokens: 252000000}]`; [] has `global_batch` from the start.
-    More, not longer, steps: `steps` counts all of them."""
+    `steps` counts their steps too."""
     micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
@@ -310,24 +330,27 @@ class TrainConfig(Section):
         """Step after which the run ends, `exit_step` or `steps`."""
         return self.exit_step or self.steps
 
-    def equal_steps(self, step: int = 0, tokens: int = 0) -> Iterator[EqualSteps]:
-        """Yield the parts of the run with one global batch, after `step` steps and `tokens`
-        tokens."""
+    def equal_steps(
+        self, step: int = 0, tokens: int = 0, until: int | None = None
+    ) -> Iterator[EqualSteps]:
+        """Yield the parts of the run with one global batch, after `step` steps and `tokens` tokens,
+        to step `until` or the last."""
+        last = self.steps if until is None else until
         for stage in self.batch_ramp:
             left = stage.steps_left(step, tokens, self.sequence_length)
-            if (count := min(left, self.steps - step)) > 0:
+            if (count := min(left, last - step)) > 0:
                 yield EqualSteps(step, count, stage.batch)
                 step, tokens = step + count, tokens + count * stage.batch * self.sequence_length
-        if step < self.steps:
-            yield EqualSteps(step, self.steps - step, self.global_batch)
+        if step < last:
+            yield EqualSteps(step, last - step, self.global_batch)
 
     def batch(self, step: int, tokens: int) -> int:
         """Return the global batch of the step after `step` steps and `tokens` tokens."""
         return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
 
-    def samples(self, step: int = 0, tokens: int = 0) -> int:
-        """Return the sequences of the run after `step` steps and `tokens` tokens."""
-        return sum(each.samples for each in self.equal_steps(step, tokens))
+    def samples(self, step: int = 0, tokens: int = 0, until: int | None = None) -> int:
+        """Return the sequences of the parts that `equal_steps` yields."""
+        return sum(each.samples for each in self.equal_steps(step, tokens, until))
 
     @property
     def batches(self) -> list[int]:
@@ -367,6 +390,18 @@ class ScheduleConfig(Section):
     def cooldown_steps(self, total_steps: float) -> int:
         """Return the steps over which wsd decays in a run of `total_steps`."""
         return round(self.cooldown_fraction * total_steps)
+
+    def decay_start(self, train: TrainConfig) -> int:
+        """Return the steps of a run before wsd decays."""
+        cooldown = self.cooldown_steps(self.length(train))
+        if self.unit == "steps":
+            return train.steps - cooldown
+        left = train.samples() - cooldown * train.global_batch
+        for part in train.equal_steps():
+            if left <= part.samples:
+                return part.first + -(-left // part.batch)
+            left -= part.samples
+        return train.steps
 
 
 class WandbConfig(Section):
@@ -483,6 +518,14 @@ class TasksConfig(Section):
 
 class Config(Section):
     """A whole run."""
+
+    def phase_starts(self) -> list[int]:
+        """Return the steps before each of `data.phases`."""
+        steps, decay = self.train.steps, self.schedule.decay_start(self.train)
+        return [
+            decay if each.with_decay else each.after_steps or round((each.after_share or 0) * steps)
+            for each in self.data.phases
+        ]
 
     run: RunConfig
     seed: Whole = 1234

@@ -64,6 +64,12 @@ class SetUse:
         )
 
 
+def repeats(epochs: Mapping[str, float]) -> str | None:
+    """Say which sets are read more than once, by their epochs; None if none is."""
+    often = [f"{name} {count:.2f} times" for name, count in epochs.items() if count > 1]
+    return f"read more than once: {', '.join(often)}" if often else None
+
+
 @dataclass(frozen=True)
 class Blend:
     """Interleaving of several sets: a pattern of `BLEND_PERIOD` samples that repeats.
@@ -117,11 +123,15 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, int64 `[sequence_length + 1]`, for any k >= 0.
 
+    A run whose mixture changes has one of these for each; `at` returns that of a step.
+
     Args:
-        sets: (name, prefix, weight) of each set; their order does not matter.
+        sets: (name, prefix, weight) of each set; their order does not matter. A weight may be 0 if
+            a phase has another.
         sequence_length: tokens the model predicts per sample.
         seed: of the order within the sets.
         open_set: what makes a set of its name and prefix; the default reads files.
+        phases: steps before each later phase, ascending, and its weights by set.
 
     Raises:
         ConfigError: a weight vanishes beside the others.
@@ -135,13 +145,27 @@ class TrainingData(Dataset[Tensor]):
         sequence_length: int,
         seed: int,
         open_set: OpenSet = TokenSet,
+        phases: Sequence[tuple[int, Mapping[str, float]]] = (),
     ) -> None:
         ordered = sorted(sets, key=lambda each: each[0])
-        self.blend = build_blend({name: weight for name, _, weight in ordered})
-        self.sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
+        self.all_sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
+        """Of all phases; `sets` are those of this one."""
         self.sequence_length = sequence_length
         self.seed = seed
         self.phase = Phase()
+        self.later: tuple[tuple[int, TrainingData], ...] = ()
+        self._mix({name: weight for name, _, weight in ordered})
+        self.later = tuple((step, copy.copy(self)._mix(weights)) for step, weights in phases)
+
+    def _mix(self, weights: Mapping[str, float]) -> "TrainingData":
+        """Take the sets of these weights, and return the data."""
+        self.sets = [each for each in self.all_sets if weights.get(each.name)]
+        self.blend = build_blend({each.name: weights[each.name] for each in self.sets})
+        return self
+
+    def at(self, step: int) -> "TrainingData":
+        """Return the data of the mixture that follows on `step` steps."""
+        return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
         """Return the data of a phase that has these sets and weights; its first sample is
@@ -179,29 +203,30 @@ class TrainingData(Dataset[Tensor]):
 
         A set with other content than the one that was read under its name begins at its start.
         """
-        present = {each.name: each.digest for each in self.sets}
+        present = {each.name: each.digest for each in self.all_sets}
         same = {n: c for n, c in read.items() if present.get(n, c.content) == c.content}
-        return Phase(sample=sample, read=same)
+        return Phase(sample=sample, read=same, mixture=self.fingerprint())
 
-    def describe(self, samples: int) -> list[SetUse]:
-        """Return how much of each set the first `samples` samples of the run use, by name."""
-        shares = self.blend.quotas / len(self.blend.choice)
-        counts = self.read(samples)
-        return [
-            SetUse(
-                name=each.name,
-                weight=float(share),
-                windows=len(each),
-                samples=counts[each.name].samples,
-                tokens=counts[each.name].tokens,
-                epochs=counts[each.name].tokens / (len(each) * self.sequence_length),
-            )
-            for each, share in zip(self.sets, shares, strict=True)
-        ]
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each set in the samples of the phase; all together are 1."""
+        shares = (self.blend.quotas / len(self.blend.choice)).tolist()
+        return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
+
+    def describe(self, counts: Counts) -> list[SetUse]:
+        """Return how much of each set of the run has been used at these counts, by name."""
+        uses = []
+        for each in self.all_sets:
+            count = counts.get(each.name, SetCount(samples=0, tokens=0, content=each.digest))
+            epochs = count.tokens / (len(each) * self.sequence_length)
+            share = self.shares.get(each.name, 0.0)
+            use = SetUse(each.name, share, len(each), count.samples, count.tokens, epochs)
+            uses.append(use)
+        return uses
 
     def earlier(self) -> dict[str, int]:
-        """Return, by name, the tokens that earlier phases read of sets that this one leaves out."""
-        present = {each.name for each in self.sets}
+        """Return, by name, the tokens that earlier phases read of sets that the run has no more."""
+        present = {each.name for each in self.all_sets}
         return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
 
     def fingerprint(self) -> str:

@@ -25,10 +25,15 @@ Counts = Mapping[str, SetCount]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The samples from `sample` on. `read` has the counts of each set before it."""
+    """The samples from `sample` on, in the order of one mixture.
+
+    read     counts of each set before it
+    mixture  fingerprint of the sets and weights; "" in the first phase, and of earlier versions
+    """
 
     sample: Whole = 0
     read: dict[str, SetCount] = field(default_factory=dict)
+    mixture: str = ""
 
     def tokens(self, name: str) -> int:
         """Return the tokens of a set that were read before the phase."""

@@ -14,6 +14,7 @@ from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
 from training.dry_run import batch_seconds, gpu_hours, step_shape
+from training.planning.data_use import data_table
 from training.planning.monitor_cost import planned_cost
 from training.report.opening import layout
 from training.report.table import table
@@ -34,6 +35,7 @@ def describe(config: Config, planned: Plan) -> str:
     sections = [
         heading("units") + unit_table(config_routes(config)),
         heading("run") + run_table(config, planned),
+        *([heading("data") + data_table(config)] if shows_data(config) else []),
         heading("memory per rank (GiB)") + memory_table(planned),
         heading("sent per step (MiB), by the rank that sends most") + traffic_table(planned),
         heading("optimizer") + optimizer_table(planned),
@@ -41,6 +43,11 @@ def describe(config: Config, planned: Plan) -> str:
         heading("verdict") + verdict(planned),
     ]
     return "\n".join(sections)
+
+
+def shows_data(config: Config) -> bool:
+    """Return whether there is more to say of the data than all tokens."""
+    return len(config.data.train) > 1 or bool(config.data.phases)
 
 
 def heading(text: str) -> str:

@@ -1,11 +1,18 @@
 """Fixtures of the tests of data."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.token_files import write_stream
+from tests import mixtures
+from tests.mixtures import LENGTH, Read
+from tests.run_configs import tiny_config
+from tests.token_files import write_stream, write_token_set
+from training.data.order import TrainingData
+from training.run import train
 
 SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
 
@@ -18,3 +25,32 @@ def prefixes(tmp_path: Path) -> dict[str, Path]:
         name: write_stream(tmp_path / name, rng.integers(0, 500, size, dtype=np.uint16))
         for name, size in SIZES.items()
     }
+
+
+@pytest.fixture
+def start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Read]:
+    """Trains to a step under weights by set and returns what this start has read."""
+    for i, (name, tokens) in enumerate(mixtures.SIZES.items()):
+        write_token_set(tmp_path / name, tokens=tokens, vocab=120, seed=i)
+    write_token_set(tmp_path / "tokens", tokens=1_000, vocab=120, seed=9)
+    read: Read = []
+    source = TrainingData.source
+
+    def noted(data: TrainingData, sample: int) -> tuple[int, int]:
+        chosen, window = source(data, sample)
+        read.append((data.sets[chosen].name, window))
+        return chosen, window
+
+    monkeypatch.setattr(TrainingData, "source", noted)
+
+    def started(step: int, weights: dict[str, float], **keys: Any) -> Read:
+        sets = {f"data__train__{name}__path": tmp_path / name for name in weights}
+        sets |= {f"data__train__{name}__weight": weight for name, weight in weights.items()}
+        common = {"train__steps": 30, "train__exit_step": step, "train__sequence_length": LENGTH}
+        common |= {"checkpoint__interval": 100, "data__train__walk": "null"}
+        common |= {"train__global_batch": 32, "train__micro_batch": 8, "log__interval": 1}
+        read.clear()
+        train(tiny_config(str(tmp_path), "muon", **{**common, **sets, **keys}), world)
+        return list(read)
+
+    return started

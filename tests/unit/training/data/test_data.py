@@ -148,7 +148,7 @@ def test_order_depends_on_seed_and_set_name(prefixes: dict[str, Path]) -> None:
 def test_describe_counts_what_is_used(prefixes: dict[str, Path]) -> None:
     data = training_data(prefixes)
     chosen = Counter(data.sets[data.source(k)[0]].name for k in range(500))
-    for use in data.describe(500):
+    for use in data.describe(data.read(500)):
         windows = (SIZES[use.name] - 1) // 8
         assert use.samples == chosen[use.name]
         assert (use.tokens, use.windows) == (8 * use.samples, windows)

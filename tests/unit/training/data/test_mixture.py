@@ -3,73 +3,23 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.run_configs import tiny_config
+from tests.mixtures import LENGTH, SIZES, expected, windows_of
 from tests.token_files import write_token_set
 from tests.unit.training.checkpoint.test_checkpoint import reseal
 from tests.unit.training.data.test_data import training_data
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import ResumeError
-from training.data.order import GlobalBatchSampler, TrainingData, training_loader, window_order
+from training.data.order import GlobalBatchSampler, training_loader
 from training.data.phase import Phase
 from training.report.metrics import read_metrics
-from training.run import train
 
-SIZES = {"big": 3_000, "middle": 2_000, "small": 1_000}
-LENGTH = 8
 FIRST = {"big": 0.6, "middle": 0.3, "small": 0.1}
 THEN = {"big": 0.1, "middle": 0.9, "small": 0.1}
-
-Read = list[tuple[str, int]]
-"""Set and window of each sample, in the order in which a run has read them."""
-
-
-@pytest.fixture
-def start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Read]:
-    """Trains to a step under weights by set and returns what this start has read."""
-    for i, (name, tokens) in enumerate(SIZES.items()):
-        write_token_set(tmp_path / name, tokens=tokens, vocab=120, seed=i)
-    write_token_set(tmp_path / "tokens", tokens=1_000, vocab=120, seed=9)
-    read: Read = []
-    source = TrainingData.source
-
-    def noted(data: TrainingData, sample: int) -> tuple[int, int]:
-        chosen, window = source(data, sample)
-        read.append((data.sets[chosen].name, window))
-        return chosen, window
-
-    monkeypatch.setattr(TrainingData, "source", noted)
-
-    def started(step: int, weights: dict[str, float], **keys: Any) -> Read:
-        sets = {f"data__train__{name}__path": tmp_path / name for name in weights}
-        sets |= {f"data__train__{name}__weight": weight for name, weight in weights.items()}
-        common = {"train__steps": 30, "train__exit_step": step, "train__sequence_length": LENGTH}
-        common |= {"checkpoint__interval": 100, "data__train__walk": "null"}
-        common |= {"train__global_batch": 32, "train__micro_batch": 8, "log__interval": 1}
-        read.clear()
-        train(tiny_config(str(tmp_path), "muon", **{**common, **sets, **keys}), world)
-        return list(read)
-
-    return started
-
-
-def windows_of(read: Read, name: str) -> list[int]:
-    """The windows of a set in the order in which they were read."""
-    return [window for each, window in read if each == name]
-
-
-def expected(name: str, count: int) -> list[int]:
-    """The first windows of a set, epoch after epoch, as a run that reads nothing else has them."""
-    size = (SIZES[name] - 1) // LENGTH
-    epochs = range(-(-count // size))
-    orders = (window_order(name, size, 7, epoch) for epoch in epochs)
-    return [order[place] for order in orders for place in range(size)][:count]
 
 
 def test_each_set_goes_on_at_its_own_count(start, tmp_path: Path, capsys) -> None:

@@ -1,0 +1,182 @@
+"""A run with phases of data equals the runs that are cut by hand where its mixture changes."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from scripts.plots.report import report
+from scripts.plots.run_data import read_run
+from tests.minimal_config import problems
+from tests.mixtures import LENGTH, SIZES, Read, expected, windows_of
+from tests.run_results import metrics_of, same_state, state_of
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import ResumeError
+from training.config import load_config
+from training.planning.data_use import phase_uses
+
+FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
+PHASES = [
+    (8, {"big": 0.2, "middle": 0.3, "small": 0.5}),
+    (15, {"small": 1.0}),
+]
+"""Steps before each phase, and weights; the last reads one set alone, several times."""
+BY_HAND = {8: FIRST, 15: PHASES[0][1], 22: PHASES[1][1]}
+
+
+def phases(*beginnings: str) -> str:
+    """The key `data.phases`, with other beginnings if given."""
+    given = beginnings or tuple(f"after_steps: {step}" for step, _ in PHASES)
+    parts = [
+        f"{{{beginning}, weights: {{{', '.join(f'{k}: {v}' for k, v in weights.items())}}}}}"
+        for beginning, (_, weights) in zip(given, PHASES, strict=True)
+    ]
+    return f"[{', '.join(parts)}]"
+
+
+COMMON = {
+    "train__steps": 22,
+    "train__global_batch": 32,
+    "data__phases": phases(),
+    "validation__interval": 1,  # as the last step of a start is validated in any case
+    "validation__samples": 2,
+}
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """The metrics of a run without the counts that only runs with phases log."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith("data/")}
+        for line in metrics_of(folder)
+    ]
+
+
+def test_phases_are_runs_cut_by_hand_and_stops_change_nothing(
+    start, tmp_path: Path, capsys
+) -> None:
+    whole = start(22, FIRST, **COMMON)
+    printed = capsys.readouterr().out
+    assert re.search(r"data: from step 9 on big 20.0% after 1,2\d\d tokens, middle 30.0%", printed)
+    assert "data from step 16 on: small 100.0%" in printed
+    for name in SIZES:
+        windows = windows_of(whole, name)
+        assert windows == expected(name, len(windows))
+    counts = {name: count * LENGTH for name, count in Counter(n for n, _ in whole).items()}
+    epochs = counts["small"] / LENGTH / ((SIZES["small"] - 1) // LENGTH)
+    assert epochs > 2 and f"data read more than once: small {epochs:.2f} times" in printed
+    folder = shutil.move(tmp_path / "run", tmp_path / "whole")
+    stated = json.loads((folder / "data.json").read_text())
+    assert {each["name"]: each["tokens"] for each in stated["sets"]} == counts
+    last = metrics_of(folder)[-1]
+    assert {name: last[f"data/{name}/tokens"] for name in SIZES} == counts
+    page = report(read_run(folder))
+    assert (
+        f"<td>small</td><td>0.0%</td><td>50.0%</td><td>100.0%</td><td>{counts['small']:,}" in page
+    )
+
+    by_hand: Read = []
+    keys = {**COMMON, "data__phases": "[]", "checkpoint__allow_change": "[data]"}
+    for until, weights in BY_HAND.items():
+        by_hand += start(until, {k: v for k, v in weights.items() if v}, **keys)
+    assert by_hand == whole
+    assert logged(tmp_path / "run") == logged(folder)
+    assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
+    shutil.rmtree(tmp_path / "run")
+
+    stopped: Read = []
+    for until in (5, 8, 17, 22):  # in phases, and where one begins
+        stopped += start(until, FIRST, **COMMON)
+        read = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]["read"]
+        assert {k: v["samples"] for k, v in read.items() if v["samples"]} == Counter(
+            name for name, _ in stopped
+        )
+    assert stopped == whole
+    assert metrics_of(tmp_path / "run") == metrics_of(folder)
+    assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
+
+
+def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(
+    start,
+    tmp_path: Path,
+    capsys,
+) -> None:
+    keys = {
+        "train__steps": 20,
+        "train__batch_ramp": "[{batch: 8, until_steps: 4}, {batch: 16, until_steps: 9}]",
+        "schedule__kind": "wsd",
+        "schedule__cooldown_fraction": 0.25,
+        "schedule__unit": "tokens",
+        "data__phases": phases("after_share: 0.3", "with_decay: true"),
+    }
+    # 4 * 8 + 5 * 16 + 11 * 32 = 464 samples are 14.5 full steps, of which 4 decay: from 336 on.
+    beginnings = {6: 4 * 8 + 2 * 16, 16: 4 * 8 + 5 * 16 + 7 * 32}
+    whole = start(20, FIRST, **keys)
+    assert len(whole) == 464
+    assert "data: from step 17 on small 100.0%" in capsys.readouterr().out
+    assert {name for name, _ in whole[: beginnings[6]]} == {"big", "middle"}
+    assert {name for name, _ in whole[beginnings[16] :]} == {"small"}
+    rates = {line["step"]: line["lr/matrix"] for line in metrics_of(tmp_path / "run")}
+    assert rates[16] == max(rates.values()) > rates[18]
+    uses = phase_uses(load_config(tmp_path / "run" / "config.yaml"))
+    assert [use.after_steps for use in uses] == [0, *beginnings]
+    borders = [0, *beginnings.values(), 464]
+    for use, first, end in zip(uses, borders[:-1], borders[1:], strict=True):
+        read = Counter(name for name, _ in whole[first:end])
+        assert {name: count // LENGTH for name, count in use.tokens.items() if count} == read
+
+
+@pytest.mark.slow
+def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path: Path) -> None:
+    """The decision to anneal comes late: the run equals one that knew of it from the start."""
+    whole = start(12, FIRST, **COMMON)
+    shutil.rmtree(tmp_path / "run")
+    one = {name: weight for name, weight in FIRST.items() if weight}
+    read = start(5, one, **COMMON | {"data__phases": "[]"})
+    with pytest.raises(ResumeError, match=r"phases\[0\].after_steps was absent, is 8"):
+        start(12, FIRST, **COMMON)
+    read += start(12, FIRST, **COMMON, checkpoint__allow_change="[data]")
+    assert read == whole
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("[{after_steps: 9, weights: {txt: 1}}]", "must name one of text, got 'txt'; did you mean"),
+        ("[{after_steps: 9, weights: {}}]", "phases[0].weights must be"),
+        ("[{after_steps: 9, weights: {text: 0}}]", "phases[0].weights.text must be above 0"),
+        ("[{weights: {text: 1}}]", "[0].after_steps must be given, or after_share or with_decay"),
+        ("[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]", "one of them, got 2"),
+        ("[{with_decay: true, weights: {text: 1}}]", "needs schedule.kind wsd, got cosine"),
+        ("[{after_steps: 100, weights: {text: 1}}]", "before the last of train.steps = 100, got"),
+        ("[{after_share: 0.001, weights: {text: 1}}]", "[0].after_share must begin after step 0,"),
+        ("[{after_share: 1.5, weights: {text: 1}}]", "[0].after_share must be below 1, got 1.5"),
+        (
+            "[{after_steps: 60, weights: {text: 1}}, {after_share: 0.5, weights: {text: 1}}]",
+            "phases[1].after_share must begin after step 60, where the part before it begins",
+        ),
+        ("[{after_step: 9, weights: {text: 1}}]", "did you mean data.phases[0].after_steps?"),
+    ],
+)
+def test_phases_that_make_no_sense_are_refused(value: str, text: str, minimal: Path) -> None:
+    found = problems(minimal, f"data.phases={value}")
+    assert text in found[0]
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        (
+            {"text": 0, "more": 1},
+            "data.train.text.weight must be above 0 here or in a phase, got 0",
+        ),
+        ({"text": 0, "more": 0}, "data.train must have a set of a weight above 0 at the start"),
+    ],
+)
+def test_a_set_that_no_part_reads_is_refused(weights, text: str, minimal: Path) -> None:
+    more = "data.phases=[{after_steps: 9, weights: {more: 1}}]"
+    sets = [f"data.train.{name}={{path: data/{name}, weight: {w}}}" for name, w in weights.items()]
+    assert any(text in line for line in problems(minimal, *sets, more))
