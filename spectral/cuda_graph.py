@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .optimizer import SpectralOptimizer, rule_of
+from .optimizer import SpectralOptimizer
+from .parameter_groups import rule_of
 from .rules.base import waiting_field
 
 WARM_UP = 2

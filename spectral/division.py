@@ -51,7 +51,8 @@ class Division:
             ValueError: an unknown key; rows that are no list of positive integers; a stride or
                 groups that are no positive integer; transposed or stacked that are no truth value.
         """
-        value = {} if value is None else value
+        if value is None:
+            return cls()
         if not isinstance(value, Mapping):
             raise TypeError(f"units must be a mapping such as {{'rows': [64]}}, got {value!r}")
         unknown = value.keys() - cls.__dataclass_fields__.keys()

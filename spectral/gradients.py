@@ -2,21 +2,47 @@
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
+from .local_part import is_dtensor, local_of
 
-def check_gradients(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise ValueError for parameters and gradients that no step can be taken with."""
-    for parameter, grad in pairs:
-        if grad.layout is not torch.strided:
-            raise ValueError(f"gradients must be dense, got {grad.layout}")
-        if grad.shape != parameter.shape:
-            raise ValueError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} must be of that "
-                f"shape, got {tuple(grad.shape)}"
-            )
+
+def gradients_of(
+    parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
+) -> list[Tensor]:
+    """Return the gradients of the parameters that have one, this rank's parts if `sharded`.
+
+    `shapes` are those of the parameters. Raises ValueError for gradients that no step can be taken
+    with.
+    """
+    each = [p.grad for p in parameters]
+    grads = [grad for grad in each if grad is not None]
+    if len(grads) < len(each):
+        given = [grad is not None for grad in each]
+        parameters, shapes = [*compress(parameters, given)], [*compress(shapes, given)]
+    dense = {grad.layout for grad in grads} <= {torch.strided}
+    if not dense or [grad.shape for grad in grads] != shapes:
+        for grad, shape in zip(grads, shapes, strict=True):
+            _check(grad, shape)
+    if not sharded:
+        return grads
+    if [*map(is_dtensor, grads)] != [*map(is_dtensor, parameters)]:
+        raise ValueError("the gradient of a DTensor, and of no other, must be a DTensor")
+    return [*map(local_of, grads)]
+
+
+def _check(grad: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError for a gradient with which a parameter of a shape cannot be stepped."""
+    if grad.layout is not torch.strided:
+        raise ValueError(f"gradients must be dense, got {grad.layout}")
+    if grad.shape != shape:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(shape)} must be of that shape, got "
+            f"{tuple(grad.shape)}"
+        )
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:

@@ -15,10 +15,8 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from itertools import compress
 from numbers import Number
-from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,30 +25,41 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .division import Division
-from .gradients import are_finite, check_gradients
+from .gradients import are_finite, gradients_of
 from .grouped import grouped
 from .host_values import surely_finite
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of, placed_like
 from .options import FIXED, check_options, describe, fields_of, rate_of, rename_, signature_of
+from .parameter_groups import (
+    Kind,
+    Member,
+    check_entries,
+    check_kinds,
+    forget,
+    kinds_of,
+    listed_in,
+    members_of,
+    rule_of,
+    saved_problem,
+)
 from .parameter_split import ParameterSplit, check_name
 from .parameter_state import (
-    HALF,
     MASTER,
     complete_numbers,
     entry_names,
-    entry_problems,
-    entry_shapes,
     follow,
+    follow_weight,
     initial_state,
     loaded,
 )
+from .parameter_units import parameter_units
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.accepted_values import check_value
-from .rules.adamw import ENTRIES
 from .rules.base import Rate, check_fields, check_rates, decay_problem
-from .stepped_unit import SteppedUnit
-from .stepping import Units, accumulate, step_units
+from .sharded.copies import copy_all_
+from .snapshot import Columns, Snapshot, same
+from .stepping import step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,10 +70,6 @@ if TYPE_CHECKING:
 FOREIGN = "foreign"
 """Entry of a saved state for what other programs keep under numbers and tensors, which torch takes
 for parameters."""
-NON_NEGATIVE = ("step", "variance", "square")
-"""Entries that are counts, or means of squares."""
-Kind = tuple[str, Division]
-"""Rule and division of a parameter, of which its state is."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -179,14 +184,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Of the parameters that several ranks share, made when they are first needed.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
-        # Parameters and entries of states of the last step, for which owners are up to date, with
-        # what AdamW takes of them: by the parameters of a group, columns of each dtype and device.
-        self._held: list[object] = []
-        self._forms: list[object] = []  # dtypes and shapes of those parameters, and their groups
+        self._snapshot: Snapshot | None = None  # of the last step
         self._kinds: dict[Tensor, Kind] = {}
-        self._columns: dict[tuple[int, ...], dict[Any, list[list[Tensor]]]] = {}
-        self._wide = False  # whether nothing was in 16 bits
-        self._sharded = False  # whether a parameter is a DTensor
 
     @property
     def sent_bytes(self) -> int:
@@ -201,7 +200,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_figures()
-        self._kinds = self._current_kinds()
+        self._kinds = kinds_of(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with all fields of its rule and initialise its state."""
@@ -237,7 +236,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 _check_parameter(rule, division, parameter, name)
                 if rule.whole_matrix and group["units"] is None:
                     check_name(name)
-            self._check_entries([group])
+            check_entries([group], self.state)
             self._initialise(group)
         except (ValueError, TypeError):
             for parameter in self.param_groups.pop()["params"]:
@@ -320,105 +319,45 @@ class SpectralOptimizer(torch.optim.Optimizer):
         assert ranks is not None  # plain parameters are shared by replicas alone
         return ranks
 
-    def _share(self) -> None:
+    def _share(self) -> Snapshot:
         """Bring state and owners up to date with the parameters, which may have been replaced.
 
         Raises ValueError or TypeError, before anything has changed, where a state is not that of
         its parameter and rule.
         """
-        listed = _listed_in(self.param_groups, "params")
-        forms = self._current_forms(listed)
-        if forms == self._forms and _same([*listed, *self._entries()], self._held):
-            if not self._wide:  # others may have written a weight
-                for group in self.param_groups:
-                    self._initialise(group)
-            return
-        self._check_kinds()
-        self._check_entries(self.param_groups)
+        before = self._snapshot
+        if before is not None and before.holds(self.param_groups, self.state):
+            for parameter, master in before.masters:  # others may have written the parameter
+                follow_weight(parameter, master)
+            return before
+        kinds = kinds_of(self.param_groups)
+        check_kinds(kinds, self._kinds, self.state)
+        check_entries(self.param_groups, self.state)
         for group in self.param_groups:
             self._initialise(group)
-        kinds = self._current_kinds()
-        self._forget(self._kinds.keys() - kinds.keys())
-        members = [
-            (p, rule, Division.of(group["units"]))
-            for group in self.param_groups
-            for rule in (rule_of(group),)
-            for p in group["params"]
-            if self._is_shared(p, rule)
-        ]
-        known = () if self._matrices is None else self._matrices.index
-        if forms != self._forms or [p for p, *_ in members] != [*known]:
-            self._matrices = None
-        if members and self._matrices is None:
-            from .sharded.matrices import SharedMatrices
-
-            ranks = self._matrix_ranks([p for p, *_ in members])
-            self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
+        forget(self.state, {p: self._kinds[p] for p in self._kinds.keys() - kinds.keys()})
+        now = Snapshot(self.param_groups, self.state)
         if self._ranks is None:
-            self._ranks = self._all_ranks(listed)
-        self._held, self._columns = [*listed, *self._entries()], {}
-        self._sharded = any(map(is_dtensor, listed))
-        self._forms, self._kinds = self._current_forms(listed), kinds
-        self._wide = HALF.isdisjoint([x.dtype for x in self._held if isinstance(x, Tensor)])
+            self._ranks = self._all_ranks(now.parameters)
+        if before is None or before.forms != now.forms:
+            self._matrices = None
+        shared = [m for m in members_of(self.param_groups) if self._is_shared(*m[:2])]
+        if self._matrices is None or not same(
+            [m.parameter for m in shared], [*self._matrices.index]
+        ):
+            self._matrices = self._shared_matrices(shared)
+        self._kinds, self._snapshot = kinds, now
+        return now
 
-    def _current_forms(self, listed: Sequence[Tensor]) -> list[object]:
-        """List what states and owners depend on besides the identity of parameters."""
-        placements = [p.placements for p in listed if is_dtensor(p)] if self._sharded else []
-        kinds = [(group["rule"], Division.of(group["units"])) for group in self.param_groups]
-        return [[p.dtype for p in listed], [p.shape for p in listed], placements, kinds]
+    def _shared_matrices(self, members: Sequence[Member]) -> "SharedMatrices | None":
+        """Return the matrices that several ranks step together, None if there are none."""
+        if not members:
+            return None
+        from .sharded.matrices import SharedMatrices
 
-    def _current_kinds(self) -> dict[Tensor, Kind]:
-        """Return rule and division of every parameter."""
-        return {
-            parameter: (group["rule"], Division.of(group.get("units")))
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
-
-    def _check_kinds(self) -> None:
-        """Raise ValueError for a parameter whose state is of another rule or other units."""
-        for parameter, kind in self._current_kinds().items():
-            before = self._kinds.get(parameter, kind)
-            if kind != before and self.state.get(parameter):
-                raise ValueError(
-                    f"rule and units of a parameter must stay {before[0]!r} and "
-                    f"{before[1].settings()}, of which its state is, got {kind[0]!r} and "
-                    f"{kind[1].settings()}; make an optimizer or a group for it"
-                )
-
-    def _check_entries(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raise ValueError for entries of the state that do not fit their parameter."""
-        for group in groups:
-            rule, division = rule_of(group), Division.of(group["units"])
-            for i, parameter in enumerate(group["params"]):
-                state = self.state.get(parameter)
-                if not state:
-                    continue
-                name = group["param_names"][i] if "param_names" in group else f"parameter {i}"
-                shapes = entry_shapes(parameter, rule, division)
-                numbers = complete_numbers(state, shapes, local_of(parameter).device)
-                for problem in entry_problems(numbers, shapes, parameter, name):
-                    raise ValueError(f"{problem}; was the parameter cut without its state?")
-                state |= numbers
-
-    def _forget(self, parameters: Iterable[Tensor]) -> None:
-        """Remove the own entries of the states of parameters that are in no group any more."""
-        for parameter in parameters:
-            state, (rule, _) = self.state.get(parameter, {}), self._kinds[parameter]
-            for name in (*entry_names(RULES[rule]()), MASTER):
-                state.pop(name, None)
-            if not state:
-                self.state.pop(parameter, None)
-
-    def _entries(self) -> list[object]:
-        """List the own entries of the states of all parameters, None for one that lacks."""
-        found: list[object] = []
-        for group in self.param_groups:
-            names = (*entry_names(rule_of(group)), MASTER)
-            for parameter in group["params"]:
-                state = self.state.get(parameter, {})
-                found += map(state.get, names)
-        return found
+        ranks = self._matrix_ranks([member.parameter for member in members])
+        shared = [member[:3] for member in members]
+        return SharedMatrices(ranks, shared, exchange_dtype=self._exchange_dtype)
 
     def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
         """Return all ranks that share any parameter, None if there are none."""
@@ -446,7 +385,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         What other programs keep under numbers, and tensors that are no parameters, is in the entry
         "foreign" of the state, as torch would take it for that of parameters.
         """
-        own = {*_listed_in(self.param_groups, "params")}
+        own = {*listed_in(self.param_groups, "params")}
         foreign = {
             key: value
             for key, value in self.state.items()
@@ -501,18 +440,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
         entries = {**saved["state"]}
         self.state.update(entries.pop(FOREIGN, {}))
-        ids = iter(_listed_in(saved["param_groups"], "params"))
+        ids = iter(listed_in(saved["param_groups"], "params"))
+        for member, key in zip(members_of(self.param_groups), ids, strict=False):
+            parameter, shapes = member.parameter, member.shapes
+            state = complete_numbers(entries.pop(key, {}), shapes, local_of(parameter).device)
+            self.state[parameter] = {
+                name: loaded(value, parameter, own=name in shapes) for name, value in state.items()
+            }
         for group in self.param_groups:
-            rule, division = rule_of(group), Division.of(group["units"])
-            for parameter, key in zip(group["params"], ids, strict=False):
-                shapes = entry_shapes(parameter, rule, division)
-                device = local_of(parameter).device
-                self.state[parameter] = {
-                    name: loaded(value, parameter, own=name in shapes)
-                    for name, value in complete_numbers(
-                        entries.pop(key, {}), shapes, device
-                    ).items()
-                }
             self._complete(group, [p for p in group["params"] if self.state[p]])
         self.state.update(entries)
 
@@ -526,34 +461,17 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     f"group {i} of the state must have rule {group['rule']!r} and units "
                     f"{group['units']}, got {rule!r} and {units}"
                 )
-        places = {name: i for i, name in enumerate(_listed_in(self.param_groups, "param_names"))}
-        for i, name in enumerate(_listed_in(groups, "param_names")):
+        places = {name: i for i, name in enumerate(listed_in(self.param_groups, "param_names"))}
+        for i, name in enumerate(listed_in(groups, "param_names")):
             if places.get(name, i) != i:
                 raise ValueError(f"parameter {i} of the state is {name}, here it is {places[name]}")
-        problem = self._entry_problem(state_dict["state"], _listed_in(groups, "params"))
-        parameters = _listed_in(self.param_groups, "params")
+        problem = saved_problem(self.param_groups, state_dict["state"], listed_in(groups, "params"))
+        parameters = listed_in(self.param_groups, "params")
         ranks, sound = self._all_ranks(parameters), problem is None
         if ranks is not None:
             sound, _ = ranks.agree(sound, 0, local_of(parameters[0]).device)
         if not sound:
             raise ValueError(problem or "another rank cannot load its part of the state")
-
-    def _entry_problem(self, saved: Mapping[Any, Any], ids: Sequence[Any]) -> str | None:
-        """Return what is wrong with an entry of a saved state, None if nothing is."""
-        keys = iter(ids)
-        for group in self.param_groups:
-            rule, division = rule_of(group), Division.of(group["units"])
-            for parameter, key in zip(group["params"], keys, strict=False):
-                name, shapes = f"parameter {key}", entry_shapes(parameter, rule, division)
-                own = complete_numbers(saved.get(key, {}), shapes, local_of(parameter).device)
-                for problem in entry_problems(own, shapes, parameter, name):
-                    return problem
-                for entry in (key for key in shapes if key in own):
-                    if not are_finite([local_of(own[entry])]):
-                        return f"{entry} of {name} must be finite"
-                    if entry in NON_NEGATIVE and bool((local_of(own[entry]) < 0).any()):
-                        return f"{entry} of {name} must not be negative"
-        return None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -566,42 +484,49 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return loss
 
     @_disable_dynamo  # keeps torch.compile out, which broke on parts of it
-    @ieee_products()
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             rename_(group["rule"], group)  # what a scheduler or a loop has written
             _check_rates(group)
-        self._share()
-        active = self._gate()
+        snapshot = self._share()
+        active = self._gate(snapshot)
         self.last_reports = []
+        columns = zip(self.param_groups, snapshot.columns, strict=True)
+        for rule, members in grouped(columns, lambda member: rule_of(member[0])).items():
+            if type(rule) is AdamWRule:
+                for group, own in members:
+                    self._step_adamw(rule, group, own, active)
+            else:
+                self._step_matrices(rule, [group for group, _ in members], active)
+
+    @ieee_products()
+    def _step_matrices(
+        self, rule: Rule, groups: Sequence[dict[str, Any]], active: Tensor | None
+    ) -> None:
+        """Step the parameters of groups of a rule."""
         steps = {
-            p: Step(group["lr"], group["weight_decay"], _on(p.device, active))
-            for group in self.param_groups
-            if RULES[group["rule"]] is not AdamWRule
+            p: _step_of(group, p.device, active)
+            for group in groups
             for p in group["params"]
             if p.grad is not None
         }
-        for rule, groups in grouped(self.param_groups, rule_of).items():
-            if type(rule) is AdamWRule:
-                for group in groups:
-                    self._step_adamw(rule, group, active)
-                continue
-            pairs = [(p, group) for group in groups for p in group["params"] if p in steps]
-            self._step_shared(rule, [p for p, _ in pairs if self._is_shared(p, rule)], steps)
-            units = [
-                unit
-                for p, group in pairs
-                if not self._is_shared(p, rule)
-                for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
-            ]
-            shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
-            stepped = [
-                parameter_units(rule, members, self.state, steps[members[0].parameter])
-                for members in shapes
-            ]
-            for members, report in zip(shapes, step_units(rule, stepped), strict=True):
-                self.last_reports.append(([unit.parameter for unit in members], report))
+        self._step_shared(rule, [p for p in steps if self._is_shared(p, rule)], steps)
+        self._step_alone(rule, [p for p in steps if not self._is_shared(p, rule)], steps)
+
+    def _step_alone(
+        self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
+    ) -> None:
+        """Step the parameters of a rule that this rank steps alone."""
+        assert self._snapshot is not None  # of this step
+        units = [unit for p in parameters for unit in self._snapshot.units(p, rule)]
+        shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
+        stepped = [
+            parameter_units(rule, members, self.state, steps[members[0].parameter])
+            for members in shapes
+        ]
+        for members, report in zip(shapes, step_units(rule, stepped), strict=True):
+            self.last_reports.append(([unit.parameter for unit in members], report))
 
     def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: list[Tensor]) -> None:
         finite = not grads or surely_finite(grads) or bool(are_finite(grads))
@@ -613,37 +538,36 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not finite:
             raise FloatingPointError("a gradient is not finite; nothing was updated")
 
-    def _step_adamw(self, rule: AdamWRule, group: dict[str, Any], active: Tensor | None) -> None:
+    def _step_adamw(
+        self, rule: AdamWRule, group: dict[str, Any], columns: Columns, active: Tensor | None
+    ) -> None:
         """Step the parameters of a group, all of one dtype and device in one call.
 
         What is done for each of them is most of the time of a step of many small ones.
         """
-        key = tuple(map(id, group["params"]))
-        if key not in self._columns:
-            states = ((p, self.state[p]) for p in group["params"])
-            rows = [(p, s.get(MASTER, p), *(local_of(s[k]) for k in ENTRIES)) for p, s in states]
-            kinds = grouped(rows, lambda row: (row[1].dtype, row[1].device))
-            self._columns[key] = {k: [*map(list, zip(*v, strict=True))] for k, v in kinds.items()}
+        assert self._snapshot is not None  # of this step
         stepped: list[Tensor] = []
-        for (dtype, device), columns in self._columns[key].items():
-            grads: list[Any] = [p.grad for p in columns[0]]
+        for (dtype, device), column in columns.items():
+            grads: list[Any] = [p.grad for p in column[0]]
             given = [grad is not None for grad in grads]
             if not any(given):
                 continue
             if not all(given):
-                grads, *columns = ([*compress(column, given)] for column in (grads, *columns))
-            parameters, weights, *state = columns
-            if self._sharded:
+                grads, *column = ([*compress(x, given)] for x in (grads, *column))
+            parameters, weights, *state = column
+            if self._snapshot.sharded:
                 weights, grads = [*map(local_of, weights)], [*map(local_gradient, parameters)]
             if {grad.dtype for grad in grads} != {dtype}:
                 grads = [grad.to(dtype) for grad in grads]
-            step = Step(group["lr"], group["weight_decay"], _on(device, active))
-            rule.advance_([weights, grads, *state], step)
+            rule.advance_([weights, grads, *state], _step_of(group, device, active))
+            if self._snapshot.masters:
+                copy_all_(
+                    (local_of(p), weight)
+                    for p, weight in zip(parameters, weights, strict=True)
+                    if p.dtype != dtype
+                )
             stepped += parameters
         self.last_reports.append((stepped, {}))
-        for parameter in () if self._wide else stepped:
-            if parameter.dtype in HALF and MASTER in self.state[parameter]:
-                local_of(parameter).copy_(self._weight(parameter))
 
     def _step_shared(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
@@ -665,20 +589,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 if MASTER in self.state[parameter]:
                     local_of(parameter).copy_(part.weight)
 
-    def _gate(self) -> Tensor | None:
+    def _gate(self, snapshot: Snapshot) -> Tensor | None:
         """Return None to step, or whether to step as a 0-d bool; counts skipped steps.
 
         All ranks that share parameters agree. Raises FloatingPointError on a gradient that is not
         finite with `nonfinite="raise"`, and ValueError if ranks have gradients of other parameters.
         """
-        parameters = _listed_in(self.param_groups, "params")
-        pairs = [(p, grad) for p in parameters if (grad := p.grad) is not None]
-        check_gradients(pairs)
-        grads = [grad for _, grad in pairs]
-        if self._sharded:
-            if not all(is_dtensor(grad) is is_dtensor(p) for p, grad in pairs):
-                raise ValueError("the gradient of a DTensor, and of no other, must be a DTensor")
-            grads = [local_of(g) for g in grads]
+        parameters = snapshot.parameters
+        grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
         if self.defaults["nonfinite"] == "raise":
             self._raise_unless_finite(parameters, grads)
             return None
@@ -694,66 +612,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return finite
 
 
-def parameter_units(
-    rule: Rule, units: list[SteppedUnit], state: Mapping[Tensor, State], step: Step
-) -> Units:
-    """Return units of one shape and step under one rule, which this rank steps alone.
-
-    `state` is the optimizer's, by parameter. Gradients are accumulated in it.
-    """
-    first, names = units[0].parameter, rule.elementwise_state
-    others = [k for k in (*entry_names(rule), MASTER) if k in state[first] and k not in names]
-
-    def take(part: slice) -> Stack:
-        """Stack weights, gradients, states and rates; of a single unit they are views."""
-        members = units[part]
-        weight = _stacked([unit.read(local_of(unit.parameter)) for unit in members])
-        stacks = {
-            k: _stacked([u.entry(k, local_of(state[u.parameter][k])) for u in members])
-            for k in others
-        }
-        weight = stacks.pop(MASTER, weight)
-        grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
-        grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
-        means = [{k: u.entry(k, local_of(state[u.parameter][k])) for k in names} for u in members]
-        accumulate(rule, [*grad], means, step.active)
-        for unit, mean in zip(members, means, strict=True):
-            for key, value in mean.items():
-                unit.write_entry(key, local_of(state[unit.parameter][key]), value)
-        return Stack(weight, grad, stacks, step)
-
-    def put(part: slice, stack: Stack, report: Report) -> None:
-        """Copy a stack after its step to the parameters and states of its units."""
-        for i, unit in enumerate(units[part]):
-            unit.write(local_of(unit.parameter), stack.weight[i])
-            for key in others:
-                new = stack.weight if key == MASTER else stack.state[key]
-                unit.write_entry(key, local_of(state[unit.parameter][key]), new[i])
-
-    return Units(units[0].shape, first.dtype, first.device, len(units), take, put)
-
-
-def rule_of(group: dict[str, Any]) -> Rule:
-    """Return the rule of a parameter group with the fields that the group has."""
-    kind = RULES[group["rule"]]
-    lacking = [f.name for f in fields(kind) if f.name not in group]
-    if lacking:
-        raise ValueError(
-            f"a group of rule {group['rule']!r} must have {lacking[0]}; call add_param_group"
-        )
-    return kind(**{f.name: group[f.name] for f in fields(kind)})
-
-
-def _on(device: torch.device, active: Tensor | None) -> Tensor | None:
-    """Return the predicate of a step on a device."""
-    return None if active is None else active.to(device)
-
-
-def _stacked(units: Sequence[Tensor]) -> Tensor:
-    """Stack units to `[batch, ...]`; one that is contiguous is not copied."""
-    if len(units) == 1 and units[0].is_contiguous():
-        return units[0].unsqueeze(0)
-    return torch.stack(list(units))
+def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:
+    """Return with what the parameters of a group on a device are stepped."""
+    gate = None if active is None else active.to(device)
+    return Step(group["lr"], group["weight_decay"], gate)
 
 
 def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
@@ -777,20 +639,10 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
     division.boxes(parameter.shape)
 
 
-def _listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    """Return what groups list under a key, one group after the other."""
-    return [value for group in groups for value in group.get(key, ())]
-
-
 def _are_float64(params: Iterable[Any]) -> bool:
     """Whether a group's parameters, which may be pairs with names, are in float64."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists have the same objects in the same order; no tensor is compared."""
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:

@@ -79,19 +79,10 @@ def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
 
 
 def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> None:
-    """Match a state to its parameter, which others may have written, cast or replaced.
-
-    Where a 16-bit parameter is no longer its rounded master, the master takes its value.
-    """
+    """Match a state to its parameter, which others may have written, cast or replaced."""
     half = parameter.dtype in HALF
     if half and MASTER in state:
-        weight, master = local_of(parameter), local_of(state[MASTER])
-        rounded = master.to(weight.dtype)
-        equal_bits = weight.is_cpu and torch.equal(
-            rounded.view(torch.int16), weight.view(torch.int16)
-        )
-        if not equal_bits:  # elsewhere the host would wait to know
-            torch.where(rounded == weight, master, weight, out=master)
+        follow_weight(parameter, state[MASTER])
     else:
         state.pop(MASTER, None)
         least = torch.float32 if masters else parameter.dtype
@@ -103,6 +94,15 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
                 state[name] = value.to(wide)
         if half and masters:
             state[MASTER] = parameter.detach().float()
+
+
+def follow_weight(parameter: Tensor, master: Tensor) -> None:
+    """Let a master take the value of its 16-bit parameter where that is no longer its rounding."""
+    weight, master = local_of(parameter), local_of(master)
+    rounded = master.to(weight.dtype)
+    equal_bits = weight.is_cpu and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))
+    if not equal_bits:  # elsewhere the host would wait to know
+        torch.where(rounded == weight, master, weight, out=master)
 
 
 @torch.no_grad()

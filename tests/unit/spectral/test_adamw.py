@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spectral import AdamW, Muon, SpectralOptimizer
 from spectral.gradients import are_finite
+from spectral.host_values import surely_finite
 
 
 def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
@@ -33,6 +34,22 @@ def test_the_optimizer_sees_gradients_that_are_not_finite(
         optimizer.step()
     assert int(optimizer.skipped_steps) == (stays and not raises)
     assert torch.equal(parameters[1].detach(), torch.ones(4, 6)) == stays
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2000,), (3, 2000), (2000, 0, 3, 2000, 3)])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float16, torch.float32)])
+def test_any_element_of_small_and_large_tensors_is_looked_at(
+    sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Small ones are joined, also those of different dtypes."""
+    tensors = [torch.ones(n, dtype=dtypes[i % len(dtypes)]) for i, n in enumerate(sizes)]
+    assert surely_finite(tensors)
+    for tensor in (tensor for tensor in tensors if tensor.numel()):
+        for place in (0, -1):
+            for poison in (torch.nan, torch.inf, -torch.inf):
+                tensor[place] = poison
+                assert not surely_finite(tensors)
+                tensor[place] = 1.0
 
 
 def test_a_parameter_may_change_its_group() -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,53 @@ def test_a_parameter_that_is_cut_without_its_state_is_refused(
     elif gradient == "cut too":
         cut.grad = torch.ones_like(cut)
     refuses(optimizer, r"of parameter 1 must have shape \(\d.*was the parameter cut")
+
+
+def called_in(call: Callable[[], Any]) -> set[str]:
+    """Qualified names of the functions that a call enters."""
+    names = set()
+    sys.setprofile(lambda frame, event, _: names.add(frame.f_code.co_qualname))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@DTYPES
+@EVERY_RULE
+def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -> None:
+    """Which would take longer than the step of many small parameters. A change is seen at once."""
+    checks = {"check_entries", "entry_shapes", "SteppedUnit.of", "check_fields", "follow"}
+    optimizer = made(rule, dtype)
+    stepped(optimizer)
+    assert checks.isdisjoint(called_in(optimizer.step))
+    optimizer.state[parameters_of(optimizer)[0]]["note"] = "of another program"
+    assert "check_entries" in called_in(optimizer.step)
+    assert checks.isdisjoint(called_in(optimizer.step))
+    optimizer.param_groups[0]["lr"] = 1e-3
+    assert checks.isdisjoint(called_in(optimizer.step))
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("change", ["momentum", "state", "dtype", "list"])
+def test_a_step_sees_what_others_replace(change: str, rule: str) -> None:
+    """Between steps: an entry, a whole state, the weights, or the list of a group."""
+    replaced, in_place = made(rule), made(rule)
+    for optimizer in (replaced, in_place):
+        stepped(optimizer)
+    for one, other in zip(parameters_of(replaced), parameters_of(in_place), strict=True):
+        state, twin = replaced.state[one], in_place.state[other]
+        if change == "momentum" and "momentum" in state:
+            state["momentum"] = torch.ones_like(one)
+            twin["momentum"].fill_(1.0)
+        elif change == "state":
+            replaced.state[one] = {key: value.clone() for key, value in state.items()}
+        elif change == "dtype":
+            one.data = one.data.double().float()
+    if change == "list":
+        replaced.param_groups[0]["params"] = [*parameters_of(replaced)]
+    assert all(map(torch.equal, stepped(replaced), stepped(in_place)))
 
 
 @EVERY_RULE

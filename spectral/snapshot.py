@@ -1,0 +1,103 @@
+"""Parameters and states of an optimizer as a step left them, and what follows from them.
+
+Before a step, a snapshot tells by a few comparisons of identities that nothing was replaced, cast
+or cut since all of it was checked.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .division import Division
+from .grouped import grouped
+from .local_part import is_dtensor, local_of
+from .parameter_groups import listed_in, members_of, rule_of
+from .parameter_state import MASTER, entry_names
+from .rules import AdamWRule, Rule, State
+from .rules.adamw import ENTRIES
+from .stepped_unit import SteppedUnit
+
+Columns = dict[tuple[torch.dtype, torch.device], list[list[Tensor]]]
+"""By dtype and device of weights: parameters, weights, and each entry of their states."""
+
+
+class Snapshot:
+    """Groups and states of an optimizer after a check.
+
+    Attributes:
+        parameters: of all groups.
+        sharded: whether a parameter is a DTensor.
+        shapes: of the parameters.
+        forms: what states and owners depend on besides the identity of parameters.
+        masters: parameters in 16 bits with their weights in float32.
+        columns: of each group under AdamW, what it steps.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> None:
+        self.parameters: list[Tensor] = listed_in(groups, "params")
+        self.sharded = any(map(is_dtensor, self.parameters))
+        self.forms = self._forms(groups)
+        self.shapes = self.forms[0]
+        self._states = [state[p] for p in self.parameters]
+        self._sizes = [*map(len, self._states)]
+        self._names = [entry_names(rule_of(group)) for group in groups]
+        self._entries = [
+            (itemgetter(name), states, [entries[name] for entries in states])
+            for name in {MASTER}.union(*self._names)
+            for states in ([entries for entries in self._states if name in entries],)
+        ]
+        self.masters = [(p, state[p][MASTER]) for p in self.parameters if MASTER in state[p]]
+        self.columns = [
+            _columns(group["params"], state) if type(rule_of(group)) is AdamWRule else {}
+            for group in groups
+        ]
+        self._divisions = {member.parameter: member.division for member in members_of(groups)}
+        self._units: dict[Tensor, tuple[Rule, list[SteppedUnit]]] = {}
+
+    def _forms(self, groups: Sequence[Mapping[str, Any]]) -> tuple[list[torch.Size], list[object]]:
+        kinds = [(g["rule"], Division.of(g["units"]), len(g["params"])) for g in groups]
+        placements = (
+            [p.placements for p in self.parameters if is_dtensor(p)] if self.sharded else []
+        )
+        dtypes = [p.dtype for p in self.parameters]
+        return [p.shape for p in self.parameters], [*kinds, *placements, *dtypes]
+
+    def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> bool:
+        """Whether all is as it was. No tensor is read."""
+        parameters = listed_in(groups, "params")
+        with suppress(KeyError):  # of an entry that was removed
+            return (
+                same(parameters, self.parameters)
+                and self._forms(groups) == self.forms
+                and [entry_names(rule_of(group)) for group in groups] == self._names
+                and same([state.get(p) for p in parameters], self._states)
+                and [*map(len, self._states)] == self._sizes
+                and all(same([*map(of, states)], was) for of, states, was in self._entries)
+            )
+        return False
+
+    def units(self, parameter: Tensor, rule: Rule) -> list[SteppedUnit]:
+        """Return the units of a parameter under its rule, whose other fields may change."""
+        known = self._units.get(parameter)
+        if known is None or known[0] is not rule:
+            units = SteppedUnit.of(parameter, rule, self._divisions[parameter])
+            known = self._units[parameter] = rule, units
+        return known[1]
+
+
+def _columns(parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> Columns:
+    rows = [
+        (p, state[p].get(MASTER, p), *(local_of(state[p][name]) for name in ENTRIES))
+        for p in parameters
+    ]
+    kinds = grouped(rows, lambda row: (row[1].dtype, row[1].device))
+    return {kind: [*map(list, zip(*members, strict=True))] for kind, members in kinds.items()}
+
+
+def same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists have the same objects in the same order; no tensor is compared."""
+    return len(some) == len(others) and all(map(is_, some, others))
