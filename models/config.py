@@ -1,12 +1,22 @@
 """The model section of a run config: the shape of a model and how it is initialised."""
 
 from collections.abc import Iterator
+from math import log
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from models.blocks.activation import ACTIVATIONS
-from models.section import AtLeast0, Check, Count, Positive, Section, Whole, ignored
+from models.section import (
+    LARGEST_INTEGER,
+    AtLeast0,
+    Check,
+    Count,
+    Positive,
+    Section,
+    Whole,
+    ignored,
+)
 
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 Width = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -15,6 +25,9 @@ Parts = Annotated[int, Field(ge=1, le=1 << 14)]
 
 MOST_IN_ALL_LAYERS: Final = 1 << 18
 """Heads, and experts, of all layers together, each of which has matrices of its own."""
+
+
+LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")
 
 
 class InitConfig(Section):
@@ -118,6 +131,55 @@ class LatentConfig(Section):
     """Size of a value head."""
 
 
+class RopeScalingConfig(Section):
+    """How the rotary frequencies of a model are changed for longer sequences than those that it was
+    first trained on."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    """linear: all are divided by `factor`; llama3: the slow ones are, as in Llama 3.1 and 3.2;
+    yarn: the slow ones are, and queries and keys are scaled."""
+    factor: Annotated[float, Field(ge=1, le=LARGEST_INTEGER)]
+    """What slow frequencies are divided by."""
+    original_max_position_embeddings: Count | None = None
+    """Length of the sequences of the first training, in tokens; null with linear."""
+    low_freq_factor: Positive | None = None
+    """llama3: frequencies with fewer turns than this over that length are slow; else null."""
+    high_freq_factor: Positive | None = None
+    """llama3: frequencies with more turns than this stay as they are; else null."""
+    beta_slow: Positive = 1.0
+    """yarn: frequencies with fewer turns than this over that length are slow."""
+    beta_fast: Positive = 32.0
+    """yarn: frequencies with more turns than this stay as they are."""
+    truncate: bool = True
+    """yarn: whether the dimensions between which frequencies become slow are rounded."""
+    attention_factor: Positive | None = None
+    """yarn: factor on rotated queries and on rotated keys; null = 0.1 ln(factor) + 1."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check that the kind's keys are there, and no others."""
+        kinds: dict[str, tuple[str, ...]] = dict.fromkeys(LLAMA3_KEYS, ("llama3",))
+        kinds["original_max_position_embeddings"] = "llama3", "yarn"
+        for key, needed in kinds.items():
+            wrong = (getattr(self, key) is None) == (self.kind in needed)
+            value = "a number" if self.kind in needed else "null"
+            yield key, wrong, f"must be {value} with kind {self.kind}"
+        if self.kind != "yarn":
+            unused = ("beta_slow", "beta_fast", "truncate", "attention_factor")
+            yield from ignored(self, *unused, when=f"with kind {self.kind}")
+        low, high = self.low_freq_factor or 0.0, self.high_freq_factor
+        rule = f"must be above low_freq_factor = {low}"
+        yield "high_freq_factor", self.kind == "llama3" and (high or low + 1) <= low, rule
+        slow = self.beta_slow
+        yield "beta_fast", self.beta_fast <= slow, f"must be above beta_slow = {slow}"
+
+    @property
+    def turned_scale(self) -> float:
+        """Factor on rotated queries, and on rotated keys."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * log(self.factor) + 1.0
+
+
 class ModelConfig(Section):
     """The shape of a model, and what its family leaves to the config."""
 
@@ -149,6 +211,11 @@ class ModelConfig(Section):
     and init.head_std have no effect then."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Change of the rotary frequencies; null = none. Not for families with latent attention."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Which linears of attention have biases: qkv: those of queries, keys and values, as in Qwen2;
+    all: that of the output too. Biases begin at 0."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
@@ -187,6 +254,10 @@ class ModelConfig(Section):
         if self.tie_embeddings:
             unused = ignored(self.init, "head_std", when="with model.tie_embeddings true")
             yield from ((f"init.{key}", wrong, rule) for key, wrong, rule in unused)
+        engine, backend = self.attention_backend != "sdpa", f"with {self.attention_backend}"
+        yield "rope_scaling", engine and self.rope_scaling, f"must be null {backend}, got a section"
+        all_biases = engine and self.attention_bias == "all"
+        yield "attention_bias", all_biases, f"must be none or qkv {backend}"
         dense = moe is not None and moe.dense_layers >= self.layers
         own = self.attention_kernel != "auto"
         other = self.latent is not None or self.explicit_scores

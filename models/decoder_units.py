@@ -11,6 +11,7 @@ from models.units import (
     ALL,
     Index,
     Unit,
+    bias_unit,
     gain_unit,
     gated_mlp_units,
     matrix_unit,
@@ -83,6 +84,9 @@ def attention_units(
     roles = tuple((role, count, size) for role, count in heads.items())
     infix = "group." if split.qkv_units == "group" else ""
     units = HeadParameter(prefix, "qkv", groups, roles, model.hidden, infix).units(split)
+    if model.attention_bias != "none":
+        rows = (model.heads + 2 * groups) * size
+        units.append(bias_unit(f"{prefix}attention.qkv_bias", rows, split.tensor_size))
     units += [
         gain_unit(f"{prefix}attention.{name}", size, start=gain_start, partial_over_tensor=True)
         for name in ("q_norm", "k_norm")
@@ -90,7 +94,10 @@ def attention_units(
     ]
     shape = (model.hidden, model.heads * size)
     o = matrix_unit(f"{prefix}o", f"{prefix}attention.o", "o", shape, split.tensor_size, 1)
-    return [*units, o]
+    units.append(o)
+    if model.attention_bias == "all":
+        units.append(bias_unit(f"{prefix}attention.o_bias", model.hidden, None))
+    return units
 
 
 def latent_attention_units(

@@ -29,7 +29,11 @@ from megatron.core.transformer.transformer_layer import (
 
 from models.blocks import transformer_engine
 from models.blocks.activation import ACTIVATIONS
-from models.blocks.attention import RotatedSelfAttention, SDPACoreAttention
+from models.blocks.attention import (
+    BiasedRowParallelLinear,
+    RotatedSelfAttention,
+    SDPACoreAttention,
+)
 from models.blocks.flash_attention import FlashCoreAttention
 from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.latent_attention import LatentAttention
@@ -50,6 +54,7 @@ MEGATRON_LAYER_NAMES = {
     "input_layernorm.weight": "attention_norm",
     "self_attention.linear_qkv.layer_norm_weight": "attention_norm",  # Transformer Engine
     "self_attention.linear_qkv.weight": "attention.qkv",
+    "self_attention.linear_qkv.bias": "attention.qkv_bias",
     "self_attention.q_layernorm.weight": "attention.q_norm",
     "self_attention.k_layernorm.weight": "attention.k_norm",
     "self_attention.q.weight": "attention.q",
@@ -60,6 +65,7 @@ MEGATRON_LAYER_NAMES = {
     "self_attention.kv_a_norm.weight": "attention.kv_a_norm",
     "self_attention.kv_b.weight": "attention.kv_b",
     "self_attention.linear_proj.weight": "attention.o",
+    "self_attention.linear_proj.bias": "attention.o_bias",
     "pre_mlp_layernorm.weight": "mlp_norm",
     "mlp.linear_fc1.layer_norm_weight": "mlp_norm",  # Transformer Engine
     "mlp.linear_fc1.weight": "mlp.gate_up",
@@ -110,6 +116,7 @@ def transformer_config(
         gated_linear_unit=model.gated,
         activation_func=ACTIVATIONS[model.activation].function,
         add_bias_linear=False,
+        add_qkv_bias=model.attention_bias != "none",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype == torch.bfloat16,
@@ -183,6 +190,8 @@ def attention_spec(
 ) -> ModuleSpec:
     """Return the spec of Megatron's grouped-query attention, with or without query-key norms."""
     head_norm = RMSNorm if model.qk_norm else IdentityOp
+    if model.attention_bias == "all":
+        row_linear = BiasedRowParallelLinear
     return ModuleSpec(
         module=RotatedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -258,10 +267,13 @@ def assemble(
             tp_group=built.pg_collection.tp,
         )
         built.setup_embeddings_and_output_layer()
+    if model.attention_backend != "sdpa":  # whose attention takes the engine's own angles
+        return built
     built.rotary_pos_emb = RotaryEmbedding(
         kv_channels=model.rotary_size,
         rotary_percent=1.0,
         rotary_base=model.rope_base,
+        scaling=model.rope_scaling,
         use_cpu_initialization=config.use_cpu_initialization,
         cp_group=built.pg_collection.cp,
     )

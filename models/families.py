@@ -17,6 +17,7 @@ from models.huggingface.architectures import (
     GEMMA2,
     GLM4_MOE,
     LLAMA,
+    QWEN2,
     QWEN3,
     QWEN3_MOE,
     Architecture,
@@ -58,6 +59,8 @@ class Family:
     """Whether the outputs of attention and of the feed-forward block are normalised too."""
     scaled_embedding: bool = False
     """Whether the embedding is multiplied by the square root of the width."""
+    attention_bias: bool = True
+    """Whether `model.attention_bias` may be other than none."""
     keys: tuple[str, ...] = ()
     """The keys of `OWN_KEYS` that its models may set."""
     attention_backends: tuple[str, ...] = ("sdpa", "transformer_engine")
@@ -79,6 +82,10 @@ class Family:
             missing = getattr(model, key) is None
             yield key, wanted and missing, f"must be a section {of}"
             yield key, not wanted and not missing, f"must be null {of}, got a section"
+        biased = model.attention_bias != "none" and not self.attention_bias
+        yield "attention_bias", biased, f"must be none {of}"
+        scaled = model.rope_scaling is not None and self.latent
+        yield "rope_scaling", scaled, f"must be null {of}, got a section"
         for key in OWN_KEYS:
             other = getattr(model, key) is not None and key not in self.keys
             yield key, other, f"must be null {of}"
@@ -124,8 +131,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             name="llama",
-            about="a pre-norm decoder, the plainest one",
-            hugging_face=(LLAMA,),
+            about="a pre-norm decoder, the plainest one; with biases on queries, keys and values "
+            "Qwen2 and Qwen2.5",
+            hugging_face=(LLAMA, QWEN2),
         ),
         Family(
             name="qwen3",
@@ -145,7 +153,7 @@ FAMILIES: dict[str, Family] = {
             about="any feed-forward block, with query-key norms or without",
             activation=None,
             qk_norm=None,
-            hugging_face=(LLAMA, QWEN3),
+            hugging_face=(LLAMA, QWEN2, QWEN3),
         ),
         Family(
             name="gemma2",
@@ -156,6 +164,7 @@ FAMILIES: dict[str, Family] = {
             zero_centered_gains=True,
             post_norms=True,
             scaled_embedding=True,
+            attention_bias=False,
             keys=OWN_KEYS,
             attention_backends=("sdpa",),
             hugging_face=(GEMMA2,),
@@ -177,6 +186,7 @@ FAMILIES: dict[str, Family] = {
             builder="models.moe",
             mixture=True,
             latent=True,
+            attention_bias=False,
             attention_backends=("sdpa",),
             hugging_face=(DEEPSEEK_V3,),
             limits=deepseek_limits,

@@ -40,8 +40,9 @@ def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
     """
     units = all_units(model)
     active = active_by_role(model, units)
-    vectors_and_lookups = ("gain",) if model.tie_embeddings else ("embedding", "gain")
-    matrices = sum(n for role, n in active.items() if role not in vectors_and_lookups)
+    products = {unit.role for unit in units if unit.is_matrix}
+    products -= set() if model.tie_embeddings else {"embedding"}
+    matrices = sum(active[role] for role in products)
     head = model.head_size + model.value_head_size
     keys = sum(mean_keys(model, layer, sequence_length) for layer in range(model.layers))
     attention = 6 * model.heads * head * keys

@@ -29,7 +29,7 @@ class Unit:
 
     name         global and independent of any layout, e.g. `layers.3.q.5`
     parameter    global name of the parameter that holds it, e.g. `layers.3.attention.qkv`
-    role         q, k, v, o, gate, up, down, embedding, head, gain ...
+    role         q, k, v, o, gate, up, down, embedding, head, gain, bias ...
     view_shape   shape in which the local parameter is viewed before `index` picks the unit's part
     index        the unit's part of that view
     axes         logical, n-dimensional shape of the whole unit; `[rows, cols]` after flattening all
@@ -196,6 +196,23 @@ def gain_unit(
         replicated=True,
         partial_over_tensor=partial_over_tensor,
         start=start,
+    )
+
+
+def bias_unit(name: str, size: int, tensor_size: int | None) -> Unit:
+    """Return the bias `[size]` of a linear, cut over tensor-parallel ranks; None: every rank holds
+    all of it."""
+    cut = tensor_size or 1
+    return Unit(
+        name=name,
+        parameter=name,
+        role="bias",
+        view_shape=(size // cut,),
+        index=(ALL,),
+        axes=(size,),
+        shard_axis=0 if cut > 1 else None,
+        replicated=tensor_size is None,
+        start=0.0,
     )
 
 

@@ -6,7 +6,7 @@ tests.families` brings the table of families in docs/models.md up to date.
 
 from typing import Any
 
-from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.config import LatentConfig, ModelConfig, MoEConfig, RopeScalingConfig
 from models.families import FAMILIES
 from tests.paths import with_table
 
@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Per family, what its model section sets beside the shape."""
 
-SECTIONS = {"latent": LatentConfig, "moe": MoEConfig}
+SECTIONS = {"latent": LatentConfig, "moe": MoEConfig, "rope_scaling": RopeScalingConfig}
 
 
 def settings(family: str) -> dict[str, Any]:

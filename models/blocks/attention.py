@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -87,6 +88,13 @@ class RotatedSelfAttention(SelfAttention):
         norms = [x for x in (self.q_layernorm, self.k_layernorm) if isinstance(x, RMSNorm)]
         epsilon = self.config.layernorm_epsilon
         return split_heads(mixed, self._turns, [x.weight for x in norms], epsilon, self.heads)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron's row-parallel linear with a bias, where its config has none for all linears."""
+
+    def __init__(self, *arguments: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*arguments, bias=True, **options)
 
 
 class CoreAttention(torch.nn.Module):

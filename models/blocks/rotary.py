@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding as MegatronRotaryEmbedding,
 )
 from torch import Tensor
 
+from models.config import LLAMA3_KEYS, RopeScalingConfig
 from models.context import context_part
 
 
@@ -21,8 +23,19 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
     of kernels in a step of llama1b_muon on an H200, 116 ms were rotations.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        kv_channels: int,
+        *,
+        rotary_base: float,
+        scaling: RopeScalingConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(kv_channels, rotary_base=rotary_base, **options)
+        self.scale = 1.0
+        if scaling is not None:
+            self.inv_freq = self._scaled(scaling, kv_channels, rotary_base)
+            self.scale = scaling.turned_scale
         self._made: dict[tuple[int, int, dist.ProcessGroup | None], Tensor] = {}
 
     def forward(
@@ -47,7 +60,31 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         if group is not None:
             angles = context_part(angles, 0, rank=group.rank(), size=group.size())
         first, second = angles.sin().chunk(2, -1)
-        return torch.cat([angles.cos(), -first, second], -1)
+        turns = torch.cat([angles.cos(), -first, second], -1)
+        return turns if self.scale == 1 else turns * self.scale
+
+    def _scaled(self, scaling: RopeScalingConfig, size: int, base: float) -> Tensor:
+        """Return the scaled frequencies `[size / 2]`, by the engine's formulas.
+
+        Sources: Chen et al., "Extending Context Window of Large Language Models via Positional
+        Interpolation" (arXiv 2306.15595); "The Llama 3 Herd of Models" (2407.21783); "YaRN:
+        Efficient Context Window Extension of Large Language Models" (2309.00071), section 3.2.
+        """
+        plain, factor = self.inv_freq, scaling.factor
+        length = scaling.original_max_position_embeddings
+        if scaling.kind == "linear":
+            return plain / factor
+        if scaling.kind == "llama3":
+            bounds = {key: getattr(scaling, key) for key in LLAMA3_KEYS}
+            scaled: Tensor = self._apply_scaling(
+                plain, factor, original_max_position_embeddings=length, **bounds
+            )
+            return scaled
+        ends = yarn._yarn_find_correction_range(
+            scaling.beta_fast, scaling.beta_slow, size, base, length, scaling.truncate
+        )
+        slow = yarn._yarn_linear_ramp_mask(*ends, size // 2, plain.device)
+        return plain / factor * slow + plain * (1 - slow)
 
 
 def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,13 @@ from typing import Any, Final
 
 from models.blocks.activation import ACTIVATIONS
 from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.huggingface.rope import rope_parameters
 from models.routed_scale import scale_of
 from models.section import Check
 
 LATENT_EPSILON = 1e-6
 """What transformers gives the norms of DeepSeek's latents, whatever config.json says."""
+EVERYWHERE: Final = {"none": False, "all": True}
 PRE_NORMS: Final = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -91,9 +93,12 @@ class Architecture:
     settings    what config.json says of a model beside what all classes have in common
     norms       a layer's norms, each with its name there
     qk_norm     whether query and key heads are normalised, None if it has both
+    head_sizes  whether heads may have a size of their own
     whole_heads whether heads must divide the width, although they have a size of their own
     latent      whether its attention is multi-head latent attention
     experts     yields the rule and the value of each setting of experts that it does not have
+    attention_bias  its setting `attention_bias` by what `model.attention_bias` may be, None if it
+                has no such setting
     """
 
     name: str
@@ -102,8 +107,15 @@ class Architecture:
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     qk_norm: bool | None = False
     whole_heads: bool = False
+    head_sizes: bool = True
     latent: bool = False
     experts: Callable[[MoEConfig], Iterator[tuple[str, str]]] | None = None
+    attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
+
+    def bias_settings(self, model: ModelConfig) -> dict[str, Any]:
+        """Return what config.json says of the biases of `model`, one that has no obstacles."""
+        value = self.attention_bias[model.attention_bias]
+        return {} if value is None else {"attention_bias": value}
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Return a sentence for each setting of `model` that the class does not have."""
@@ -120,6 +132,12 @@ class Architecture:
             yield f"hidden must be divisible by heads = {model.heads}", str(model.hidden)
         if self.latent:
             yield from latent_limits(model)
+        if model.attention_bias not in self.attention_bias:
+            options = " or ".join(self.attention_bias)
+            yield f"attention_bias must be {options}", model.attention_bias
+        whole = model.hidden // model.heads
+        if not self.head_sizes and model.head_size != whole:
+            yield f"head_dim must be null or {whole}", str(model.head_dim)
         if self.experts is not None and model.moe is not None:
             yield from ((f"moe.{rule}", value) for rule, value in self.experts(model.moe))
 
@@ -132,13 +150,16 @@ def _llama_settings(model: ModelConfig) -> dict[str, Any]:
     return {"hidden_act": _hidden_act(model), "head_dim": model.head_size, "mlp_bias": False}
 
 
-def _qwen3_settings(model: ModelConfig) -> dict[str, Any]:
+def _qwen2_settings(model: ModelConfig) -> dict[str, Any]:
     return {
         "hidden_act": _hidden_act(model),
-        "head_dim": model.head_size,
         "use_sliding_window": False,
         "sliding_window": None,
     }
+
+
+def _qwen3_settings(model: ModelConfig) -> dict[str, Any]:
+    return {**_qwen2_settings(model), "head_dim": model.head_size}
 
 
 def _gemma2_settings(model: ModelConfig) -> dict[str, Any]:
@@ -202,11 +223,7 @@ def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.head_size,
         "use_qk_norm": model.qk_norm,
         "partial_rotary_factor": whole,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": model.rope_base,
-            "partial_rotary_factor": whole,
-        },
+        "rope_parameters": {**rope_parameters(model), "partial_rotary_factor": whole},
         **_mixture(model.moe),
     }
 
@@ -223,6 +240,14 @@ def _qwen3_moe_settings(model: ModelConfig) -> dict[str, Any]:
 
 LLAMA: Final = Architecture(
     name="LlamaForCausalLM", model_type="llama", settings=_llama_settings, whole_heads=True
+)
+QWEN2: Final = Architecture(
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    settings=_qwen2_settings,
+    whole_heads=True,
+    head_sizes=False,
+    attention_bias={"qkv": None},
 )
 QWEN3: Final = Architecture(
     name="Qwen3ForCausalLM", model_type="qwen3", settings=_qwen3_settings, qk_norm=True
@@ -252,6 +277,7 @@ GLM4_MOE: Final = Architecture(
     settings=_glm4_moe_settings,
     qk_norm=None,
     experts=mixture_limits,
+    attention_bias={"none": False, "qkv": True},
 )
 QWEN3_MOE: Final = Architecture(
     name="Qwen3MoeForCausalLM",

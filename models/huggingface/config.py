@@ -6,6 +6,12 @@ from typing import Any
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.huggingface.architectures import Architecture
+from models.huggingface.rope import (
+    rope_differences,
+    rope_parameters,
+    rope_problem,
+    rope_scaling,
+)
 from models.section import named
 
 ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
@@ -55,33 +61,38 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.query_groups,
         "rms_norm_eps": model.norm_epsilon,
-        "attention_bias": False,
         "tie_word_embeddings": model.tie_embeddings,
         # transformers 5 reads the second form, 4 the first; either silently takes 10000 without.
         "rope_theta": model.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
+        "rope_parameters": rope_parameters(model),
+        **chosen.bias_settings(model),
         **chosen.settings(model),
     }
 
 
-READABLE = ("llama", "qwen3", "gemma2")
-"""Model types, and families, whose settings `model_section` reads."""
+READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gemma2"}
+"""Model types whose settings `model_section` reads, and their families."""
 
 
 def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `model` of a run config for the model that config.json describes.
 
     What the section cannot say is found by `differences`. Raises InexpressibleError for a model
-    type that is not in `READABLE`.
+    type that is not in `READABLE`, and for rotary positions that are not computed here.
     """
     kind = settings.get("model_type")
     if kind not in READABLE:
         raise InexpressibleError(f"model_type must be one of {', '.join(READABLE)}, got {kind!r}")
     rope = settings.get("rope_parameters") or settings
+    if problem := rope_problem(rope):
+        raise InexpressibleError(problem)
+    family = FAMILIES[READABLE[kind]]
+    biased = "all" if settings.get("attention_bias") else "none"
     section = {
-        "family": kind,
-        "activation": FAMILIES[kind].activation,
-        "qk_norm": FAMILIES[kind].qk_norm,
+        "family": family.name,
+        "activation": family.activation,
+        "qk_norm": family.qk_norm,
+        "attention_bias": "qkv" if kind == "qwen2" else biased,
         "layers": settings["num_hidden_layers"],
         "hidden": settings["hidden_size"],
         "heads": settings["num_attention_heads"],
@@ -91,6 +102,7 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": settings["vocab_size"],
         "tie_embeddings": bool(settings.get("tie_word_embeddings")),
         "rope_base": float(rope.get("rope_theta", 10000.0)),
+        "rope_scaling": rope_scaling(rope),
         "norm_epsilon": settings["rms_norm_eps"],
     }
     if kind == "gemma2":
@@ -109,11 +121,16 @@ def config_json(
     """Return the content of config.json.
 
     `dtype` is torch's name of the weights' type, `positions` the length of the sequences trained
-    on, `end_token` the id of the token that ends a document.
+    on, or that scaled rotary positions are made for if it is larger, `end_token` the id of the
+    token that ends a document.
     """
+    scaling, rope = model.rope_scaling, rope_parameters(model)
+    if scaling is not None and scaling.original_max_position_embeddings is not None:
+        made_for = int(scaling.factor * scaling.original_max_position_embeddings)
+        positions = max(positions, made_for)
     return {
         **model_settings(model),
-        "rope_scaling": None,
+        "rope_scaling": rope if scaling else None,
         "max_position_embeddings": positions,
         # One number for all matrices, which transformers uses for new ones alone.
         "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,
@@ -132,22 +149,12 @@ def differences(wanted: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[st
 
     `theirs` is a config.json with transformers' defaults filled in.
     """
+    rope = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta")}
+    key = "partial_rotary_factor"
+    elsewhere = {key: theirs[key]} if key in theirs else {}
     causal = {key: value for key, value in CAUSAL.items() if theirs.get(key) is not None}
     return [
         f"{key} is {theirs.get(key)!r}, the config's model has {value!r}"
         for key, value in {**wanted, **causal}.items()
         if key not in ROPE_KEYS and theirs.get(key) != value
-    ] + _rope_differences(wanted, theirs)
-
-
-def _rope_differences(wanted: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    rope = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta")}
-    base = wanted["rope_theta"]
-    kind = rope.get("rope_type", "default")
-    lines = [f"rope_type is {kind!r}, there is only 'default'"] if kind != "default" else []
-    part = rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0))
-    if part != 1:
-        lines.append(f"partial_rotary_factor is {part}, the config's model has 1.0")
-    if rope.get("rope_theta") != base:
-        lines.append(f"rope_theta is {rope.get('rope_theta')!r}, the config's model has {base!r}")
-    return lines
+    ] + [*rope_differences(wanted["rope_parameters"], {**elsewhere, **rope})]

@@ -121,10 +121,15 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TheirTens
     for name, index, heads in parts:
         shape = (heads * size, hidden)
         yield TheirTensor(f"{theirs}{name}.weight", ours + "qkv", layout, index, shape)
+    for name, index, heads in parts if model.attention_bias != "none" else ():
+        bias, flat = f"{theirs}{name}.bias", (heads * size,)
+        yield TheirTensor(bias, ours + "qkv_bias", layout[:-1], index, flat)
     if model.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield _gain(ours + name, f"{theirs}{name}.weight", size)
     yield _matrix(ours + "o", theirs + "o_proj", (hidden, model.heads * size))
+    if model.attention_bias == "all":
+        yield _gain(ours + "o_bias", theirs + "o_proj.bias", hidden)
 
 
 def _latent(

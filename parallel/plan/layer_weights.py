@@ -44,14 +44,17 @@ class LayerWeight:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer, with those of a single routed expert, and the gains' elements."""
+    """The weights of one layer, with those of a single routed expert, and the elements of vectors:
+    gains, which each rank has whole, and biases that tensor parallelism cuts."""
 
     weights: tuple[LayerWeight, ...]
     gains: int
+    cut_biases: int
 
     def elements(self, tensor: int) -> int:
         """Elements on one of `tensor` ranks, without routed experts."""
-        return self.gains + sum(math.prod(w.local(tensor)) for w in self.weights if not w.expert)
+        vectors = self.gains + self.cut_biases // tensor
+        return vectors + sum(math.prod(w.local(tensor)) for w in self.weights if not w.expert)
 
     def expert_elements(self, tensor: int) -> int:
         """Elements of one routed expert on one of `tensor` ranks that share it."""
@@ -80,8 +83,9 @@ def _kind(model: ModelConfig, layer: int) -> Layer:
         block = units[0].role.removeprefix("shared_") in BLOCK and not expert
         router = units[0].role == "router"
         weights.append(LayerWeight(elements // cols, cols, cut, expert, block, router))
-    gains = sum(unit.numel for unit in _units(model, layer, 1) if not unit.is_matrix)
-    return Layer(tuple(weights), gains)
+    vectors = [unit for unit in _units(model, layer, 1) if not unit.is_matrix]
+    gains = sum(unit.numel for unit in vectors if unit.replicated)
+    return Layer(tuple(weights), gains, sum(unit.numel for unit in vectors) - gains)
 
 
 def _by_parameter(model: ModelConfig, layer: int, tensor: int) -> dict[str, list[Unit]]:

@@ -134,9 +134,9 @@ def checkpoints(
 ) -> dict[str, dict[str, Any]]:
     """Go through layouts, each with runs to save on it and (layout, run) to load on it.
 
-    A run is "rule dtype", with " moe" for a mixture of experts or " tied" for a tied embedding. The
-    results are by "layout run" and by "saving layout run -> layout". With `refuse` there is also
-    what `refusals` returns.
+    A run is "rule dtype", with " moe" for a mixture of experts, " tied" for a tied embedding and
+    biases. The results are by "layout run" and by "saving layout run -> layout". With `refuse`
+    there is also what `refusals` returns.
     """
     found: dict[str, dict[str, Any]] = {"saved": {}, "loaded": {}}
     for (layout, groups), (_, saves, loads) in zip(
@@ -206,7 +206,8 @@ def rounded(run: Trained) -> bool:
 def trained(groups: Groups, name: str, **options: Any) -> Trained:
     """The model of a run before any step."""
     rule, dtype, *rest = name.split()
-    models = {"moe": mixture(), "tied": replace(TINY, tie_embeddings=True), "": TINY}
+    tied = replace(TINY, tie_embeddings=True, attention_bias="all")
+    models = {"moe": mixture(), "tied": tied, "": TINY}
     model = models["".join(rest)]
     return Trained(groups, rule, dtype=getattr(torch, dtype), model=model, **options)
 

@@ -13,7 +13,12 @@ MIXTURES = ["moe", "deepseek"]
 DENSE = [family for family in SETTINGS if family not in MIXTURES]
 BALANCING = {"moe": {"sequence_aux_loss": 1e-2, "global_aux_loss": 1e-2, "z_loss": 1e-3}}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "tied": {"family": "llama", "tie_embeddings": True},
+    "tied": {"family": "llama", "tie_embeddings": True, "attention_bias": "qkv"},
+    "biases": settings("qwen3")
+    | {
+        "attention_bias": "all",
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    },
     "tied gemma2": settings("gemma2") | {"tie_embeddings": True},
 }
 """Models of a family with other settings."""

@@ -33,7 +33,7 @@ WATCHED = {
     "gram_penalty__horizon": 0.5,
 }
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
-TIED = {"model__tie_embeddings": True, "model__layers": 4}
+TIED = {"model__tie_embeddings": True, "model__layers": 4, "model__attention_bias": "all"}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("muon", WATCHED | {"train__batch_ramp": "[{batch: 4, until_steps: 1}]"}),
     "tied": ("muon", WATCHED | TIED),
@@ -100,7 +100,7 @@ SLOW: list[Run] = [
     ("tensor 2, pipeline 2", "tied", {"train__loss_chunk": 13}),
     ("data 2, pipeline 2, virtual 2", "tied", OWNER),
     ("tensor 2, pipeline 2", "tied, stepped by Muon", {}),
-    ("pipeline 2, virtual 2", "tied, PC layers", {}),
+    ("pipeline 2, virtual 2", "tied, PC layers", {"train__micro_batch": 1}),
     ("context 2, pipeline 2", "tied", {}),
     ("expert 2, expert tensor 2", "experts", {}),
 ]

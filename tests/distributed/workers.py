@@ -219,12 +219,12 @@ def units_after(
     mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
     step are returned as if they were one more unit. Where a step is `refused`, the last rank alone
     does not allow it at first, as with a NaN in its copy of the loss; it is taken again. Each stage
-    with a copy of a `tied` embedding has half of its gradient.
+    with a copy of a `tied` embedding has half of its gradient; such a model has biases, too.
 
     stepped, model, assigned   options of `build_optimizer`, `parallel_model`, `assign_matrices`
     """
     assign = assign_matrices(**assigned)
-    tiny = replace(TINY, tie_embeddings=tied)
+    tiny = replace(TINY, tie_embeddings=tied, attention_bias="all" if tied else "none")
     parallel = parallel_model(tiny, layout_groups, assign, **(model or {}))
     declared = parallel.units  # of which the optimizer may make pieces
     optimizer = build_optimizer(parallel, assign, **{"step_groups": 2, **(stepped or {})})

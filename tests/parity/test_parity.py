@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from models.config import ModelConfig
-from tests.families import MIXTURE, tiny_model
+from models.config import ModelConfig, RopeScalingConfig
+from tests.families import MIXTURE, mixture, tiny_model
 from tests.parity.comparison import compare
 
 
@@ -19,6 +19,11 @@ def tiny(family: str, **changes: Any) -> ModelConfig:
 EXPERTS = {"experts": 12, "top_k": 4, "shared_experts": 2, "routed_scale": 2.5}
 DEEPSEEK = tiny("deepseek", layers=3, moe={**MIXTURE, **EXPERTS, "sequence_aux_loss": 0.0})
 GEMMA2 = tiny("gemma2", layers=3, attention_softcap=2.0, final_softcap=1.5)
+LENGTH = {"original_max_position_embeddings": 16}
+LLAMA3 = RopeScalingConfig(
+    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **LENGTH
+)
+YARN = RopeScalingConfig(kind="yarn", factor=4.0, **LENGTH)
 MODELS = {
     "llama": tiny("llama"),
     "mha": tiny("llama", kv_heads=None, head_dim=None),
@@ -32,6 +37,13 @@ MODELS = {
     ),
     "one expert each": replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, top_k=1, routed_scale=None)),
     "gemma2": GEMMA2,
+    "qwen2": tiny("llama", head_dim=None, attention_bias="qkv", tie_embeddings=True),
+    "all biases": tiny("qwen3", attention_bias="all"),
+    "glm4 with biases": replace(mixture(), attention_bias="qkv"),
+    "llama3 positions": tiny("llama", rope_scaling=LLAMA3),
+    "yarn": tiny("qwen3", rope_scaling=YARN),
+    "yarn of gpt-oss": replace(mixture(), rope_scaling=replace(YARN, truncate=False)),
+    "linear positions": replace(GEMMA2, rope_scaling=RopeScalingConfig(kind="linear", factor=3.0)),
     "tied": tiny("llama", tie_embeddings=True),
     "tied qwen3": tiny("qwen3", tie_embeddings=True),
     "tied gemma2": replace(GEMMA2, tie_embeddings=True),

@@ -12,10 +12,10 @@ from models.families import FAMILIES, family_checks
 from models.section import Check, named, problems
 from training.config.schema import Config, ParallelConfig
 
-NOT_LINEAR: Final = ("embedding", "head", "gain", "router", "shared_router")
+NOT_LINEAR: Final = ("embedding", "head", "gain", "bias", "router", "shared_router")
 """Roles that are not linear layers of a block."""
 
-NOT_IN_A_LAYER: Final = ("embedding", "head", "gain")
+NOT_IN_A_LAYER: Final = ("embedding", "head", "gain", "bias")
 """Roles that are not matrices of a layer."""
 
 

@@ -151,7 +151,7 @@ class OptimizerConfig(Section):
     head: GroupConfig
     """The output head; has no effect with model.tie_embeddings."""
     scalar: GroupConfig
-    """Gains of norms, and gamma of PC layers."""
+    """Gains of norms, biases, and gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. router and shared_router
     use adamw unless overridden here."""
@@ -189,10 +189,12 @@ class OptimizerConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check groups and roles, and their rules."""
-        rule = self.settings_for("gain").rule
-        place = "roles.gain.rule" if "gain" in self.roles else "scalar.rule"
-        elementwise = f"must be an elementwise rule, as gains are vectors, got {rule!r}"
-        yield place, RULES[rule].whole_matrix, elementwise
+        for role in ("gain", "bias") if "bias" in self.roles else ("gain",):
+            rule = self.settings_for(role).rule
+            place = f"roles.{role}.rule" if role in self.roles else "scalar.rule"
+            kind = "gains" if role == "gain" else "biases"
+            elementwise = f"must be an elementwise rule, as {kind} are vectors, got {rule!r}"
+            yield place, RULES[rule].whole_matrix, elementwise
         groups = {name: getattr(self, name) for name in GROUPS}
         roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
         for place, own in (groups | roles).items():
@@ -236,6 +238,6 @@ def group_of(role: str) -> Group:
 
     Every role that is not the embedding, the output head or a vector is a matrix.
     """
-    if role in ("gain", "gamma"):
+    if role in ("gain", "bias", "gamma"):
         return "scalar"
     return "embedding" if role == "embedding" else "head" if role == "head" else "matrix"

@@ -23,7 +23,8 @@ LATENT = SETTINGS["deepseek"]["latent"]
 MODELS = {
     **{name: tiny_model(name) for name in FAMILIES},
     "gpt with query-key norms": tiny_model("gpt", qk_norm=True),
-    "tied": tiny_model("llama", tie_embeddings=True),
+    "tied": tiny_model("llama", tie_embeddings=True, attention_bias="qkv"),
+    "all biases": tiny_model("qwen3", attention_bias="all"),
     "gpt with a gate": tiny_model("gpt", activation="geglu"),
     "deepseek without query latent": tiny_model("deepseek", latent={**LATENT, "query_rank": None}),
     "experts behind a gate": mixture(shared_gate=True),

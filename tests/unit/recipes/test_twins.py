@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 TWINS = [
     "tiny_sso",
+    "tiny_llama3.2_sso",
+    "tiny_qwen2.5_sso",
     "tiny_qwen3_sso",
     "tiny_gemma2_sso",
     "tiny_gpt_muon",

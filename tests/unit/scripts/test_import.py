@@ -28,7 +28,22 @@ from training.run import train
 
 MODELS = {
     "llama": {},
-    "tied": {"model__tie_embeddings": True},
+    "llama 3.2": {
+        "model__tie_embeddings": True,
+        "model__rope_base": 5e5,
+        "model__rope_scaling__kind": "llama3",
+        "model__rope_scaling__factor": 32.0,
+        "model__rope_scaling__original_max_position_embeddings": 8,
+        "model__rope_scaling__low_freq_factor": 1.0,
+        "model__rope_scaling__high_freq_factor": 4.0,
+    },
+    "qwen2": {"model__attention_bias": "qkv", "model__norm_epsilon": 1e-6},
+    "all biases": {
+        "model__attention_bias": "all",
+        "model__rope_scaling__kind": "yarn",
+        "model__rope_scaling__factor": 4.0,
+        "model__rope_scaling__original_max_position_embeddings": 8,
+    },
     "qwen3": {**QWEN3, "optimizer__qkv_units": "fused", "optimizer__split_gate_up": False},
     "gemma2": GEMMA2,
     "deepseek": {**DEEPSEEK, "model__latent__query_rank": 20},
@@ -210,7 +225,7 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
     assert wanted in refused(capsys, source, tmp_path / "imported", config)
 
 
-@pytest.mark.parametrize("family", READABLE)
+@pytest.mark.parametrize("family", [*READABLE, "llama 3.2", "all biases"])
 def test_the_section_of_the_model_is_written_from_config_json(
     family, tokens, tmp_path, capsys
 ) -> None:
@@ -220,8 +235,8 @@ def test_the_section_of_the_model_is_written_from_config_json(
     wanted = load_config(config).model
     other = config_in(tmp_path, tokens, model__layers=3, model__hidden=128)
     written = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**written, "attention_bias": True}))
-    assert "attention_bias" in refused(capsys, source, run, other, "--write-config", str(new))
+    (source / "config.json").write_text(json.dumps({**written, "is_causal": False}))
+    assert "is_causal" in refused(capsys, source, run, other, "--write-config", str(new))
     assert not new.exists()
     (source / "config.json").write_text(json.dumps(written))
     line = ["import", str(source), str(run), "--config", str(other), "--write-config", str(new)]

@@ -108,6 +108,34 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
             "model.init.head_std must keep its default 0.02, as it has no effect with "
             "model.tie_embeddings true, got 0.1",
         ),
+        (
+            "model.rope_scaling={kind: longrope, factor: 4.0}",
+            "model.rope_scaling.kind must be one of linear, llama3, yarn, got 'longrope'",
+        ),
+        (
+            "model.rope_scaling={kind: llama3, factor: 8.0, original_max_position_embeddings: 64}",
+            "model.rope_scaling.low_freq_factor must be a number with kind llama3, got null",
+        ),
+        (
+            "model.rope_scaling={kind: yarn, factor: 8.0}",
+            "model.rope_scaling.original_max_position_embeddings must be a number with kind yarn",
+        ),
+        (
+            "model.rope_scaling={kind: linear, factor: 2.0, low_freq_factor: 1.0}",
+            "model.rope_scaling.low_freq_factor must be null with kind linear, got 1.0",
+        ),
+        (
+            "model.rope_scaling={kind: linear, factor: 2.0, attention_factor: 1.5}",
+            "model.rope_scaling.attention_factor must keep its default null",
+        ),
+        ("model.rope_scaling={kind: linear, factor: 0.5}", "factor must be at least 1, got 0.5"),
+        ("model.rope_scaling={kind: linear}", "model.rope_scaling.factor is required (a number)"),
+        (
+            "model={layers: 4, attention_backend: transformer_engine, attention_bias: all}",
+            "model.attention_bias must be none or qkv with transformer_engine, got 'all'",
+        ),
+        ("pc.blocks=[bias]", "pc.blocks must name one of"),
+        ("optimizer.roles.bias.rule=muon", "optimizer.roles.bias.rule must be an elementwise rule"),
         ("train.=1", "an override must be key=value, got 'train.=1'"),
         ("run.name=${run.nam}", "run.nam"),
         ("pc.blocks=[embedding]", "pc.blocks must name one of"),
