@@ -297,6 +297,11 @@ def optimizer_parts(
         max(0.0, reduced - time.backward) + pipeline.seconds(load.tied, pipeline.ends_across),
         max(0.0, gathered - time.forward),
         stage.seconds(load.exchanged, stage.all_to_all_across, 2.0 * groups),
-        load.flops / (device.efficiency * device.peak[shape.inputs.rule_operands])
+        rule_seconds(shape, load.flops)
         + (STEP_BYTES + MATRIX_BYTES * (load.flops > 0)) * load.elements / device.copy_rate,
     )
+
+
+def rule_seconds(shape: StepShape, flops: float) -> float:
+    """Return the time of the products of the matrices' rule."""
+    return flops / (shape.device.efficiency * shape.device.peak[shape.inputs.rule_operands])

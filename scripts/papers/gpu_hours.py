@@ -29,14 +29,16 @@ def key_of(run: str) -> str:
 
 def planned(run: str) -> Hours:
     """Plan a run on the GPUs that its recipe names."""
-    from training.dry_run import gpu_hours, plan_run  # loads the engine, which a page does not need
+    # These load the engine, which a page does not need.
+    from training.dry_run import plan_run
+    from training.planning.monitor_cost import run_hours
 
     recipe, *overrides = shlex.split(run)
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", overrides)
     gpus = config.plan.gpus or 8
     check(config, gpus)
     plan = plan_run(config, gpus, device_named(config.plan.device))
-    return {"gpus": gpus, "gpu_hours": float(f"{gpu_hours(config, plan):.3g}")}
+    return {"gpus": gpus, "gpu_hours": float(f"{run_hours(config, plan):.3g}")}
 
 
 def read_hours() -> dict[str, Hours]:

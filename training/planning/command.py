@@ -10,9 +10,10 @@ from parallel.plan.devices import Device, device_named
 from training.build import with_vocabulary
 from training.config import Config, check
 from training.config.checks import legal_ranks
-from training.dry_run import gpu_hours, plan_run
+from training.dry_run import plan_run, step_shape
 from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts, changed
+from training.planning.monitor_cost import planned_cost, run_hours
 from training.planning.remedies import assignment, remedy_table
 from training.planning.report import describe
 from training.planning.search import best_layouts, legal_layouts, overlay, search_table
@@ -34,7 +35,9 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
         print(remedy_table(Layouts(config, gpus, machine), planned))
     if json_file is not None:
         content = planned.as_dict()
-        content["gpu_hours"] = gpu_hours(config, planned)
+        shape = step_shape(config, gpus, machine)
+        content["monitors"] = planned_cost(config, planned, shape).as_dict()
+        content["gpu_hours"] = run_hours(config, planned)
         Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -20,7 +20,7 @@ from spectral.grouped import grouped
 from spectral.measures import POLAR_STEPS, TOP_STEPS
 from training.assignments import unit_options
 from training.config import Config
-from training.dry_run import plan_run, step_shape
+from training.dry_run import gpu_hours, plan_run, step_shape
 from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
 
 SHARE: Final = 0.01
@@ -53,6 +53,10 @@ class MonitorCost:
         """What monitors add to the time of the run, as a share of it without them."""
         return (self.seconds or 0.0) / (self.interval * self.step) if self.interval else 0.0
 
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the figures, as JSON holds them."""
+        return {"interval": self.interval, "seconds": self.seconds, "share": self.share}
+
     def __str__(self) -> str:
         if not self.interval:
             return "off"
@@ -76,6 +80,14 @@ def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCos
     known = device_called(torch.cuda.get_device_name(device))
     planned = plan_run(config, ranks, known)
     return planned_cost(config, planned, step_shape(config, ranks, known))
+
+
+def run_hours(config: Config, planned: Plan) -> float:
+    """Return the GPU-hours of a planned run with its monitors."""
+    cost = planned_cost(config, planned, step_shape(config, planned.gpus, planned.device))
+    monitored = config.train.steps / cost.interval if cost.interval else 0.0
+    seconds = monitored * (cost.seconds or 0.0)
+    return gpu_hours(config, planned) + seconds * planned.gpus / 3600
 
 
 def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost:

@@ -9,13 +9,15 @@ from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
+from parallel.plan.step_shape import StepShape
+from parallel.plan.step_time import rule_seconds
 from spectral.grouped import grouped
 from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
-from training.dry_run import batch_seconds, gpu_hours, step_shape
+from training.dry_run import batch_seconds, step_shape
 from training.planning.data_use import data_table
-from training.planning.monitor_cost import planned_cost
+from training.planning.monitor_cost import planned_cost, run_hours
 from training.report.opening import layout
 from training.report.table import table
 
@@ -24,6 +26,8 @@ SHOWN_STAGES: Final = 8
 SMALL: Final = 0.005
 """Share of the bytes that a rank sends, below which a kind has no row of its own."""
 
+UNEVEN: Final = 0.01
+"""Share of the step that ranks wait for the busiest one, above which a plan states it."""
 UNCOUNTED: Final = "the work of rule {}, which has no `cost`; a rehearsal (--rehearse) counts it"
 """What the modelled seconds leave out."""
 
@@ -186,8 +190,8 @@ def time_table(config: Config, planned: Plan) -> str:
         "optimizer": time.optimizer,
     }
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
-    cost = planned_cost(config, planned, step_shape(config, planned.gpus, planned.device))
-    hours = gpu_hours(config, planned) * (1 + cost.share)
+    shape = step_shape(config, planned.gpus, planned.device)
+    hours = run_hours(config, planned)
     names = sorted({route.rule for route in config_routes(config)})
     uncounted = [name for name in names if not RULES[name].costs_are_counted()]
     rows = [
@@ -197,12 +201,26 @@ def time_table(config: Config, planned: Plan) -> str:
             f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.1%} of "
             f"{planned.peak_flops / 1e12:,.0f} TFLOP/s",
         ),
-        ("monitors", str(cost)),
+        *(("uneven", text) for text in unevenness(planned, shape)),
+        ("monitors", str(planned_cost(config, planned, shape))),
         ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
         ("", "modelled as docs/planning.md says, up to 25% from published runs"),
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),
     ]
     return table(("", ""), rows)
+
+
+def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
+    """Yield what the step loses to ranks with more of the rule's work than others, if it is more
+    than a hundredth."""
+    busiest = max(planned.stages, key=lambda stage: stage.load_max)
+    seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
+    share = seconds / planned.time.total
+    if share > UNEVEN:
+        yield (
+            f"ranks wait {seconds:.3g} s ({share:.1%} of the step) for the busiest, which has "
+            f"{busiest.imbalance:.2f} times the mean load; no matrix is divided"
+        )
 
 
 def verdict(planned: Plan) -> str:

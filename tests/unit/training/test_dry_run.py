@@ -31,6 +31,11 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     assert planned["fits"] is True and "\nfits: " in printed
     room = 0.95 * planned["device_memory_bytes"]
     assert all(stage["memory"]["total"] <= room for stage in planned["stages"])
+    share, seconds = planned["monitors"]["share"], planned["step_seconds"] * config.train.steps
+    assert planned["gpu_hours"] == pytest.approx(seconds * planned["gpus"] / 3600 * (1 + share))
+    assert f"{planned['gpu_hours']:,.0f} GPU-hours" in printed
+    # Of its largest matrices a rank has three or four.
+    assert ("for the busiest, which has 1.42 times" in printed) == (name == "llama70b_sso")
     for word in ("== units", "== run", "== memory per rank", "== step, modelled"):
         assert word in printed
     sized = load_config(path, overrides)
