@@ -1,8 +1,10 @@
 #!/usr/bin/env python
-"""Evaluate an exported model with lm-eval. See docs/huggingface.md.
+"""Evaluate an exported model with lm-eval, or a checkpoint on files of tasks with the trainer. See
+docs/huggingface.md.
 
 scripts/evaluate.py exported/tiny --tasks local --run runs/tiny_sso
 scripts/evaluate.py exported/llama1b --tasks pc_paper --dtype bfloat16 --device cuda
+scripts/evaluate.py runs/tiny_sso/checkpoints/step_00000300 --tasks data/tasks/arc.jsonl
 """
 
 import argparse
@@ -17,6 +19,7 @@ sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
 from scripts.command import command, write_whole
 from scripts.evaluation.harness import Run, evaluate, rows, table
+from scripts.evaluation.task_files import named_files, score_checkpoint, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
 from scripts.huggingface.loading import load_whole
 from training.errors import InputError
@@ -33,24 +36,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    if not (options.model / "config.json").is_file():
-        raise InputError(f"{options.model} is not an exported model: it has no config.json")
     names = [name for text in options.tasks for name in text.split(",")]
+    files = named_files(names)
+    if not (options.model / "config.json").is_file():
+        if len(files) < len(names):
+            raise InputError(
+                f"{options.model} is not an exported model: it has no config.json; a run or a "
+                "checkpoint is scored on .jsonl files alone"
+            )
+        _evaluate_checkpoint(options, files)
+        return
     if options.run is not None and "local" not in names:
         raise InputError(f"--run has no effect without --tasks local, got {options.run}")
     sets = {name: TASK_SETS[name] for name in names if name in TASK_SETS}
-    own = [name for name in names if name != "local" and name not in sets]
+    own = [name for name in names if name not in {"local", *sets, *files.values()}]
     standard = list(dict.fromkeys([*own, *(task for each in sets.values() for task in each)]))
     output = options.output or options.model / "evaluation"
     with tempfile.TemporaryDirectory(prefix="spectrain-tasks-") as folder:
         local = _local_tasks(options, Path(folder)) if "local" in names else []
+        local += write_tasks(Path(folder), files)
         run = Run(
             model=options.model,
             tasks=[*local, *standard],
             python=options.python,
             output=output / "lm_eval",
             task_folder=Path(folder) if local else None,
-            dtype=options.dtype,
+            dtype=options.dtype or "float32",
             options=options.options,
         )
         if run.python.exists():  # lm-eval would fill weights that are missing with random ones
@@ -62,6 +73,22 @@ def _evaluate(options: argparse.Namespace) -> None:
     write_whole(output / "results.json", json.dumps(kept, indent=2) + "\n")
     write_whole(output / "results.md", text)
     print(text + f"wrote {output / 'results.json'} and results.md")
+
+
+def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> None:
+    """Score a run's newest checkpoint, or a step folder, and print the table."""
+    for name in ("run", "options"):
+        if getattr(options, name):
+            raise InputError(
+                f"{getattr(options, name)} is for exported models, {options.model} is a run"
+            )
+    found = score_checkpoint(options.model, files, options.dtype)
+    text = table(rows(found))
+    print(text, end="")
+    if options.output is not None:
+        kept = {"model": str(options.model), "tasks": files, "results": found}
+        write_whole(options.output / "results.json", json.dumps(kept, indent=2) + "\n")
+        write_whole(options.output / "results.md", text)
 
 
 def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -87,14 +114,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="Evaluate an exported model with lm-eval, which gets all other options, such "
         "as --device cuda, --batch_size 32 and --num_fewshot 5."
     )
-    parser.add_argument("model", type=Path, metavar="OUT", help="the exported model folder")
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="OUT",
+        help="the exported model folder; for .jsonl tasks also a run or a step folder, which the "
+        "trainer scores",
+    )
     parser.add_argument(
         "--tasks",
         nargs="+",
         required=True,
         metavar="TASK",
         help="local (the run's validation sets, offline), pc_paper or sso_paper (the downstream "
-        "tasks of the paper), or names of lm-eval tasks",
+        "tasks of the paper), .jsonl files of scripts/prepare_task.py, or names of lm-eval tasks",
     )
     parser.add_argument(
         "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="the run of --tasks local"
@@ -105,8 +138,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=_ROOT / ".venv-eval" / "bin" / "python",
         help="interpreter of lm-eval's environment (default: .venv-eval/bin/python)",
     )
-    parser.add_argument("--output", type=Path, help="folder for results (default: OUT/evaluation)")
-    parser.add_argument("--dtype", default="float32", help="dtype to compute in (default: float32)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for results (default: OUT/evaluation of an exported model, none of a run)",
+    )
+    parser.add_argument(
+        "--dtype", help="dtype to compute in (default: float32; of a run the precision of training)"
+    )
     options, more = parser.parse_known_args(arguments)
     options.options = more
     return options

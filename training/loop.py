@@ -34,7 +34,7 @@ from training.monitor.spectral_metrics import SpectralMetrics
 from training.samples import Sampler
 from training.schedule import step_factor
 from training.step_profile import StepProfile
-from training.task_scores import score
+from training.task_scores import score, tokens_of_a_pass
 
 Found = TypeVar("Found")
 
@@ -277,15 +277,12 @@ class Trainer:
         """Return the metrics of the tasks, None if a stop interrupted them."""
         model, train = self.config.model, self.config.train
         assert model.vocab_size is not None  # `with_vocabulary` has filled it in
-        # As many logits as in training.
-        rows = model.padded_vocab / self.groups.tensor.size
-        share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
         return score(
             self.model,
             self.groups,
             self.tasks,
             vocab_size=model.vocab_size,
-            most_tokens=share * train.micro_batch * train.sequence_length,
+            most_tokens=tokens_of_a_pass(train, model, self.groups),
             stop=self.lifecycle.stop_now if self.lifecycle is not None else lambda: False,
         )
 

@@ -12,10 +12,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.context import context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
+from training.config.schema import TrainConfig
 from training.data.tasks import Request, Task, accuracies
 from training.evaluate import PASSES, on_device
 
@@ -53,6 +55,13 @@ def score(
     for key, values in zip(("acc", "acc_norm"), zip(*rows, strict=True), strict=True):
         metrics[f"task/{key}"] = sum(values) / len(values)
     return metrics
+
+
+def tokens_of_a_pass(train: TrainConfig, model: ModelConfig, groups: Groups) -> float:
+    """Return the tokens with as many logits at once as training has."""
+    rows = model.padded_vocab / groups.tensor.size
+    share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
+    return share * train.micro_batch * train.sequence_length
 
 
 def log_likelihoods(

@@ -52,17 +52,21 @@ class HubInput:
         return [replace(pinned, file=(number, count)) for number in range(count)]
 
     def documents(self, text_key: str) -> Iterator[str]:
-        """Yield the text of every row, streamed; nothing is downloaded as a whole.
+        """Yield the text of every row, streamed as by `rows`.
 
-        Reading a file of the hub that fails is tried again, from its last row on.
+        Raises DataError as that does, and for a row that has no text under `text_key`.
+        """
+        for number, row in enumerate(self.rows(), start=1):
+            yield row_text(row, f"{self}, row {number}", text_key)
 
-        Raises:
-            DataError: it cannot be opened or read, or a row has no text under `text_key`.
+    def rows(self) -> Iterator[Row]:
+        """Yield every row, streamed; nothing is downloaded as a whole.
+
+        Reading a file of the hub that fails is tried again, from its last row on. Raises DataError
+        if it cannot be opened or read.
         """
         waits = () if self.file is None or Path(self.name).exists() else WAITS
-        rows = _retried(self._rows, str(self), waits)
-        for number, row in enumerate(rows, start=1):
-            yield row_text(row, f"{self}, row {number}", text_key)
+        return _retried(self._rows, str(self), waits)
 
     def _rows(self) -> Iterable[Row]:
         stream = _stream(self)
@@ -81,9 +85,13 @@ def parquet_documents(where: object, text_key: str, **source: Any) -> Iterator[s
 
     `where` is what errors call it. Raises DataError as `HubInput.documents` does.
     """
-    rows = _retried(lambda: _opened(path="parquet", split="train", **source), str(where), ())
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(parquet_rows(where, **source), start=1):
         yield row_text(row, f"{where}, row {number}", text_key)
+
+
+def parquet_rows(where: object, **source: Any) -> Iterator[Row]:
+    """Yield every row of Parquet files, as `parquet_documents` does its text."""
+    return _retried(lambda: _opened(path="parquet", split="train", **source), str(where), ())
 
 
 def _retried(
@@ -99,6 +107,8 @@ def _retried(
             return
         # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
         except Exception as error:
+            if not left and isinstance(error, DataError):
+                raise
             if not left:
                 hint = (
                     " (is the name right, is there a network?)" if where.startswith("hf:") else ""

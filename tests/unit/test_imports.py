@@ -37,7 +37,7 @@ FLOORS = {
         {"checkpoint"},
         {"lifecycle", "agreement"},
         {"evaluate", "launch"},
-        {"samples"},
+        {"samples", "step_profile", "task_scores"},
         {"loop"},
         {"run_log"},
         {"build"},

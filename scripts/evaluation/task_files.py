@@ -1,0 +1,114 @@
+"""Tasks in files of examples: lm-eval's description of them, and the trainer's scores of a
+checkpoint."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Literal
+
+from training.data.tasks import read_examples
+from training.errors import InputError
+
+SUFFIX: Final = ".jsonl"
+TASK: Final = """\
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: context
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {{metric: acc}}
+  - {{metric: acc_norm}}
+metadata: {{version: 1.0}}
+"""
+"""lm-eval's task of a file."""
+
+PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
+    None: None,
+    "float32": "fp32",
+    "bfloat16": "bf16",
+}
+
+
+def named_files(names: Sequence[str]) -> dict[str, str]:
+    """Return, of names of tasks, those that are files, by the name that their task has.
+
+    Raises InputError for two of one name, DataError for a file that is not a task.
+    """
+    files: dict[str, str] = {}
+    for name in (name for name in names if name.endswith(SUFFIX)):
+        task = f"file_{Path(name).stem}"
+        if task in files:
+            raise InputError(f"files of tasks must have names of their own, got {name} twice")
+        read_examples(Path(name))
+        files[task] = name
+    return files
+
+
+def write_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
+    """Write lm-eval's task of each file, by name, to `folder`; return the names."""
+    for name, file in files.items():
+        path = json.dumps(str(Path(file).resolve()))
+        (folder / f"{name}.yaml").write_text(TASK.format(name=json.dumps(name), file=path))
+    return list(files)
+
+
+def score_checkpoint(
+    source: Path, files: Mapping[str, str], dtype: str | None = None
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of each task, by name, of a run's newest checkpoint or of a step folder,
+    as `scripts.evaluation.harness.rows` reads them, by the trainer's own forward in one process.
+
+    `dtype` is float32 or bfloat16, None for that of the run. Raises InputError for another one.
+    """
+    if dtype not in PRECISIONS:
+        raise InputError(f"--dtype of a run must be float32 or bfloat16, got {dtype}")
+    from models.engine import import_engine  # here: these take seconds
+
+    import_engine()
+    from parallel.comm import groups
+    from training.build import build_parallel_model, build_tasks, start_groups
+    from training.checkpoint.files import read_checkpoint
+    from training.checkpoint.initial_weights import initial_weights
+    from training.config.schema import ParallelConfig, TasksConfig
+    from training.task_scores import score, tokens_of_a_pass
+
+    info = read_checkpoint(source)
+    config = info.config
+    config = replace(
+        config,
+        run=replace(config.run, device="auto"),
+        model=replace(config.model, attention_backend="sdpa"),
+        pc=None,  # the weights are PC(W)
+        parallel=ParallelConfig(),
+        train=replace(
+            config.train, fp8=None, precision=PRECISIONS[dtype] or config.train.precision
+        ),
+        checkpoint=replace(config.checkpoint, initialize_from=str(info.path)),
+        tasks=TasksConfig(files=dict(files)),
+    )
+    layout = start_groups(config)
+    try:
+        tasks = build_tasks(config)
+        for task in tasks:
+            print(task)
+        model = build_parallel_model(config, layout, initial_weights(config))
+        assert config.model.vocab_size is not None  # as saved
+        found = score(
+            model,
+            layout,
+            tasks,
+            vocab_size=config.model.vocab_size,
+            most_tokens=tokens_of_a_pass(config.train, config.model, layout),
+        )
+    finally:
+        groups.shutdown()
+    assert found is not None  # nothing stops it
+    return {
+        name: {f"{key},none": found[f"task/{name}/{key}"] for key in ("acc", "acc_norm")}
+        for name in files
+    }

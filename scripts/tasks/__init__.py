@@ -1,0 +1,1 @@
+"""Parts of scripts/prepare_task.py: rows of public data sets, and the examples that they become."""

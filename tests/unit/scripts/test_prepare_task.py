@@ -1,0 +1,229 @@
+"""scripts/prepare_task.py, tasks of scripts/evaluate.py, and both beside lm-eval where it is."""
+
+import gzip
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.comm import groups as process_groups
+from scripts.evaluate import main as evaluate
+from scripts.huggingface.export import Options, export
+from scripts.prepare_task import examples, main
+from scripts.tasks.formats import FORMATS
+from tests.paths import ROOT
+from tests.run_configs import tiny_config
+from tests.run_results import json_lines
+from tests.task_files import task_keys, write_tasks
+from tests.token_files import prepare_text
+from training.errors import DataError
+from training.run import train
+
+TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"
+LABELLED = {"text": ["rows", "a [b] c", "columns", "d", "e"], "label": list("ABCDE")}
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "arc": [{"question": "What has a matrix?", "choices": LABELLED, "answerKey": "C"}],
+    "boolq": [{"passage": "A matrix.", "question": "is it a matrix", "label": 1}],
+    "commonsense_qa": [{"question": " What is it? ", "choices": LABELLED, "answerKey": "D"}],
+    "hellaswag": [
+        {
+            "activity_label": "Baking [substeps]",
+            "ctx_a": "A man [header] bakes [title] bread.",
+            "ctx_b": "he  EATS",
+            "endings": ["it.", " [step] slowly,  with care.", "[title] fast", "ends [title] it."],
+            "label": "2",
+        }
+    ],
+    "openbookqa": [{"question_stem": "A matrix has", "choices": LABELLED, "answerKey": " B"}],
+    "piqa": [{"goal": "Invert it", "sol1": "Divide.", "sol2": "Solve {{x}}.", "label": 0}],
+    "sciq": [
+        {
+            "support": "  A matrix has rows.",
+            "question": "What has rows?",
+            "distractor1": "a",
+            "distractor2": "b",
+            "distractor3": "c",
+            "correct_answer": "a matrix",
+        },
+        {
+            "support": "",
+            "question": "What?",
+            "distractor1": "a",
+            "distractor2": "b",
+            "distractor3": "c",
+            "correct_answer": "d",
+        },
+    ],
+}
+"""Rows of each format, with what its readers change."""
+
+
+def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str:
+    """Write rows and return the file's name."""
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def with_lm_eval() -> Path:
+    """The interpreter of an environment that has lm-eval; skips without one."""
+    default = ROOT / ".venv-eval" / "bin" / "python"
+    if importlib.util.find_spec("lm_eval") is not None:
+        default = Path(sys.executable)
+    python = Path(os.environ.get("LM_EVAL_PYTHON", default))
+    if not python.exists():
+        pytest.skip(f"lm-eval is not installed: no {python}, and LM_EVAL_PYTHON names no other")
+    return python
+
+
+@pytest.mark.slow
+def test_examples_are_those_of_lm_eval(tmp_path):
+    python = with_lm_eval()
+    for name, rows in ROWS.items():
+        written(tmp_path, rows, name)
+    command = [str(python), str(ROOT / "tests" / "lm_eval_examples.py"), str(tmp_path)]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert theirs.keys() == FORMATS.keys() - {"plain"}
+    for name in theirs:
+        source = str(tmp_path / f"{name}.jsonl")
+        ours = [[each.context, each.choices, each.answer] for each in examples(source, name)]
+        assert ours == theirs[name], name
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of PC layers that scored two tasks, and its export `out`."""
+    folder = tmp_path_factory.mktemp("scored")
+    tokens = prepare_text(folder, TEXT, 800)
+    sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
+            for kind in ("train", "validation")}  # fmt: skip
+    keys = task_keys(write_tasks(folder, examples=40), **sets, model__vocab_size=300, pc__level=2)
+    world = process_groups.initialize()
+    train(tiny_config(str(folder), train__steps=6, checkpoint__interval=3, **keys), world)
+    process_groups.shutdown()
+    export(folder / "run", folder / "out", Options())
+    return folder
+
+
+def logged(folder: Path) -> dict[str, float]:
+    """The last scores of the run, by task and metric."""
+    line = json_lines(folder / "run" / "metrics.jsonl")[-1]
+    return {
+        f"{name} {key}": line[f"task/{name}/{key}"]
+        for name in ("words", "digits")
+        for key in ("acc", "acc_norm")
+    }
+
+
+def results(output: Path) -> dict[str, float]:
+    """The scores that scripts/evaluate.py has written, by task and metric."""
+    found = json.loads((output / "results.json").read_text())["results"]
+    return {
+        f"{name} {key}": found[f"file_{name}"][f"{key},none"]
+        for name in ("words", "digits")
+        for key in ("acc", "acc_norm")
+    }
+
+
+@pytest.mark.slow
+def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
+    options = ["--python", str(with_lm_eval()), "--output", str(tmp_path)]
+    assert evaluate([str(scored / "out"), "--tasks", *files, *options]) == 0
+    assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)
+
+
+def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
+    """The newest of a run, and an earlier one, which has other scores."""
+    files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
+    run = scored / "run"
+    assert evaluate([str(run), "--tasks", *files, "--output", str(tmp_path)]) == 0
+    assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)
+    assert "| file_words | acc " in capsys.readouterr().out
+    earlier = run / "checkpoints" / "step_00000003"
+    assert evaluate([str(earlier), "--tasks", files[0], "--dtype", "bfloat16"]) == 0
+    assert "| file_words | acc_norm " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--tasks", "piqa"], "a run or a checkpoint is scored on .jsonl files alone"),
+        (["--tasks", "{words}", "--device", "cuda"], "is for exported models"),
+        (["--tasks", "{words}", "--dtype", "float16"], "--dtype of a run must be float32 or"),
+        (["--tasks", "absent.jsonl"], "cannot read the task absent.jsonl"),
+        (["--tasks", "{words}", "{words}"], "must have names of their own"),
+    ],
+)
+def test_what_a_run_cannot_be_scored_on_is_refused(options, rule, scored, capsys):
+    given = [option.format(words=scored / "words.jsonl") for option in options]
+    assert evaluate([str(scored / "run"), *given]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_rows_become_examples(tmp_path, capsys):
+    """Of plain text, compressed and Parquet; other keys than a format's are left out."""
+    plain = {"id": 7, "context": "one", "choices": ["a", "é"], "answer": 1}
+    arc = written(tmp_path, ROWS["arc"])
+    output = tmp_path / "tasks" / "arc.jsonl"
+    assert main([arc, "--format", "arc", "--output", str(output)]) == 0
+    assert json_lines(output) == [
+        {
+            "context": "Question: What has a matrix?\nAnswer:",
+            "choices": LABELLED["text"],
+            "answer": 2,
+        }
+    ]
+    assert "1 examples, 5 choices, 0.200 by chance" in capsys.readouterr().out
+    compressed = tmp_path / "rows.jsonl.gz"
+    compressed.write_bytes(gzip.compress((json.dumps(plain) + "\n").encode() * 3))
+    assert main([str(compressed), "--output", str(output), "--limit", "2"]) == 0
+    del plain["id"]
+    assert json_lines(output) == [plain] * 2
+    table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS["hellaswag"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
+    found = list(examples(str(tmp_path / "rows.parquet"), "hellaswag"))
+    assert found[0].context == "Baking : A man bakes. bread. He eats" and found[0].answer == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "rule"),
+    [
+        (ROWS["arc"][0] | {"answerKey": ""}, "arc", "line 1: not of the format arc"),
+        (ROWS["hellaswag"][0] | {"label": ""}, "hellaswag", "line 1: not of the format hellaswag"),
+        (ROWS["boolq"][0] | {"label": -1}, "boolq", "line 1: answer must be the index of one of 2"),
+        (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two texts"),
+        ([1], "plain", "line 1: not of the format plain"),
+    ],
+)
+def test_rows_of_no_example_are_refused(row, name, rule, tmp_path, capsys):
+    source = written(tmp_path, [row])
+    with pytest.raises(DataError, match=rule):
+        list(examples(source, name))
+    assert main([source, "--format", name, "--output", str(tmp_path / "out.jsonl")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+
+
+def test_sources_that_cannot_be_read_are_refused(tmp_path, capsys):
+    (tmp_path / "empty.jsonl").touch()
+    output = ["--output", str(tmp_path / "out.jsonl")]
+    for source in (
+        "absent.jsonl",
+        "absent.parquet",
+        "hf:",
+        str(tmp_path),
+        str(tmp_path / "empty.jsonl"),
+    ):
+        assert main([source, *output]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert main([written(tmp_path, ROWS["arc"]), "--output", str(tmp_path / "out")]) == 2
+    assert "--output must end in .jsonl" in capsys.readouterr().err
