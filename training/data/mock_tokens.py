@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from training.data.documents import Borders
 from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20
@@ -18,6 +19,9 @@ VOCABULARY = 50_304
 
 BLOCK = 1 << 12
 """Tokens that are drawn at a time."""
+
+DOCUMENTS = 4
+"""Documents that begin in a block: they are of 1,024 tokens in the mean."""
 
 
 class MockTokens(TokenSet):
@@ -54,9 +58,22 @@ class MockTokens(TokenSet):
 
     def _block(self, index: int) -> NDArray[np.int64]:
         """The tokens `[BLOCK]` from `index * BLOCK` on."""
-        uniform = np.random.default_rng((self._seed, index)).random(BLOCK)
+        uniform = self._generator(index).random(BLOCK)
         ranks = np.exp(uniform * math.log(self.vocabulary + 1)).astype(np.int64) - 1
         return np.minimum(ranks, self.vocabulary - 1)
+
+    def _generator(self, *of: int) -> np.random.Generator:
+        return np.random.default_rng((self._seed, *of))
+
+    def starts(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return where documents begin among tokens `start` to `stop` of the stream, ascending."""
+        blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+        drawn = [self._generator(i, 1).integers(0, BLOCK, DOCUMENTS) + i * BLOCK for i in blocks]
+        starts = np.unique(np.concatenate(drawn))
+        return starts[(start <= starts) & (starts < stop)]
+
+    def check_documents(self, borders: Borders) -> None:
+        """Do nothing: there are always documents of several tokens."""
 
     def max_token(self) -> int:
         """Return the largest token id."""

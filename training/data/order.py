@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from training.data.documents import CROSSED, Borders
 from training.data.manifest import SetEntry
 from training.data.phase import Counts, Phase, SetCount
 from training.data.shuffle import Permutation
@@ -121,7 +122,9 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 
 
 class TrainingData(Dataset[Tensor]):
-    """All samples of a run: `data[k]` is sample k, int64 `[sequence_length + 1]`, for any k >= 0.
+    """All samples of a run: `data[k]` is sample k, for any k >= 0.
+
+    It is int64 `[sequence_length + 1]`, or with borders what `TokenSet.sample` returns.
 
     A run whose mixture changes has one of these for each; `at` returns that of a step.
 
@@ -132,6 +135,7 @@ class TrainingData(Dataset[Tensor]):
         seed: of the order within the sets.
         open_set: what makes a set of its name and prefix; the default reads files.
         phases: steps before each later phase, ascending, and its weights by set.
+        borders: what is made of the borders between documents.
 
     Raises:
         ConfigError: a weight vanishes beside the others.
@@ -146,12 +150,14 @@ class TrainingData(Dataset[Tensor]):
         seed: int,
         open_set: OpenSet = TokenSet,
         phases: Sequence[tuple[int, Mapping[str, float]]] = (),
+        borders: Borders = CROSSED,
     ) -> None:
         ordered = sorted(sets, key=lambda each: each[0])
         self.all_sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
         """Of all phases; `sets` are those of this one."""
         self.sequence_length = sequence_length
         self.seed = seed
+        self.borders = borders
         self.phase = Phase()
         self.later: tuple[tuple[int, TrainingData], ...] = ()
         self._mix({name: weight for name, _, weight in ordered})
@@ -176,7 +182,7 @@ class TrainingData(Dataset[Tensor]):
 
     def __getitem__(self, sample: int) -> Tensor:
         chosen, window = self.source(sample)
-        return torch.from_numpy(self.sets[chosen].window(window))
+        return torch.from_numpy(self.sets[chosen].sample(window, self.borders))
 
     def source(self, sample: int) -> tuple[int, int]:
         """Return (index in `sets`, window) of a sample of the phase."""
@@ -223,6 +229,14 @@ class TrainingData(Dataset[Tensor]):
             use = SetUse(each.name, share, len(each), count.samples, count.tokens, epochs)
             uses.append(use)
         return uses
+
+    def attended_length(self) -> float:
+        """Return the length of equal documents whose tokens would see as many keys as those of the
+        mixture do, or of the windows if attention crosses the borders."""
+        if not self.borders.mask:
+            return float(self.sequence_length)
+        lengths = [each.attended_length() for each in self.sets]
+        return float(np.average(lengths, weights=self.blend.quotas))
 
     def earlier(self) -> dict[str, int]:
         """Return, by name, the tokens that earlier phases read of sets that the run has no more."""
@@ -283,7 +297,8 @@ def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
 def training_loader(
     data: TrainingData, sampler: GlobalBatchSampler, *, workers: int = 0
 ) -> DataLoader[Tensor]:
-    """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`.
+    """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
+    `[micro_batch, 2, sequence_length + 1]` with borders.
 
     To resume, build it with a sampler whose `consumed` is the number of samples used so far.
 
@@ -294,7 +309,8 @@ def training_loader(
         ConfigError: there is too little shared memory for what `workers` read ahead.
     """
     if workers:
-        _check_shared_memory(workers, sampler.micro_batch * (data.sequence_length + 1) * 8)
+        rows = sampler.micro_batch * (2 if data.borders.needed else 1)
+        _check_shared_memory(workers, rows * (data.sequence_length + 1) * 8)
     return DataLoader(
         data,
         batch_sampler=sampler,
@@ -331,6 +347,7 @@ class ValidationData:
             `token_bytes`. Without both, the bytes are estimated from the manifest's mean bytes
             per token, and unknown if there is no manifest.
         open_set: what makes the set of its name and prefix; the default reads files.
+        borders: what is made of the borders between documents.
 
     Raises:
         DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
@@ -346,12 +363,20 @@ class ValidationData:
         token_bytes: Tensor | None = None,
         tokenizer: Path | None = None,
         open_set: OpenSet = TokenSet,
+        borders: Borders = CROSSED,
     ) -> None:
         self.name = name
         self.set = open_set(name, prefix, sequence_length)
+        self.borders = borders
         self.samples = min(len(self.set), samples or len(self.set))
         self.target_tokens = self.samples * sequence_length
+        left_out: list[int] = []
+        if not borders.first_token_loss:
+            left_out = self.set.starts(1, self.target_tokens + 1).tolist()
+        self.counted_tokens = self.target_tokens - len(left_out)
         self.target_bytes = self._target_bytes(token_bytes, tokenizer)
+        if self.target_bytes is not None and left_out:
+            self.target_bytes -= self._bytes_of(left_out, token_bytes)
 
     def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
         """Bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
@@ -369,6 +394,15 @@ class ValidationData:
         blocks = self.set.blocks(1, self.target_tokens + 1)
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
+    def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
+        """Bytes of text of the tokens at these places: without `token_bytes` as many as of others
+        in the mean."""
+        tokens = [int(self.set.read(place, 1)[0]) for place in places]
+        if token_bytes is None:
+            assert self.target_bytes is not None
+            return len(tokens) * self.target_bytes / self.target_tokens
+        return float(token_bytes[tokens].sum())
+
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
         """As `_target_bytes`, by decoding the targets, or the rest of a set of known size."""
         end, size = self.target_tokens + 1, self.set.tokens
@@ -381,7 +415,7 @@ class ValidationData:
         """Return a mean loss, in nats per token, as bits per byte, None if bytes are unknown."""
         if not self.target_bytes:
             return None
-        return loss * self.target_tokens / (math.log(2) * self.target_bytes)
+        return loss * self.counted_tokens / (math.log(2) * self.target_bytes)
 
     def micro_batches(self, *, micro_batch: int, data_size: int) -> int:
         """Return the number of micro-batches on each rank."""
@@ -392,12 +426,14 @@ class ValidationData:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
 
+        With borders the first are what `TokenSet.sample` returns, `[micro_batch, 2, ...]`.
         Weights, float32 `[micro_batch]`, are 1 for windows that count and 0 for repetitions of the
         last window that fill up the batch. Over all ranks every window counts once.
         """
         for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
             first = (batch * data_size + data_rank) * micro_batch
             indices = range(first, first + micro_batch)
-            windows = [self.set.window(min(index, self.samples - 1)) for index in indices]
+            last = self.samples - 1
+            windows = [self.set.sample(min(index, last), self.borders) for index in indices]
             counted = [float(index < self.samples) for index in indices]
             yield torch.from_numpy(np.stack(windows)), torch.tensor(counted)

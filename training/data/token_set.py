@@ -13,6 +13,9 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
+from training.data.document_index import DocumentIndex
+from training.data.documents import SPREAD as SPREAD_WINDOWS
+from training.data.documents import Borders, first_tokens, squared_length
 from training.data.hashes import BlockHashes, file_sha256
 from training.data.index_file import HEADER, MAGIC
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
@@ -82,6 +85,54 @@ class TokenSet:
     def window(self, index: int) -> NDArray[np.int64]:
         """Return window `index` of the stream, `[sequence_length + 1]`."""
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
+
+    def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
+        """Return `window(index)`, or `[2, sequence_length + 1]` where the borders are needed: the
+        tokens, and the place in the window of the first token of each token's document."""
+        window = self.window(index)
+        if not borders.needed:
+            return window
+        begin = index * self.sequence_length
+        starts = self.starts(begin, begin + len(window)) - begin
+        return np.stack([window, first_tokens(starts, len(window))])
+
+    def starts(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return where documents begin among tokens `start` to `stop` of the stream, ascending."""
+        return self._documents.starts(start, stop)
+
+    @cached_property
+    def _documents(self) -> DocumentIndex:
+        index = self._dataset.index
+        return DocumentIndex(
+            index.sequence_pointers, index.document_indices, self.tokens, self._dtype.itemsize
+        )
+
+    def check_documents(self, borders: Borders) -> None:
+        """Raise DataError unless the index has documents whose borders can be used."""
+        try:
+            documents = self._documents.count()
+        except ValueError as error:
+            raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
+        if documents < 2:
+            raise DataError(
+                f"set {self.name}: {self.prefix}.idx must have two documents or more for "
+                "data.document_mask and data.first_token_loss=false, got one: prepare the text "
+                "again with its documents apart"
+            )
+        if not borders.first_token_loss and documents == self.tokens:
+            raise DataError(
+                f"set {self.name}: documents of {self.prefix}.idx must have two tokens or more "
+                "for data.first_token_loss=false, got one token in each"
+            )
+
+    def attended_length(self) -> float:
+        """Return the length of equal documents whose tokens would see as many keys as those of this
+        set do in its windows, the mean over evenly spaced windows."""
+        length = self.sequence_length
+        windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
+        begins = (windows * length).tolist()
+        squares = (squared_length(self.starts(b, b + length) - b, length) for b in begins)
+        return sum(squares) / (len(begins) * length)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
         """Return tokens `start` to `start + count` of the stream, `[count]`, a view of the file.
