@@ -29,9 +29,9 @@ def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
 
 
 @lru_cache(maxsize=64)
-def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
+def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
     """Return the size of `model` and the training FLOPs of one token in a sequence of
-    `sequence_length`.
+    `sequence_length`, or in documents of such an attended length.
 
     Forward and backward of every active matrix but an embedding that is not tied to the head (a
     lookup): 6 FLOPs per element.
@@ -51,7 +51,7 @@ def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
     )
 
 
-def mean_keys(model: ModelConfig, layer: int, sequence_length: int) -> float:
+def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
     """Return how many keys a token sees in layer `layer`, the mean over the sequence.
 
     Half of the sequence under the causal mask; with a window w of s tokens `w - w^2 / (2 s)`.

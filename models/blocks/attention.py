@@ -18,10 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from models.blocks.document_attention import VARYING, check_varying, varying_attention
 from models.blocks.heads import HeadFunctions, split_heads
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import rotate_halves
 from models.context import context_chunks, in_sequence_order
+from models.documents import Documents, Part
 from spectral.kernels.library import is_slow
 
 FUSED: Final = [
@@ -128,18 +130,19 @@ class CoreAttention(torch.nn.Module):
         head_size = config.kv_channels
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None) -> Tensor:
         """Return the attention output `[s, b, heads * d]` of the last s positions of t.
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
+        documents    those of the queries, which see no keys of others; None for one document
         """
         raise NotImplementedError
 
-    def largest_score(self, query: Tensor, key: Tensor) -> Tensor:
+    def largest_score(self, query: Tensor, key: Tensor, documents: Part | None) -> Tensor:
         """Return the largest scaled score `[]` of `query` and `key`, as `attend` takes them, that
         the mask lets through."""
-        return largest_causal_score(query, key, self.scale)
+        return largest_causal_score(query, key, self.scale, documents=documents)
 
     def forward(
         self,
@@ -149,54 +152,65 @@ class CoreAttention(torch.nn.Module):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: object | None = None,
+        packed_seq_params: Documents | None = None,
         **_: object,
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and
         `key`, `value` `[s, b, groups, d]`. The causal mask is implied, `attention_mask` unused.
+        With documents, which Megatron calls `packed_seq_params`, it ends at their borders.
 
-        Raises ValueError for packed sequences or a bias on the scores.
+        Raises ValueError for a bias on the scores.
         """
-        if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError(
-                "the sdpa attention backend takes neither packed sequences nor an attention bias"
-            )
+        if attention_bias is not None:
+            raise ValueError("the sdpa attention backend takes no attention bias")
         if self.context is None:
-            return self.attend(query, key, value)
+            return self.attend(query, key, value, whole(packed_seq_params))
         key, value = gather_sequence(key, value, self.context)
         outputs = [
-            self.attend(part, key[:stop], value[:stop])
-            for part, stop in self._parts(query, key.shape[0])
+            self.attend(part, key[:stop], value[:stop], documents)
+            for part, stop, documents in self._parts(query, key.shape[0], packed_seq_params)
         ]
         return torch.cat(outputs)
 
     @torch.no_grad()
-    def largest_logit(self, query: Tensor, key: Tensor) -> Tensor:
+    def largest_logit(
+        self, query: Tensor, key: Tensor, documents: Documents | None = None
+    ) -> Tensor:
         """Return the largest scaled score `[]` of this rank's queries that the mask lets through,
         of the `query` and `key` that `forward` takes; for monitored steps."""
         if self.context is None:
-            return self.largest_score(query, key)
+            return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
         scores = [
-            self.largest_score(part, key[:stop]) for part, stop in self._parts(query, key.shape[0])
+            self.largest_score(part, key[:stop], own)
+            for part, stop, own in self._parts(query, key.shape[0], documents)
         ]
         return torch.stack(scores).amax()
 
-    def _parts(self, query: Tensor, length: int) -> Iterator[tuple[Tensor, int]]:
-        """This context rank's chunks of the queries, and where each ends in the sequence."""
+    def _parts(
+        self, query: Tensor, length: int, documents: Documents | None
+    ) -> Iterator[tuple[Tensor, int, Part | None]]:
+        """This context rank's chunks of the queries, where each ends in the sequence, and its
+        documents."""
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
-        for part, chunk in zip(query.chunk(len(chunks)), chunks, strict=True):
-            yield part, chunk.stop
+        parts = [None] * len(chunks) if documents is None else documents.parts
+        for part, chunk, own in zip(query.chunk(len(chunks)), chunks, parts, strict=True):
+            yield part, chunk.stop, own
 
 
 class SDPACoreAttention(CoreAttention):
     """Attention by PyTorch's scaled_dot_product_attention; grouped-query heads are never repeated
     in memory."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None) -> Tensor:
         """Return the output of `causal_attention`."""
-        return causal_attention(query, key, value, self.scale)
+        return causal_attention(query, key, value, self.scale, documents)
+
+
+def whole(documents: Documents | None) -> Part | None:
+    """Return the documents of whole sequences, which are one part."""
+    return None if documents is None else documents.parts[0]
 
 
 def context_group(
@@ -230,15 +244,20 @@ def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tup
     return key, value
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Part | None = None
+) -> Tensor:
     """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
+    documents    those of the queries, which see no keys of others; None for one document
     """
     if is_slow(query):
         q, k, v = (x.float() for x in (query, key, value))
-        return causal_attention(q, k, v, scale).to(query.dtype)
+        return causal_attention(q, k, v, scale, documents).to(query.dtype)
+    if documents is not None and query.is_cuda and query.dtype != torch.float64:
+        return varying_attention(query, key, value, scale, documents.lengths)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:
@@ -246,7 +265,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     with allowed_kernels(q):
-        if q.shape[2] == k.shape[2]:
+        if documents is not None:
+            rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
+            hidden = hidden_keys(rows, keys, k.shape[2] - q.shape[2], None, q.device)
+            hidden = hidden | other_documents(rows, keys, documents)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=~hidden[:, None], scale=scale, enable_gqa=grouped
+            )
+        elif q.shape[2] == k.shape[2]:
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
@@ -279,12 +305,16 @@ def attention_kernel(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    documents: bool = False,
 ) -> str:
     """Return the name of the kernel of `causal_attention` of `heads` heads over `groups` keys.
 
-    It is flash_attention, cudnn_attention, efficient_attention or math. Raises RuntimeError if none
-    is allowed.
+    It is flash_attention, cudnn_attention, efficient_attention or math, or VARYING for `documents`
+    on a GPU. Raises RuntimeError if none is allowed.
     """
+    if documents and device.type == "cuda":
+        check_varying(max(key_size, value_size), dtype)
+        return VARYING
     groups = heads if device.type == "cuda" and dtype == torch.float32 else groups
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
     query = torch.empty(1, heads, 128, key_size, **options)
@@ -300,12 +330,16 @@ def attention_kernel(
 
 
 def largest_causal_score(
-    query: Tensor, key: Tensor, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    window: int | None = None,
+    documents: Part | None = None,
 ) -> Tensor:
     """Return the largest of the scores `[]` that attention takes the softmax of, float32 or wider.
 
     A block of queries at a time, so that no `[s, t]` matrix is made. With `window` a query sees
-    that many keys up to its own.
+    that many keys up to its own, with `documents` none of others.
     """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -314,6 +348,8 @@ def largest_causal_score(
         part = query[rows].to(dtype).unflatten(2, (groups, -1))
         scores = torch.einsum("sbgrd,tbgd->bgrst", part, key[seen].to(dtype))
         scores.masked_fill_(hidden_keys(rows, seen, t - s, window, scores.device), -math.inf)
+        if documents is not None:
+            scores.masked_fill_(other_documents(rows, seen, documents)[:, None, None], -math.inf)
         best = torch.maximum(best, scale * scores.amax())
     return best
 
@@ -335,3 +371,9 @@ def hidden_keys(
     key = torch.arange(seen.start, seen.stop, device=device)
     hidden = key > query
     return hidden if window is None else hidden | (key <= query - window)
+
+
+def other_documents(rows: slice, seen: slice, documents: Part) -> Tensor:
+    """Return where a key of a block is before the document of a query of it, `[b, rows, keys]`."""
+    key = torch.arange(seen.start, seen.stop, device=documents.firsts.device)
+    return key < documents.firsts[:, rows, None]

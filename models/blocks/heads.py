@@ -20,7 +20,7 @@ def turned_heads(
     """Norm heads, if there are gains of queries and keys, and rotate them by their positions.
 
     `query` `[s, b, groups, heads of one, d]` becomes `[s, b, heads, d]`, `key` `[s, b, groups, 1,
-    d]` `[s, b, groups, d]`; `turns` are `[s, 1, 1, 1, 2 d]`.
+    d]` `[s, b, groups, d]`; `turns` are `[s, 1 or b, 1, 1, 2 d]`.
     """
     if gains:
         query, key = rms_norm(query, gains[0], epsilon), rms_norm(key, gains[1], epsilon)
@@ -65,7 +65,7 @@ def split_heads(
     functions: HeadFunctions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, the first two normed
-    by their `gains`, if there are any, and rotated by `turns` `[s, 1, 1, 2 d]`.
+    by their `gains`, if there are any, and rotated by `turns` `[s, 1 or b, 1, 2 d]`.
 
     `mixed` is `[s, b, groups, (heads of one + 2) d]`, of each group its queries, key and value.
     """

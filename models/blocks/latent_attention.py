@@ -17,6 +17,7 @@ from models.blocks.attention import SDPACoreAttention
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import rotate_pairs
 from models.config import LatentConfig
+from models.documents import Documents
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -86,15 +87,19 @@ class LatentAttention(torch.nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         rotary_pos_emb: Tensor,
+        packed_seq_params: Documents | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output `[s, b, hidden]` of `hidden_states` `[s, b, hidden]`, and no bias.
 
-        `rotary_pos_emb` are the turns `[s, 1, 1, 2 rope_head_dim]`. Under sequence parallelism the
-        first axis of input and output is this rank's part.
+        `rotary_pos_emb` are the turns `[s, 1 or b, 1, 2 rope_head_dim]`. Under sequence parallelism
+        the first axis of input and output is this rank's part.
         """
         query, key, value = self.heads(hidden_states, rotary_pos_emb)
-        output, bias = self.linear_proj(self.core_attention(query, key, value, attention_mask))
+        attended = self.core_attention(
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params
+        )
+        output, bias = self.linear_proj(attended)
         return output, bias
 
     def heads(self, hidden_states: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, all_reduce
 
 from models.blocks.chunked_loss import losses_and_normalizers
 from models.blocks.softcap import softcapped
+from models.documents import Documents
 
 
 class Head(ColumnParallelLinear):
@@ -123,6 +124,14 @@ class DecoderModel(GPTModel):
                 softcap=softcap,
             )
             self.setup_embeddings_and_output_layer()
+
+    def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        """As Megatron's, with the rotary turns of positions in documents where there are some."""
+        hidden, turns, *rest = super()._preprocess(*arguments, **options)
+        documents = options.get("packed_seq_params")
+        if isinstance(documents, Documents):
+            turns = self.rotary_pos_emb.of_documents(documents)
+        return hidden, turns, *rest
 
     def _postprocess(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models.config import LLAMA3_KEYS, RopeScalingConfig
 from models.context import context_part
+from models.documents import Documents
 
 
 class RotaryEmbedding(MegatronRotaryEmbedding):
@@ -49,7 +50,16 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         cosines of their angles, then the sines, with the sign that `rotated` wants."""
         if packed_seq:
             raise ValueError("rotary embeddings of packed sequences are not supported")
-        key = max_seq_len, offset, self.cp_group if cp_group is None else cp_group
+        return self._kept(max_seq_len, offset, self.cp_group if cp_group is None else cp_group)
+
+    def of_documents(self, documents: Documents) -> Tensor:
+        """Return the turns `[s / context ranks, b, 1, 2 head size]` of tokens whose positions are
+        those in their documents."""
+        whole = self._kept(documents.max_seqlen_q, 0, None)
+        return whole[documents.positions.T, 0]
+
+    def _kept(self, length: int, offset: int, group: dist.ProcessGroup | None) -> Tensor:
+        key = length, offset, group
         if key not in self._made:
             self._made[key] = self._turns(*key)
         return self._made[key]
@@ -91,7 +101,7 @@ def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Te
     """Rotate `query` `[s, b, heads, d]` and `key` `[s, b, groups, d]` by their positions.
 
     Elements i and i + d / 2 of each head are rotated by one angle (Su et al., "RoFormer", 2021, in
-    the layout of GPT-NeoX and Llama); `turns` `[s, 1, 1, 2 d]` are those of `RotaryEmbedding`.
+    the layout of GPT-NeoX and Llama); `turns` `[s, 1 or b, 1, 2 d]` are those of `RotaryEmbedding`.
     """
     cos, sin = turns.to(query.dtype).chunk(2, -1)
     return rotated(query, cos, sin), rotated(key, cos, sin)
@@ -107,8 +117,8 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_pairs(heads: Tensor, turns: Tensor) -> Tensor:
     """Rotate each pair of neighbours in `heads` `[s, b, heads, d]` by its angle, as DeepSeek does.
 
-    `turns` `[s, 1, 1, 2 d]` are those of `RotaryEmbedding`. The first elements of all pairs are
-    returned before the second ones, in queries and in keys, so that their product is the same.
+    `turns` `[s, 1 or b, 1, 2 d]` are those of `RotaryEmbedding`. The first elements of all pairs
+    are returned before the second ones, in queries and in keys, so that their product is the same.
     """
     cos, _, _, sin = turns.to(heads.dtype).chunk(4, -1)
     first, second = heads[..., 0::2], heads[..., 1::2]

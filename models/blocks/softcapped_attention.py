@@ -15,9 +15,11 @@ from models.blocks.attention import (
     CoreAttention,
     hidden_keys,
     largest_causal_score,
+    other_documents,
     score_blocks,
 )
 from models.blocks.softcap import softcap_
+from models.documents import Part
 
 
 class SoftcappedCoreAttention(CoreAttention):
@@ -33,13 +35,15 @@ class SoftcappedCoreAttention(CoreAttention):
         self.softcap = softcap
         self.window = window
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None) -> Tensor:
         """Return the output of `softcapped_attention`."""
-        return softcapped_attention(query, key, value, self.scale, self.softcap, self.window)
+        return softcapped_attention(
+            query, key, value, self.scale, self.softcap, self.window, documents
+        )
 
-    def largest_score(self, query: Tensor, key: Tensor) -> Tensor:
+    def largest_score(self, query: Tensor, key: Tensor, documents: Part | None) -> Tensor:
         """Return the largest scaled score `[]` that the mask lets through, before it is capped."""
-        return largest_causal_score(query, key, self.scale, self.window)
+        return largest_causal_score(query, key, self.scale, self.window, documents)
 
 
 def softcapped_attention(
@@ -49,6 +53,7 @@ def softcapped_attention(
     scale: float,
     cap: float | None = None,
     window: int | None = None,
+    documents: Part | None = None,
 ) -> Tensor:
     """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
@@ -58,12 +63,13 @@ def softcapped_attention(
         scale: factor on the scores.
         cap: cap of the scaled scores, None for none.
         window: keys that a query sees, its own included; None for all before it.
+        documents: those of the queries, which see no keys of others; None for one document.
     """
     groups = key.shape[2]
     q = query.permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(0, 1)  # [b g, n, s, d]
     k, v = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (key, value))  # [b g, t, d]
     out: Tensor = _SoftcappedAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, scale, cap, window
+        q, k, v, scale, cap, window, documents
     )
     return out.unflatten(0, (-1, groups)).flatten(1, 2).permute(2, 0, 1, 3).flatten(2)
 
@@ -80,6 +86,7 @@ class _SoftcappedAttention(torch.autograd.Function):
         scale: float,
         cap: float | None,
         window: int | None,
+        documents: Part | None,
     ) -> Tensor:
         (_, n, s, _), t = query.shape, key.shape[1]
         out = query.new_empty(*query.shape[:3], value.shape[-1])
@@ -88,20 +95,20 @@ class _SoftcappedAttention(torch.autograd.Function):
         for rows, seen in score_blocks(s, t, window):
             scores = product(query[:, :, rows].flatten(1, 2), key[:, seen].mT).mul_(scale)
             scores = softcap_(scores, cap).unflatten(1, (n, -1))  # [batch, n, rows, keys]
-            hidden = hidden_keys(rows, seen, t - s, window, scores.device)
+            hidden = hidden_scores(scores, rows, seen, t - s, window, documents)
             scores.masked_fill_(hidden, -torch.inf)
             normalizers[:, :, rows] = scores.logsumexp(-1, keepdim=True)
             weights = scores.sub_(normalizers[:, :, rows]).exp_().to(value.dtype).flatten(1, 2)
             out[:, :, rows] = product(weights, value[:, seen]).unflatten(1, (n, -1)).to(out.dtype)
         ctx.save_for_backward(query, key, value, out, normalizers)
-        ctx.constants = scale, cap, window
+        ctx.constants = scale, cap, window, documents
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normalizers = ctx.saved_tensors
-        scale, cap, window = ctx.constants
+        scale, cap, window, documents = ctx.constants
         (_, n, s, _), t, wide = query.shape, key.shape[1], normalizers.dtype
         # The softmax's gradient is p (dp - sum(p dp)), and that sum the one of out * dout.
         shares = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
@@ -112,7 +119,8 @@ class _SoftcappedAttention(torch.autograd.Function):
             k, v = key[:, seen], value[:, seen]
             scores = softcap_(product(q, k.mT).mul_(scale), cap).unflatten(1, (n, -1))
             weights = (scores - normalizers[:, :, rows]).exp_()
-            weights.masked_fill_(hidden_keys(rows, seen, t - s, window, scores.device), 0.0)
+            hidden = hidden_scores(scores, rows, seen, t - s, window, documents)
+            weights.masked_fill_(hidden, 0.0)
             of_value[:, seen] += product(weights.to(v.dtype).flatten(1, 2).mT, upstream)
             change = product(upstream, v.mT).unflatten(1, (n, -1)).sub_(shares[:, :, rows])
             change = change.mul_(weights).mul_(scale)
@@ -121,7 +129,25 @@ class _SoftcappedAttention(torch.autograd.Function):
             change = change.to(q.dtype).flatten(1, 2)
             of_query[:, :, rows] = product(change, k).unflatten(1, (n, -1)).to(query.dtype)
             of_key[:, seen] += product(change.mT, q)
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), *[None] * 4
+
+
+def hidden_scores(
+    scores: Tensor,
+    rows: slice,
+    seen: slice,
+    offset: int,
+    window: int | None,
+    documents: Part | None,
+) -> Tensor:
+    """Return which scores `[batch, n, rows, keys]` of a block the mask hides, in a shape that fits
+    them; the arguments are those of `hidden_keys` and `other_documents`."""
+    hidden = hidden_keys(rows, seen, offset, window, scores.device)
+    if documents is None:
+        return hidden
+    others = other_documents(rows, seen, documents)
+    groups = len(scores) // len(others)
+    return (hidden | others).repeat_interleave(groups, 0)[:, None]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

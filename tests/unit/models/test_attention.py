@@ -1,10 +1,12 @@
 """Attention, plain and with capped scores and windows, beside the same on whole scores; and which
 kernel computes it, on a GPU never the one that keeps all scores."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from models.blocks import attention
 from models.blocks.attention import (
@@ -14,7 +16,9 @@ from models.blocks.attention import (
     causal_attention,
     largest_causal_score,
 )
+from models.blocks.document_attention import varying_attention
 from models.blocks.softcapped_attention import softcapped_attention
+from models.documents import Part, lengths_of
 from parallel.comm.groups import Groups
 from tests.live_bytes import peak_bytes
 from tests.run_configs import tiny_config
@@ -42,6 +46,27 @@ def visible(s: int, t: int, window: int | None) -> Tensor:
     return torch.tensor(pairs)
 
 
+DOCUMENTS = [[3, 1, 5, 11], [20]]
+"""Tokens of the documents of the two sequences."""
+
+
+def documents(s: int, t: int) -> Part:
+    """The documents of the last s positions of sequences of t, as of the last rank's chunk."""
+    rows = []
+    for lengths in DOCUMENTS:
+        begins = [sum(lengths[:i]) for i in range(len(lengths))]
+        rows.append(torch.tensor(begins).repeat_interleave(torch.tensor(lengths))[:t])
+    firsts = torch.stack(rows)[:, t - s :]
+    return Part(firsts, lengths_of(firsts, range(t - s, t), Tensor.clone))
+
+
+def same_document(s: int, t: int) -> Tensor:
+    """Which keys are of a query's document `[2, s, t]`, pair by pair."""
+    numbers = [[i for i, n in enumerate(lengths) for _ in range(n)] for lengths in DOCUMENTS]
+    rows = [[[a == b for b in row[:t]] for a in row[t - s : t]] for row in numbers]
+    return torch.tensor(rows)
+
+
 def scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Scaled scores `[b, heads, s, t]`."""
     keys = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
@@ -49,13 +74,22 @@ def scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    cap: float | None,
+    window: int | None,
+    apart: Part | None = None,
 ) -> Tensor:
     """The definition: scores of every pair, capped, masked, their softmax, values."""
     found = scores(query, key, scale)
     if cap is not None:
         found = cap * torch.tanh(found / cap)
     found = found.masked_fill(~visible(len(query), len(key), window), -torch.inf)
+    if apart is not None:
+        same = same_document(len(query), len(key))
+        found = found.masked_fill(~same[:, None], -torch.inf)
     values = value.repeat_interleave(query.shape[2] // value.shape[2], 2)
     return torch.einsum("bhst,tbhd->sbhd", found.softmax(-1), values).flatten(2)
 
@@ -128,6 +162,64 @@ def test_the_largest_score_is_one_that_the_mask_lets_through(window: int | None)
     assert largest_causal_score(query, key, 0.4, window).item() == pytest.approx(
         every.amax().item(), rel=1e-12
     )
+
+
+@pytest.mark.parametrize(("s", "t"), [(20, 20), (5, 20), (4, 7), (9, 9)])
+def test_documents_see_themselves_alone(s: int, t: int) -> None:
+    """In whole sequences and in their last part, as context parallelism has them."""
+    inputs, apart = problem(s, t), documents(s, t)
+    for function, given in (
+        (softcapped_attention, (3.0, 4)),
+        (softcapped_attention, (None, None)),
+        (causal_attention, ()),
+    ):
+        ours = outputs_and_gradients(function, inputs, 0.4, *given, apart)
+        expected = outputs_and_gradients(reference, inputs, 0.4, *(given or (None, None)), apart)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    every = scores(*inputs[:2], 0.4).masked_fill(~visible(s, t, 4), -torch.inf)
+    every = every.masked_fill(~same_document(s, t)[:, None], -torch.inf)
+    largest = largest_causal_score(*inputs[:2], 0.4, 4, apart)
+    assert largest.item() == pytest.approx(every.amax().item(), rel=1e-12)
+
+
+def one_after_another(
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *most: int,
+    scale: float, **options: Any,
+) -> Tensor:  # fmt: skip
+    """What PyTorch's varlen_attn states, document by document: each has the last queries of its
+    keys."""
+    assert options["window_size"] == (-1, 0)
+    assert options["enable_gqa"] == (query.shape[1] != key.shape[1])
+    ends = [each.tolist() for each in (queries, keys)]
+    assert [ends[0][-1], ends[1][-1]] == [len(query), len(key)]
+    assert list(most) == [int(each.diff().amax()) for each in (queries, keys)]
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    outs = []
+    for a, b, c, d in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        if b > a:
+            own = query[a:b, None], key[c:d, None], value[c:d, None]
+            outs.append(reference(*own, scale, None, None).squeeze(1))
+    return torch.cat(outs).unflatten(1, (query.shape[1], -1))
+
+
+@pytest.mark.parametrize(("s", "t"), [(20, 20), (5, 20), (4, 7), (9, 9)])
+def test_the_kernel_of_variable_length_gets_the_documents(
+    s: int, t: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", one_after_another)
+    apart = documents(s, t)
+    ours = outputs_and_gradients(varying_attention, problem(s, t), 0.4, apart.lengths)
+    expected = outputs_and_gradients(reference, problem(s, t), 0.4, None, None, apart)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+def test_documents_on_a_gpu_need_the_kernel_of_variable_length() -> None:
+    gpu = torch.device("cuda")
+    name = attention_kernel(4, 2, 128, 64, dtype=torch.bfloat16, device=gpu, documents=True)
+    assert name == "flash_attention of variable length"
+    for size, dtype in ((64, torch.float32), (264, torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="which takes 16 bits and heads of at most 256"):
+            attention_kernel(4, 2, size, size, dtype=dtype, device=gpu, documents=True)
 
 
 CPU = torch.device("cpu")
