@@ -68,7 +68,7 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     query, key, value, turns, queries, keys, q_gain, k_gain, out, q_sums, k_sums,
     tokens, batch, groups, ratio, size, epsilon,
     q_s, q_b, q_head, k_s, k_b, k_head, v_s, v_b, v_head,
-    x_s, x_b, x_group, x_head,
+    x_s, x_b, x_group, x_head, t_s, t_b,
     NORMED: tl.constexpr,
     WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -84,7 +84,7 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     for token in range(begin, tl.minimum(begin + TOKENS, tokens)):
         s, b = token // batch, token % batch
         # Rounded as the forward pass rounds them.
-        turn = turns + s * 2 * size + i
+        turn = turns + s * t_s + b * t_b + i
         narrow: tl.constexpr = out.dtype.element_ty
         cos = tl.load(turn, mask=i < half, other=0.0).to(narrow).to(WIDE)
         low_cos = tl.load(turn + half, mask=i < half, other=0.0).to(narrow).to(WIDE)
@@ -126,7 +126,7 @@ def gradients(
     Args:
         query: gradient `[s, b, heads, d]` of the rotated queries.
         key, value: gradients `[s, b, groups, d]` of rotated keys, and of values.
-        turns: cosines and signed sines `[s, 1, 1, 1, 2 d]` of the positions.
+        turns: cosines and signed sines `[s, 1 or b, 1, 1, 2 d]` of the positions.
         epsilon: of the norms.
         normed: queries `[s, b, groups, heads of one, d]` and keys `[s, b, groups, 1, d]` before
             their norms, and the two gains `[d]`, whose gradients follow; none without norms.
@@ -138,14 +138,16 @@ def gradients(
     programs = triton.cdiv(tokens, TOKENS)
     wide = torch.promote_types(query.dtype, torch.float32)
     sums = [torch.empty(programs, size, dtype=wide, device=query.device) for _ in normed[2:]]
+    turns = turns.contiguous()
+    turn_strides = turns.stride(0), turns.stride(1) if turns.shape[1] > 1 else 0
     strides = normed[0].stride()[:4] if normed else (0, 0, 0, 0)
     inputs, written = normed or (None,) * 4, sums or (None,) * 2
     if out.numel():
         heads_kernel[(programs,)](
-            query, key, value, turns.contiguous(), *inputs, out, *written,
+            query, key, value, turns, *inputs, out, *written,
             tokens, b, groups, ratio, size, epsilon,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            *strides,
+            *strides, *turn_strides,
             NORMED=bool(normed),
             WIDE=tl.float64 if wide == torch.float64 else tl.float32,
             TOKENS=TOKENS,

@@ -73,17 +73,26 @@ def test_a_wide_row_takes_several_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     ("s", "b", "groups", "ratio", "size"),
     [(5, 2, 2, 3, 8), (9, 1, 1, 1, 6), (1, 3, 20, 1, 2)],
 )
 def test_heads(
-    s: int, b: int, groups: int, ratio: int, size: int, normed: bool, dtype: torch.dtype
+    s: int,
+    b: int,
+    groups: int,
+    ratio: int,
+    size: int,
+    documents: bool,
+    normed: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """More heads and tokens than a program takes at a time, halves that are no power of two."""
+    """More heads and tokens than a program takes at a time, halves that are no power of two, and
+    positions in documents, which each sequence has for itself."""
     mixed = drawn(s, b, groups, (ratio + 2) * size, dtype=dtype)
     gains = [drawn(size, dtype=dtype) for _ in range(2 * normed)]
-    angles = torch.rand(s, 1, 1, size // 2, dtype=torch.float64)
+    angles = torch.rand(s, b if documents else 1, 1, size // 2, dtype=torch.float64)
     cos, sin = angles.cos(), angles.sin()
     turns = torch.cat([cos, cos, -sin, sin], -1).to(torch.promote_types(dtype, torch.float32))
     epsilon = 2.0**-10
