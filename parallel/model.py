@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -42,6 +43,10 @@ from spectral.grouped import grouped
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 """Turns token losses `[b, s]`, with a z-loss `[2, b, s]` (`DecoderModel`), into the micro-batch's
 scalar loss and the figures to collect."""
+
+Batch = dict[str, Any]
+"""A micro-batch: `tokens` and, to train or validate, `labels` `[b, s]`, `documents` (`Documents`)
+if they share its sequences, and what else its loss function reads."""
 
 
 @dataclass
@@ -166,8 +171,8 @@ class ParallelModel:
 
     def forward_backward(
         self,
-        batches: Callable[[], Iterator[dict[str, Tensor]]],
-        loss: Callable[[dict[str, Tensor]], LossFunction],
+        batches: Callable[[], Iterator[Batch]],
+        loss: Callable[[Batch], LossFunction],
         *,
         microbatches: int,
         micro_batch: int,
@@ -179,9 +184,8 @@ class ParallelModel:
         With `train` that is forward, backward and the gradient reduction, otherwise forward alone.
 
         Args:
-            batches: starts an iterator of `{"tokens": [b, s], "labels": [b, s], ...}`; it is called
-                once per chunk. Without labels the loss function gets logits
-                `[b, s, v / tensor]` of this rank's vocabulary.
+            batches: starts an iterator of batches; it is called once per chunk. Without labels the
+                loss function gets logits `[b, s, v / tensor]` of this rank's vocabulary.
             loss: turns a batch into its loss function.
             microbatches: number of micro-batches of this rank.
             micro_batch: samples of each, b.
@@ -193,14 +197,19 @@ class ParallelModel:
         """
 
         def forward(
-            iterator: Iterator[dict[str, Tensor]], chunk: torch.nn.Module
+            iterator: Iterator[Batch], chunk: torch.nn.Module
         ) -> tuple[Tensor, LossFunction]:
             batch = next(iterator)
             tokens = batch["tokens"]
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            return chunk(tokens, positions, None, labels=batch.get("labels")), self.share(
-                loss(batch)
+            output = chunk(
+                tokens,
+                positions,
+                None,
+                labels=batch.get("labels"),
+                packed_seq_params=batch.get("documents"),
             )
+            return output, self.share(loss(batch))
 
         iterators = [batches() for _ in self.chunks]
         for chunk in self.chunks:

@@ -29,6 +29,7 @@ from training.checkpoint.progress import Progress
 from training.config import Config
 from training.config.files import flat
 from training.config.schema import DataConfig, TrainSet, ValidationSet
+from training.data.documents import Borders
 from training.data.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -308,6 +309,7 @@ def kernel_of(config: Config, groups: Groups) -> str:
             model.value_head_size,
             dtype=DTYPES[config.train.precision],
             device=groups.device,
+            documents=config.data.document_mask,
         )
     except RuntimeError as error:
         raise ConfigError(
@@ -335,6 +337,7 @@ def build_data(
         open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
     else:
         check_tokenizers(data)
+    borders = Borders(mask=data.document_mask, first_token_loss=data.first_token_loss)
     train = TrainingData(
         [(name, each.path, each.weight) for name, each in data.train.items()],
         sequence_length=config.train.sequence_length,
@@ -344,6 +347,7 @@ def build_data(
             (start, phase.weights)
             for start, phase in zip(config.phase_starts(), data.phases, strict=True)
         ],
+        borders=borders,
     )
     lengths = token_byte_lengths(source) if source is not None else None
     validation = [
@@ -355,10 +359,14 @@ def build_data(
             token_bytes=lengths,
             tokenizer=None if source is None else tokenizer_file(source),
             open_set=named(open_set, "validation"),
+            borders=borders,
         )
         for name, each in data.validation.items()
     ]
-    check_vocabulary([*train.all_sets, *(each.set for each in validation)], config.model.vocab_size)
+    sets = [*train.all_sets, *(each.set for each in validation)]
+    check_vocabulary(sets, config.model.vocab_size)
+    for each in sets if borders.needed else []:
+        each.check_documents(borders)
     return train, validation
 
 
@@ -561,7 +569,7 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """Return an endless iterator of this rank's micro-batches after `progress`.
 
-    Each is `[micro_batch, sequence_length + 1]` token ids.
+    Each is `[micro_batch, sequence_length + 1]` token ids, or as `training_loader` says.
     """
     sampler = GlobalBatchSampler(
         consumed=progress.sample,

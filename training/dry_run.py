@@ -1,6 +1,10 @@
 """The plan of a run from its config."""
 
+import os
 from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
 
 from models.size import model_size
 from parallel.plan.devices import Device, device_named
@@ -12,6 +16,8 @@ from training.assignments import unit_options
 from training.build import DTYPES, config_assignments, exchange_dtype
 from training.config import Config
 from training.config.batch_ramp import EqualSteps
+from training.data.mock_tokens import MockTokens
+from training.data.token_set import TokenSet
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
@@ -28,7 +34,30 @@ def step_flops(config: Config) -> float:
     """Return the FLOPs of forward and backward of one step over all ranks."""
     train = config.train
     tokens = train.global_batch * train.sequence_length
-    return model_size(config.model, train.sequence_length).flops_per_token * tokens
+    return model_size(config.model, attended_length(config)).flops_per_token * tokens
+
+
+def attended_length(config: Config) -> float:
+    """Return the attended length of the training sets, or that of `data.mock` if they are not here;
+    of whole sequences if attention crosses the borders of documents."""
+    if not config.data.document_mask:
+        return config.train.sequence_length
+    sets = tuple((each.path, each.weight) for each in config.data.train.values())
+    return _attended_length(sets if documents_known(config) else (), config.train.sequence_length)
+
+
+def documents_known(config: Config) -> bool:
+    """Return whether the training sets are on this machine, so that their documents are known."""
+    paths = [f"{each.path}{end}" for each in config.data.train.values() for end in (".idx", ".bin")]
+    return not config.data.mock and all(map(os.path.isfile, paths))
+
+
+@lru_cache(maxsize=64)
+def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
+    if not sets:
+        return MockTokens("plan", "", length, vocabulary=1).attended_length
+    lengths = [TokenSet(path, path, length).attended_length for path, _ in sets]
+    return float(np.average(lengths, weights=[weight for _, weight in sets]))
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
@@ -58,6 +87,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         sequence_length=train.sequence_length,
         microbatches=train.global_batch // (train.micro_batch * copies),
         operands="fp8" if train.fp8 is not None else train.precision,
+        attended=attended_length(config) if config.data.document_mask else None,
     )
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from models.context import context_part
+from models.documents import documents_of
 from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
-from parallel.model import LossFunction, ParallelModel
+from parallel.model import Batch, LossFunction, ParallelModel
+from training.data.documents import Borders
 from training.data.order import ValidationData
 
 PASSES = 32
@@ -77,14 +79,14 @@ def mean_loss(
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.
     padded = -(-count // groups.pipeline.size) * groups.pipeline.size
 
-    def batches() -> Iterator[dict[str, Tensor]]:
+    def batches() -> Iterator[Batch]:
         last: Tensor | None = None
         for window, weight in data.batches(**shape, data_rank=groups.data.rank):
             last = window
-            yield as_batch(window, groups, weight)
+            yield as_batch(window, groups, data.borders, weight)
         for _ in range(padded - count):
             assert last is not None  # `count` is at least 1
-            yield as_batch(last, groups, torch.zeros(micro_batch))
+            yield as_batch(last, groups, data.borders, torch.zeros(micro_batch))
 
     # A stage of several chunks goes through the batches once per chunk.
     streams = [batches() for _ in model.chunks]
@@ -109,19 +111,29 @@ def mean_loss(
     return (sums[0] / sums[1]).item()
 
 
-def as_batch(window: Tensor, groups: Groups, weight: Tensor | None = None) -> dict[str, Tensor]:
-    """Return inputs and next-token labels `[b, s / context]` of token windows `[b, s + 1]`.
+def as_batch(
+    window: Tensor, groups: Groups, borders: Borders, weight: Tensor | None = None
+) -> Batch:
+    """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with borders.
 
-    They are this context rank's part of the sequence, on the device.
+    Its inputs and next-token labels `[b, s / context]` are this context rank's part of the
+    sequences, on the device. If first tokens give no loss, `counted` states which labels do.
     """
-    window = on_device(window, groups.device)
+    move = partial(on_device, device=groups.device)
     place = {"rank": groups.context.rank, "size": groups.context.size}
-    batch = {
-        "tokens": context_part(window[:, :-1], 1, **place).contiguous(),
-        "labels": context_part(window[:, 1:], 1, **place).contiguous(),
+    tokens, firsts = window.unbind(1) if borders.needed else (window, None)
+    tokens = move(tokens)
+    batch: Batch = {
+        "tokens": context_part(tokens[:, :-1], 1, **place).contiguous(),
+        "labels": context_part(tokens[:, 1:], 1, **place).contiguous(),
     }
+    if firsts is not None and borders.mask:
+        batch["documents"] = documents_of(firsts[:, :-1], move, **place)
+    if firsts is not None and not borders.first_token_loss:
+        counted = firsts[:, 1:] < torch.arange(1, firsts.shape[1])
+        batch["counted"] = move(context_part(counted, 1, **place).contiguous())
     if weight is not None:
-        batch["weight"] = on_device(weight, groups.device)
+        batch["weight"] = move(weight)
     return batch
 
 
@@ -132,11 +144,13 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def weighted_sums(batch: dict[str, Tensor]) -> LossFunction:
+def weighted_sums(batch: Batch) -> LossFunction:
     """Return the loss function that sums token losses and counts tokens of weighted windows."""
 
     def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = batch["weight"][:, None].expand_as(token_losses).double()
+        if "counted" in batch:
+            weights = weights * batch["counted"]
         sums = torch.stack([(token_losses.double() * weights).sum(), weights.sum()])
         return token_losses.float().mean(), {"sums": sums}
 

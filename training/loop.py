@@ -11,7 +11,7 @@ from torch import Tensor, profiler
 
 from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
-from parallel.model import LossFunction, ParallelModel
+from parallel.model import Batch, LossFunction, ParallelModel
 from parallel.observe.weight_watch import WeightWatch
 from parallel.optimizer.clip_and_step import CapturedUpdate, Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
@@ -114,7 +114,7 @@ class Trainer:
         self.lifecycle: Lifecycle | None = None
         self.profile: StepProfile | None = None
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
-        self.pace = Pace(config, groups)
+        self.pace = Pace(config, groups, data)
         model.after_backward = self.pace.clock.end
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
         self.experts = ExpertBalance(model, groups, config.model)
@@ -401,7 +401,9 @@ class Trainer:
         shards."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
-        batches = [as_batch(window, self.groups) for window in windows]
+        batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
+        if not self.data.borders.first_token_loss:
+            self.weigh(batches)
         self.model.zero_gradients()
         with profiler.record_function("monitors"):
             self.monitors.before(index + 1, self.microbatches)
@@ -413,6 +415,15 @@ class Trainer:
             train=True,
         )
         return self.mean_over_ranks(figures)
+
+    def weigh(self, batches: Sequence[Batch]) -> None:
+        """Give the counted labels of the step's micro-batches equal weights, however many there
+        are in each: the mean over micro-batches and ranks of the weighted sums is their mean."""
+        replicas = self.groups.dense.replicas
+        counts = torch.stack([batch["counted"].sum() for batch in batches])
+        total = all_reduce_(counts.sum(), replicas, self.model.comm_volume, "counted tokens")
+        for batch in batches:
+            batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
         """Return the means of `mean_loss` over the global batch, the same on every rank.
@@ -446,19 +457,23 @@ class Trainer:
         }
 
 
-def mean_loss(batch: dict[str, Tensor], z_loss: float = 0.0) -> LossFunction:
+def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     """Return the loss function of training: the mean token loss of the micro-batch plus `z_loss`
-    times the mean squared log-sum-exp of the logits.
+    times the mean squared log-sum-exp of the logits, or the sums with the batch's `weights`.
 
     Its figure `loss` has the first mean `[]`, with a z-loss both `[2]`, without the coefficient.
     """
+    weights = batch.get("weights")
+
+    def mean(each: Tensor) -> Tensor:
+        return each.float().mean() if weights is None else (each.float() * weights).sum()
 
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if not z_loss:
-            mean = output.float().mean()
+            value = mean(output)
             # Megatron's schedule divides the loss in place, so the figure is a copy.
-            return mean, {"loss": mean.detach().clone()}
-        means = output.float().flatten(1).mean(1)
+            return value, {"loss": value.detach().clone()}
+        means = torch.stack([mean(each) for each in output])
         return means[0] + z_loss * means[1], {"loss": means.detach().clone()}
 
     return loss

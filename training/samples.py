@@ -1,6 +1,7 @@
 """Samples of text: how the model in training continues the beginning of each validation set."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 from models.context import context_chunks, context_part
+from models.documents import documents_of
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
-from parallel.model import LossFunction, ParallelModel
+from parallel.model import Batch, LossFunction, ParallelModel
 from training.data.manifest import Manifest
 from training.data.order import ValidationData
 from training.data.token_bytes import open_tokenizer, tokenizer_file
@@ -21,6 +23,7 @@ class Sampler:
     """Writer of samples, with the prompts and the tokenizer of a run.
 
     prompts  `[sets, sequence_length]`, of which the first `prompt` tokens are kept
+    firsts   of each set what `written_documents` returns
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Sampler:
         self.tokenizer = open_tokenizer(tokenizer_file(tokenizer))
         self.names = [each.name for each in sets]
         self.prompts = torch.stack([torch.from_numpy(each.set.window(0)[:-1]) for each in sets])
+        self.firsts = [written_documents(each, prompt) for each in sets]
         self.prompt = prompt
         self.tokens = tokens
         self.vocab_size = vocab_size
@@ -54,7 +58,9 @@ class Sampler:
         written = self.prompts.clone()
         written[:, self.prompt :] = 0  # the causal mask hides it
         for place in range(self.prompt, self.prompt + self.tokens):
-            written[:, place] = next_tokens(model, groups, written, place - 1, self.vocab_size)
+            written[:, place] = next_tokens(
+                model, groups, written, place - 1, self.vocab_size, self.firsts
+            )
             alive()
         texts = {}
         for name, row in zip(self.names, written.tolist(), strict=True):
@@ -66,25 +72,50 @@ class Sampler:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
+def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
+    """Return where the document of each token of a sample begins, `[sequence_length]`: of a set's
+    first `prompt` tokens in the set, and of all others with the last of these.
+
+    None if attention crosses the borders of documents.
+    """
+    if not data.borders.mask:
+        return None
+    firsts = torch.from_numpy(data.set.sample(0, data.borders)[1, :-1])
+    firsts[prompt:] = firsts[prompt - 1].clone()
+    return firsts
+
+
 def next_tokens(
-    model: ParallelModel, groups: Groups, windows: Tensor, place: int, vocab_size: int
+    model: ParallelModel,
+    groups: Groups,
+    windows: Tensor,
+    place: int,
+    vocab_size: int,
+    firsts: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """Return the most probable token after position `place` of each window, int64 `[rows]`.
 
-    `windows` is `[rows, sequence_length]`, the same on every rank. Each is a micro-batch of its
-    own, and every data-parallel rank computes all of them.
+    `windows` is `[rows, sequence_length]`, the same on every rank, `firsts` the places of the first
+    tokens of their documents. Each is a micro-batch of its own, and every data-parallel rank
+    computes all of them.
     """
     rows = len(windows)
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.
     count = -(-rows // groups.pipeline.size) * groups.pipeline.size
 
-    def batches() -> Iterator[dict[str, Tensor]]:
-        for i in range(count):
-            whole = on_device(windows[min(i, rows - 1), None], groups.device)
-            context = {"rank": groups.context.rank, "size": groups.context.size}
-            yield {"tokens": context_part(whole, 1, **context).contiguous()}
+    def batches() -> Iterator[Batch]:
+        move = partial(on_device, device=groups.device)
+        context = {"rank": groups.context.rank, "size": groups.context.size}
+        for row in (min(i, rows - 1) for i in range(count)):
+            batch: Batch = {
+                "tokens": context_part(move(windows[row, None]), 1, **context).contiguous()
+            }
+            begun = None if firsts is None else firsts[row]
+            if begun is not None:
+                batch["documents"] = documents_of(begun[None], move, **context)
+            yield batch
 
-    def choose(batch: dict[str, Tensor]) -> LossFunction:
+    def choose(batch: Batch) -> LossFunction:
         return lambda logits: (
             logits.new_zeros(()),
             {"token": best_token(logits, groups, model, place, vocab_size)},

@@ -130,7 +130,9 @@ class CoreAttention(torch.nn.Module):
         head_size = config.kv_channels
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+    ) -> Tensor:
         """Return the attention output `[s, b, heads * d]` of the last s positions of t.
 
         query        `[s, b, heads, d]`
@@ -203,7 +205,9 @@ class SDPACoreAttention(CoreAttention):
     """Attention by PyTorch's scaled_dot_product_attention; grouped-query heads are never repeated
     in memory."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+    ) -> Tensor:
         """Return the output of `causal_attention`."""
         return causal_attention(query, key, value, self.scale, documents)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.blocks.attention import CoreAttention
+from models.documents import Part
 
 MODULES: Final = {
     "flash_attention_3": "flash_attn_interface",
@@ -31,8 +32,15 @@ class FlashCoreAttention(CoreAttention):
         super().__init__(*arguments, **options)
         self.function = imported(kernel)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+    ) -> Tensor:
+        """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
+
+        Raises ValueError for documents, which configs refuse.
+        """
+        if documents is not None:
+            raise ValueError("the kernels of packages do not take documents")
         # The packages' causal mask ends with the last query and the last key, as ours does.
         output = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),

@@ -35,7 +35,9 @@ class SoftcappedCoreAttention(CoreAttention):
         self.softcap = softcap
         self.window = window
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+    ) -> Tensor:
         """Return the output of `softcapped_attention`."""
         return softcapped_attention(
             query, key, value, self.scale, self.softcap, self.window, documents

@@ -193,7 +193,8 @@ class ActivationWatch:
         def hook(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
                 query, key = (*args, *kwargs.values())[:2]
-                best = core.largest_logit(query.detach(), key.detach()).double()
+                documents = kwargs["packed_seq_params"]
+                best = core.largest_logit(query.detach(), key.detach(), documents).double()
                 self.logits[place] = torch.maximum(self.logits[place], best)
 
         self._handles.append(core.register_forward_pre_hook(hook, with_kwargs=True))

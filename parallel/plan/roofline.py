@@ -90,6 +90,11 @@ def product_share(device: Device, operands: str, sides: Sequence[float]) -> floa
     return share
 
 
+def varying_share(device: Device) -> float:
+    """Return the same of FlashAttention 2, which computes attention of variable length."""
+    return OLDER_ATTENTION if device.capability >= (9, 0) else ATTENTION
+
+
 def factor_share(rows: int) -> float:
     """Return the share of the peak that factors of matrices with so many rows reach."""
     return FACTORS * min(rows, FACTOR_ROWS) / FACTOR_ROWS

@@ -86,6 +86,7 @@ class StepShape:
     sequence_length  tokens of a whole sequence
     microbatches     passes of a rank in a step
     operands         type of the operands of large products, a key of `Device.peak`
+    attended         length of equal documents that attention stays within, None for the sequence
     """
 
     model: ModelConfig
@@ -95,6 +96,7 @@ class StepShape:
     sequence_length: int
     microbatches: int
     operands: str = "bf16"
+    attended: float | None = None
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,12 @@ from typing import Final, NamedTuple
 from models.size import mean_keys
 from parallel.plan.activation_volume import activation_traffic
 from parallel.plan.layer_weights import LayerWeight, layer_weights
-from parallel.plan.roofline import ATTENTION, EXPLICIT_ATTENTION, product_seconds
+from parallel.plan.roofline import (
+    ATTENTION,
+    EXPLICIT_ATTENTION,
+    product_seconds,
+    varying_share,
+)
 from parallel.plan.step_shape import Replicas, StepShape
 from parallel.storage.grouping import default_step_groups
 
@@ -63,6 +68,9 @@ ROUTER: Final = 18
 """Of the stream of a layer with experts, in addition."""
 SCORES: Final = 150
 """Of the keys of each head where scores are computed block by block."""
+PACKED: Final = 8
+"""Of queries and of keys, where documents share sequences: copies of queries, keys, values and
+outputs in the order of the sequences, and of their gradients."""
 ENDS: Final = 12
 """Of the stream: the embedding, or the final norm."""
 LOGITS: Final = 61
@@ -158,6 +166,8 @@ def layer_elements(shape: StepShape, layer: int) -> float:
     elements += passes.head_norm * (queries + keys) * model.qk_norm
     if model.explicit_scores:
         elements += SCORES * model.heads / tensor * shape.sequence_length
+    elif shape.attended is not None and shape.micro_batch > 1:
+        elements += PACKED * (queries + keys)
     moe = model.mixture(layer)
     if moe is None:
         return elements + block * model.ffn / tensor
@@ -191,10 +201,14 @@ def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
 
 def attention_seconds(shape: StepShape, layer: int) -> float:
     """Return the time of a layer's forward attention of one micro-batch."""
-    model, inputs = shape.model, shape.inputs
-    keys = mean_keys(model, layer, shape.sequence_length)
+    model, inputs, share = shape.model, shape.inputs, ATTENTION
+    length: float = shape.sequence_length
+    if model.explicit_scores:  # hidden ones are computed too
+        share = EXPLICIT_ATTENTION
+    elif shape.attended is not None:
+        length, share = shape.attended, varying_share(shape.device)
+    keys = mean_keys(model, layer, length)
     width = model.heads // inputs.tensor * (model.head_size + model.value_head_size)
-    share = EXPLICIT_ATTENTION if model.explicit_scores else ATTENTION
     operands = "bf16" if shape.operands == "fp8" else shape.operands
     return 2 * shape.tokens * keys * width / (share * shape.device.peak[operands])
 

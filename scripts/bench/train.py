@@ -258,7 +258,7 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
     """Figures over all ranks: time and memory are the largest, phases are means."""
     config = trainer.config
     tokens = config.train.global_batch * config.train.sequence_length
-    flops = model_size(config.model, config.train.sequence_length).flops_per_token
+    flops = model_size(config.model, trainer.data.attended_length()).flops_per_token
     seconds = max(rank["step"] for rank in ranks)
     speed = performance(
         tokens=tokens, seconds=seconds, devices=len(ranks), flops_per_token=flops, peak=peak

@@ -3,7 +3,8 @@
 The training loop evaluates windows of the token stream. A task holds the text of the same windows,
 from the stream's second token on, as documents of successive windows: lm-eval then splits them
 where the loop does, and bits per byte agree except for the first token of each document. The
-documents are the samples of the standard error.
+documents are the samples of the standard error. With `data.document_mask` they are the set's own,
+which the loop cuts at the ends of windows.
 """
 
 import json
@@ -63,7 +64,9 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
             raise InputError(f"validation set {name}: the number of bytes of its text is unknown")
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)
         documents = []
-        for part in parts(tokens, config.train.sequence_length):
+        masked = config.data.document_mask
+        own = data.set.starts(2, data.target_tokens + 1) - 1 if masked else None
+        for part in parts(tokens, config.train.sequence_length, own):
             mean = len(part) * data.target_bytes / data.target_tokens
             size = mean if lengths is None else float(lengths[part].sum())
             documents.append({"text": text_of(part, tokenizer, name), "bytes": size})
@@ -72,8 +75,13 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
     return tasks
 
 
-def parts(tokens: NDArray[np.int64], window: int) -> list[NDArray[np.int64]]:
-    """Return the tokens of each document: successive windows, as even in number as can be."""
+def parts(
+    tokens: NDArray[np.int64], window: int, starts: NDArray[np.int64] | None = None
+) -> list[NDArray[np.int64]]:
+    """Return the tokens of each document of a task: those between the `starts` of the set's own
+    documents, or else successive windows, as even in number as can be."""
+    if starts is not None:
+        return np.split(tokens, starts)
     windows = np.arange(0, len(tokens), window)
     groups = np.array_split(windows, min(DOCUMENTS, len(windows)))
     return np.split(tokens, [int(group[0]) for group in groups[1:]])

@@ -34,6 +34,11 @@ WATCHED = {
 }
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 TIED = {"model__tie_embeddings": True, "model__layers": 4, "model__attention_bias": "all"}
+DOCUMENTS = {
+    "data__document_mask": True,
+    "data__first_token_loss": False,
+    **{f"data__{kind}__walk__path": "{folder}/documents" for kind in ("train", "validation")},
+}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("muon", WATCHED | {"train__batch_ramp": "[{batch: 4, until_steps: 1}]"}),
     "tied": ("muon", WATCHED | TIED),
@@ -63,6 +68,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "latent attention": ("spectral_sphere", ROUTED | LATENT),
     "z-loss": ("adamw", {"train__z_loss": 0.05}),
+    "documents": ("muon", WATCHED | DOCUMENTS),
 }
 """Rule and keys of each run."""
 
@@ -76,6 +82,7 @@ FAST: list[Run] = [
     ("data 2", "dense", {}),
     ("data 2", "bfloat16", OWNER),
     ("data 2", "PC layers", IN_GRAPH),
+    ("data 2", "documents", {}),
     ("tensor 2", "dense", {}),
     ("tensor 2", "sphere", {"train__loss_chunk": 13}),
     ("tensor 2", "PC layers of AdamW", IN_GRAPH),
@@ -84,12 +91,15 @@ FAST: list[Run] = [
     ("pipeline 2", "z-loss", {"train__micro_batch": 1, "train__loss_chunk": 13}),
     ("pipeline 2", "tied", {}),
     ("context 2", "dense", {}),
+    ("context 2", "documents", {}),
     ("expert 2", "experts", {}),
     ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
 ]
 """Layout, run, and keys in which it is unlike that of one process."""
 SLOW: list[Run] = [
     ("tensor 2", "PC layers", {}),
+    ("tensor 2", "documents", UNLIKE),
+    ("pipeline 2", "documents", {}),
     ("tensor 2", "experts", UNLIKE),
     ("pipeline 2", "PC layers of AdamW", {}),
     ("pipeline 2", "bfloat16", {}),
@@ -125,6 +135,8 @@ def folder(tmp_path_factory) -> str:
     """A folder with the shared token set."""
     path = tmp_path_factory.mktemp("layouts")
     write_token_set(path / "tokens", tokens=20_000, vocab=119, seed=0)
+    # Windows of other samples contain other numbers of documents.
+    write_token_set(path / "documents", tokens=20_000, vocab=119, seed=0, documents=900)
     return str(path)
 
 

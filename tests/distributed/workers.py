@@ -42,6 +42,7 @@ def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
     own.mkdir(exist_ok=True)
     placed: dict[str, Any] = {f"parallel__{key}": value for key, value in layout.items()}
     placed |= {f"data__{kind}__walk__path": f"{folder}/tokens" for kind in ("train", "validation")}
+    keys = {k: v.format(folder=folder) if k.endswith("path") else v for k, v in keys.items()}
     config = tiny_config(str(own), rule, **{**placed, **keys})
     return build_trainer(config, groups, *build_data(config))
 

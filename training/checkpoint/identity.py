@@ -37,7 +37,8 @@ def identity(config: Config, facts: Identity) -> Identity:
     backends, paths, logging, validation and `train.exit_step` are not part of an identity, as no
     result depends on them.
     """
-    return {**facts, **settings(config)}
+    kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
+    return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
 
 
 def saved_identity(info: CheckpointInfo) -> Identity:

@@ -53,6 +53,10 @@ def run_checks(config: Config) -> Iterator[Check]:
     kernels = not plain and train.fused_backward == "triton"
     own = "must be auto or null with model.attention_backend transformer_engine, which has its own"
     yield "train.fused_backward", kernels, own
+    kept = "needs model.attention_backend sdpa, as Transformer Engine gets no borders here"
+    yield "data.document_mask", config.data.document_mask and not plain, kept
+    packaged = config.data.document_mask and config.model.attention_kernel != "auto"
+    yield "data.document_mask", packaged, "needs model.attention_kernel auto"
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
     dense = "must be none or full where all blocks are routed experts, which selective keeps"
     yield "train.recompute", routed_only and train.recompute == "selective", dense

@@ -153,13 +153,19 @@ class DataConfig(Section):
     tokenizer: str | None = None
     """A tokenizer.json or Hugging Face tokenizer folder; null takes the data manifest's."""
     mock: bool = False
-    """Make random tokens instead of reading files. The sets keep their names and weights; without
-    any there is one, `mock`."""
+    """Make random tokens instead of reading files, in documents of 1,024 in the mean. The sets keep
+    their names and weights; without any there is one, `mock`."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
     """What the run checks against the manifest's hashes: none: nothing; sample: the index, 64
     blocks of tokens, and others when it first reads them; full: everything at each start."""
+    document_mask: bool = False
+    """Keep attention within each document of the sets' indexes, with positions from its first token
+    in the sequence; false attends to all documents of a sequence. Validation does the same."""
+    first_token_loss: bool = True
+    """Count the loss of a document's first token, which is predicted from the end of another; false
+    leaves it out of training and validation."""
     train: dict[str, TrainSet] = field(default_factory=dict)
     """Training sets by name; at least one, unless `mock`. `replace: true` beside them leaves out
     the base's section `data`, `NAME: null` one set of it. All sets must have one tokenizer."""

@@ -235,7 +235,7 @@ class TrainingData(Dataset[Tensor]):
         mixture do, or of the windows if attention crosses the borders."""
         if not self.borders.mask:
             return float(self.sequence_length)
-        lengths = [each.attended_length() for each in self.sets]
+        lengths = [each.attended_length for each in self.sets]
         return float(np.average(lengths, weights=self.blend.quotas))
 
     def earlier(self) -> dict[str, int]:

@@ -125,9 +125,10 @@ class TokenSet:
                 "for data.first_token_loss=false, got one token in each"
             )
 
+    @cached_property
     def attended_length(self) -> float:
-        """Return the length of equal documents whose tokens would see as many keys as those of this
-        set do in its windows, the mean over evenly spaced windows."""
+        """The length of equal documents whose tokens would see as many keys as those of this set do
+        in its windows, the mean over evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()

@@ -16,6 +16,7 @@ from parallel.plan.devices import peak_flops
 from spectral.kernels.dispatch import device_name
 from training.checkpoint.progress import Progress
 from training.config import Config
+from training.data.order import TrainingData
 from training.lifecycle.stragglers import Stragglers
 from training.report.metrics import performance
 
@@ -27,12 +28,11 @@ class Pace:
     is that of reading data, forward and backward, before the first sum over all ranks.
     """
 
-    def __init__(self, config: Config, groups: Groups) -> None:
+    def __init__(self, config: Config, groups: Groups, data: TrainingData) -> None:
         self.config = config
         self.groups = groups
         self.agreement = Agreement(groups.host)
-        size = model_size(config.model, config.train.sequence_length)
-        self.flops_per_token = size.flops_per_token
+        self.data = data
         self.peak_flops = peak_flops(device_name(groups.device))
         self.clock = Clock(groups.device)
         """Of the local times."""
@@ -64,11 +64,12 @@ class Pace:
         count, read = progress.step - step, progress.tokens - tokens
         seconds = (time.perf_counter() - self._mark) / count
         own = self.clock.total() / count
+        attended = self.data.at(step).attended_length()
         metrics = performance(
             tokens=read / count,
             seconds=seconds,
             devices=dist.get_world_size(),
-            flops_per_token=self.flops_per_token,
+            flops_per_token=model_size(self.config.model, attended).flops_per_token,
             peak=self.peak_flops,
         )
         times = self.agreement.gather([own])[:, 0]

@@ -15,7 +15,7 @@ from spectral.grouped import grouped
 from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
-from training.dry_run import batch_seconds, step_shape
+from training.dry_run import attended_length, batch_seconds, documents_known, step_shape
 from training.planning.data_use import data_table
 from training.planning.monitor_cost import planned_cost, run_hours
 from training.report.opening import layout
@@ -62,7 +62,8 @@ def heading(text: str) -> str:
 def run_table(config: Config, planned: Plan) -> str:
     """Return layout, batch, tokens and FLOPs."""
     train, parallel = config.train, config.parallel
-    size = model_size(config.model, train.sequence_length)
+    length = attended_length(config)
+    size = model_size(config.model, length)
     microbatches = train.global_batch // (train.micro_batch * planned.data // parallel.context)
     total = train.samples() * train.sequence_length
     rows = [
@@ -80,6 +81,9 @@ def run_table(config: Config, planned: Plan) -> str:
             f"{size.flops_per_token * total:.4g} in all",
         ),
     ]
+    if config.data.document_mask:
+        whose = "of the training sets" if documents_known(config) else "assumed, as of data.mock"
+        rows.append(("documents", f"attention as in documents of {length:,.0f} tokens, {whose}"))
     return table(("", ""), rows)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel.plan.roofline import Work
 from training.rehearsal.operations import (
@@ -98,6 +99,8 @@ class DeviceTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.trace = trace
         self.pinned = PinnedMemory()
+        self.known = WeakTensorKeyDictionary()
+        """Integers that the host has copied to the device: lengths, which FLOPs depend on."""
         self._inside = False
         self._handled: dict[OpOverload, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
@@ -179,7 +182,8 @@ class DeviceTensors(FakeTensorMode):
             return out
         reads = [x for x in reads if isinstance(x, FakeTensor)]
         writes += [x for x in results if not any(x is w for w in writes)]
-        flops, operands = flops_of(func, args, kwargs, out), operands_of(func, reads)
+        known = [self.known.get(x, x) if isinstance(x, FakeTensor) else x for x in args]
+        flops, operands = flops_of(func, known, kwargs, out), operands_of(func, reads)
         share = share_of(self.trace.device, func, operands, reads) if flops else None
         size = moved_bytes(kind, reads, writes)
         waiting = waiting_of(func, reads)
@@ -214,6 +218,8 @@ class DeviceTensors(FakeTensorMode):
         if not isinstance(source, FakeTensor):
             copy = self._traced(func, types, (self._stand_in(source),), kwargs)
             self._to_device(source, later)
+            if source.dtype == torch.int32:
+                self.known[copy] = source
             return copy
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented

@@ -15,9 +15,9 @@ from parallel.plan.devices import Device
 from parallel.plan.roofline import (
     ATTENTION,
     EIGEN_ROW,
-    OLDER_ATTENTION,
     factor_share,
     product_share,
+    varying_share,
 )
 from training.rehearsal.trace import size_of
 
@@ -40,6 +40,10 @@ FLASH: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )  # fmt: skip
 """FlashAttention 2, which Hopper and newer run at less of their peak than cuDNN's kernels."""
+
+VARYING: Final = "torch_attn"
+"""Operations of FlashAttention 2 on documents, whose lengths are values of tensors. They exist once
+a module that loads the compiler is imported."""
 
 CAUSAL: Final = (
     *FLASH,
@@ -178,9 +182,10 @@ def share_of(
     """Return the share of the peak that an operation which multiplies matrices reaches, None for
     that of a large product."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
+    if function.namespace == VARYING:
+        return varying_share(device)
     if packet in CAUSAL:
-        older = packet in FLASH and device.capability >= (9, 0)
-        return OLDER_ATTENTION if older else ATTENTION
+        return varying_share(device) if packet in FLASH else ATTENTION
     if packet in FACTORISATIONS:
         return factor_share(reads[0].shape[-1])
     if packet in PRODUCTS:
@@ -220,7 +225,7 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
     if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
     # Fused kernels skip the half of the scores that the causal mask hides.
-    part = 0.5 if packet in CAUSAL else 1.0
+    part = 0.5 if packet in CAUSAL or function.namespace == VARYING else 1.0
     return 0.0 if formula is None else part * float(formula(*args, **kwargs, out_val=out))
 
 

@@ -21,6 +21,7 @@ TWINS = [
     "tiny_qwen2.5_sso",
     "tiny_qwen3_sso",
     "tiny_gemma2_sso",
+    "tiny_documents_muon",
     "tiny_gpt_muon",
     "tiny_moe_sso",
     "tiny_deepseek_sso",

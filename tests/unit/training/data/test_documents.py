@@ -98,9 +98,9 @@ def test_the_attended_length_is_that_of_equal_documents(tmp_path: Path) -> None:
     for window in range(len(tokens)):
         firsts = expected_firsts(documents, window)[:-1]
         pairs += sum(firsts.count(first) ** 2 for first in set(firsts))
-    assert tokens.attended_length() == pytest.approx(pairs / (len(tokens) * LENGTH))
+    assert tokens.attended_length == pytest.approx(pairs / (len(tokens) * LENGTH))
     equal = TokenSet("set", write(tmp_path / "equal", [[4]] * 10), LENGTH)
-    assert equal.attended_length() == 4
+    assert equal.attended_length == 4
     sets = [("a", tmp_path / "equal", 3.0), ("b", write(tmp_path / "b", [[8]] * 9), 1.0)]
     mixed = TrainingData(sets, sequence_length=LENGTH, seed=1, borders=MASKED)
     assert mixed.attended_length() == pytest.approx(0.75 * 4 + 0.25 * 8, rel=1e-5)

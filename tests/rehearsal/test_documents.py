@@ -1,0 +1,85 @@
+"""Attention within documents on simulated GPUs: what it launches, and what that costs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.documents import documents_of
+from parallel.plan.devices import DEVICES
+from tests.rehearsal.programs import H100, called, program, sound
+from training.config import Config
+from training.dry_run import attended_length, plan_run
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import Job
+from training.rehearsal.scenario import PLAIN_STEP
+
+MASKED = {"data__document_mask": True, "data__first_token_loss": False, "data__mock": True}
+LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_batch": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", {"parallel__context": 2}),
+        pytest.param("deepseek", {"parallel__tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"parallel__pipeline": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_would_not_break(
+    family: str, layout: dict[str, int], processes: Processes, tmp_path: Path
+) -> None:
+    """Nor does the host wait for the device."""
+    config = program(tmp_path, 2, family, **MASKED, **layout, data__workers=0)
+    sound(processes, config, 2, 1)
+
+
+def step_flops(processes: Processes, config: Config) -> float:
+    """FLOPs of a plain step's forward and backward pass."""
+    (report,) = processes.perform([Job(config, 1, 0, H100)])
+    assert report.error is None, report.error
+    return report.counts[PLAIN_STEP, "forward_backward"].flops
+
+
+def test_flops_fall_as_the_plan_says(processes: Processes, tmp_path: Path) -> None:
+    """By those of attention to hidden keys, of which a few samples have other documents."""
+    off = {"monitors__interval": 0, "data__mock": True}
+    crossed = program(tmp_path, 1, **LONG, **off)
+    masked = program(tmp_path, 1, **LONG, **off | MASKED)
+    kept = attended_length(masked)
+    assert 1_400 < kept < 1_700
+    both = [step_flops(processes, config) for config in (crossed, masked)]
+    train, model = crossed.train, crossed.model
+    tokens = train.global_batch * train.sequence_length
+    width = model.layers * model.heads * 2 * model.head_size
+    # Two products forward and five backward, where plans and MFU count four.
+    hidden = 7 * tokens * width * (train.sequence_length - kept) / 2
+    assert both[0] - both[1] == pytest.approx(hidden, rel=0.05)
+
+
+def attend_to_documents() -> None:
+    """Call the kernel forward and backward on documents of known lengths."""
+    from models.blocks.attention import causal_attention
+
+    firsts = torch.tensor([[0] * 100 + [100] * 28])
+    documents = documents_of(firsts, lambda x: x.pin_memory().to("cuda", non_blocking=True))
+    options = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
+    query, key = torch.empty(128, 1, 4, 64, **options), torch.empty(128, 1, 2, 64, **options)
+    causal_attention(query, key, key, 0.125, documents.parts[0]).sum().backward()
+
+
+def test_flops_are_those_of_the_documents(processes: Processes) -> None:
+    report = called(processes, attend_to_documents)
+    flops = sum(counts.flops for counts in report.counts.values())
+    assert flops == 0.5 * 7 * 2 * 4 * 64 * (100**2 + 28**2)
+
+
+def test_a_plan_takes_less_time(tmp_path: Path) -> None:
+    off = {"monitors__interval": 0, "data__mock": True}
+    for name in ("h100", "a100"):
+        plans = [
+            plan_run(program(tmp_path, 1, **LONG, **off | keys), 1, DEVICES[name])
+            for keys in ({}, MASKED)
+        ]
+        assert plans[1].time.total < plans[0].time.total
+        assert plans[1].model_flops < plans[0].model_flops

@@ -1,0 +1,146 @@
+"""Runs on documents that share sequences: their loss, their resume, and what they refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from parallel.comm.groups import Groups
+from parallel.model import Batch, LossFunction
+from tests.run_configs import tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from training.build import build_data, build_trainer
+from training.checkpoint.files import ResumeError
+from training.config import InvalidConfigError
+from training.data.documents import CROSSED
+from training.errors import DataError
+from training.evaluate import as_batch, evaluate
+from training.run import train
+
+MASKED = {"data__document_mask": True, "data__first_token_loss": False}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A folder with the set `tokens`, whose first part has long documents and whose second part
+    those of one to three tokens."""
+    generator = np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(f"{tmp_path}/tokens.bin", dtype=np.uint16)
+    for length in [*generator.integers(20, 90, 40), *generator.integers(1, 4, 1000)]:
+        document = torch.from_numpy(generator.integers(1, 120, length).astype(np.int64))
+        builder.add_document(document, [int(length)])
+    builder.finalize(f"{tmp_path}/tokens.idx")
+    return str(tmp_path)
+
+
+def raw_losses(batch: Batch) -> LossFunction:
+    """Losses of tokens as they are, `[b, s]`."""
+    return lambda losses: (losses.mean(), {"losses": losses.detach().clone()})
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_every_counted_token_has_the_same_weight(
+    micro_batch: int, folder: str, world: Groups
+) -> None:
+    """The loss of a step is the mean over the counted tokens of its global batch, however unequal
+    their number is in its micro-batches."""
+    config = tiny_config(folder, **MASKED, train__micro_batch=micro_batch)
+    data, validation = build_data(config)
+    trainer = build_trainer(config, world, data, validation)
+    batches = [as_batch(data[k][None], world, data.borders) for k in range(8)]
+    counts = [int(batch["counted"].sum()) for batch in batches]
+    assert min(counts) < 0.7 * max(counts)  # short documents in some samples
+    losses = [
+        trainer.model.forward_backward(
+            lambda batch=batch: iter([batch]),
+            raw_losses,
+            microbatches=1,
+            micro_batch=1,
+            train=False,
+        )[0]["losses"][batch["counted"]]
+        for batch in batches
+    ]
+    expected = torch.cat(losses).double().mean().item()
+    result = trainer.step(0)
+    assert result.loss.item() == pytest.approx(expected, rel=1e-6)
+    assert result.loss.item() != pytest.approx(
+        torch.stack([x.mean() for x in losses]).mean().item()
+    )
+
+
+def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) -> None:
+    norms = []
+    for micro_batch in (1, 2, 8):
+        config = tiny_config(folder, **MASKED, train__micro_batch=micro_batch)
+        trainer = build_trainer(config, world, *build_data(config))
+        norms.append(trainer.step(0).norm.total.item())
+    # float32 sums of another order
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
+    config = tiny_config(folder, **MASKED, validation__samples=7)
+    data, validation = build_data(config)
+    trainer = build_trainer(config, world, data, validation)
+    batch = next(validation[0].batches(micro_batch=7, data_rank=0, data_size=1))[0]
+    whole = as_batch(batch, world, data.borders)
+    (figure,) = trainer.model.forward_backward(
+        lambda: iter([whole]), raw_losses, microbatches=1, micro_batch=7, train=False
+    )
+    expected = figure["losses"][whole["counted"]].double().mean().item()
+    metrics = evaluate(trainer.model, world, validation, micro_batch=2)
+    assert metrics is not None
+    assert metrics["val/walk/loss"] == pytest.approx(expected, rel=1e-6)
+    assert validation[0].counted_tokens == int(whole["counted"].sum())
+
+
+def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Groups) -> None:
+    keys: dict[str, Any] = MASKED | {"train__steps": 6, "log__interval": 1}
+    keys |= {"checkpoint__interval": 3}
+    lines = {}
+    for name, stops in {"continuous": [6], "resumed": [3, 6]}.items():
+        for stop in stops:
+            run = {"run__dir": f"{folder}/{name}", "train__exit_step": stop}
+            train(tiny_config(folder, **keys, **run), world)
+        lines[name] = [line for line in metrics_of(f"{folder}/{name}") if line["step"] > 3]
+    assert len(lines["continuous"]) == 3
+    assert lines["continuous"] == lines["resumed"]
+    states = (state_of(f"{folder}/{name}", 6) for name in lines)
+    assert same_state(*states) == []
+
+
+@pytest.mark.parametrize("key", MASKED)
+def test_a_run_does_not_continue_with_other_borders(key: str, folder: str, world: Groups) -> None:
+    keys = {"train__steps": 4, "train__exit_step": 1, "checkpoint__interval": 1}
+    train(tiny_config(folder, **keys), world)
+    changed = {**keys, "train__exit_step": 2, key: MASKED[key]}
+    name = key.removeprefix("data__")
+    with pytest.raises(ResumeError, match=f"differs in its data: {name} was"):
+        train(tiny_config(folder, **changed), world)
+    train(tiny_config(folder, **changed, checkpoint__allow_change="[data]"), world)
+
+
+def test_without_them_a_batch_is_what_it_was(folder: str, world: Groups) -> None:
+    data, (validation,) = build_data(tiny_config(folder))
+    assert data.borders == validation.borders == CROSSED
+    assert data[0].shape == (33,)
+    assert as_batch(data[0][None], world, data.borders).keys() == {"tokens", "labels"}
+
+
+def test_a_set_of_one_document_is_refused(folder: str, world: Groups) -> None:
+    builder = IndexedDatasetBuilder(f"{folder}/one.bin", dtype=np.uint16)
+    builder.add_document(torch.arange(400) % 120, [400])
+    builder.finalize(f"{folder}/one.idx")
+    one = {"data__train__walk__path": f"{folder}/one"}
+    with pytest.raises(DataError, match="set walk: .*one.idx must have two documents or more"):
+        build_data(tiny_config(folder, **one, data__document_mask=True))
+    build_data(tiny_config(folder, **one))
+
+
+def test_transformer_engine_is_refused(folder: str) -> None:
+    keys = {"data__document_mask": True, "model__attention_backend": "transformer_engine"}
+    with pytest.raises(InvalidConfigError, match="data.document_mask needs model.attention_back"):
+        tiny_config(folder, **keys)
