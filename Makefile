@@ -6,7 +6,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup data corpus study train reproduce pages site lint clean \
+.PHONY: help setup data corpus corpus-large study train reproduce pages site lint clean \
     test test-all test-cluster
 
 VENV := .venv
@@ -93,6 +93,14 @@ data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
 	$(PY) scripts/make_corpus.py data/corpus_texts $(CORPUS_ARGS)
 	$(PY) scripts/prepare_data.py $(foreach set,manuals prose reference,$(set)=data/corpus_texts/$(set).jsonl) \
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
+	@touch $@
+
+corpus-large: data/corpus_large/manifest.json  ## the same with the manuals of Linux, 76 MB, in data/corpus_large
+
+data/corpus_large/manifest.json: examples/data/corpus_large.yaml examples/data/corpus.yaml | $(SETUP)
+	$(PY) scripts/make_corpus.py data/corpus_large_texts --corpus examples/data/corpus_large.yaml
+	$(PY) scripts/prepare_data.py $(foreach set,manuals prose reference kernel,$(set)=data/corpus_large_texts/$(set).jsonl) \
+	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus_large
 	@touch $@
 
 study: data/corpus/manifest.json  ## tune and compare the optimizers: about two hours of one core each; JOBS=2

@@ -102,12 +102,35 @@ def test_a_dry_run_prints_commands_hours_and_numbers(capsys: pytest.CaptureFixtu
     assert f"configs/llama271m_adamw.yaml  # {hours:,.0f} GPU-hours" in out
 
 
-def ends_higher(*names: str) -> Callable[..., list[bool]]:
+def ends_higher(*names: str) -> Callable[..., list[bool | None]]:
     """Whether figures end higher in the second run than in the first."""
     return lambda one, two: [getattr(one, n).last < getattr(two, n).last for n in names]
 
 
-def conditioned_better(none: Any, pc: Any) -> list[bool]:
+def above(variant: Any) -> bool | None:
+    """Whether a variant of a study has a higher loss; None if its interval contains 0."""
+    low, high = variant.difference.low, variant.difference.high
+    return None if low <= 0 <= high else low > 0
+
+
+def below(variant: Any) -> bool | None:
+    """Whether a variant of a study has a lower loss; None if its interval contains 0."""
+    higher = above(variant)
+    return None if higher is None else not higher
+
+
+def within(variant: Any, most: float) -> bool | None:
+    """Whether a variant's loss differs by less than `most`; None if its interval does not tell."""
+    low, high = variant.difference.low, variant.difference.high
+    return False if low > most or high < -most else (-most < low and high < most) or None
+
+
+def fallen(series: Any) -> float:
+    """Return the least share of the first value."""
+    return float(series.least / series.first)
+
+
+def conditioned_better(none: Any, pc: Any) -> list[bool | None]:
     """Whether each condition number ends lower under PC layers."""
     return ends_higher("covered", "qkv", "all")(pc, none)
 
@@ -118,7 +141,7 @@ quantiles_higher = ends_higher(
 """Whether each quantile of a role's singular values ends higher under PC layers."""
 
 
-def tokens_level(run: Any) -> list[bool]:
+def tokens_level(run: Any) -> list[bool | None]:
     """Whether the stable rank of tokens stays level, above that of their embeddings."""
     return [
         run.tokens.greatest < 1.5 * run.tokens.least,
@@ -126,12 +149,12 @@ def tokens_level(run: Any) -> list[bool]:
     ]
 
 
-def above_one(*ratios: str) -> Callable[..., list[bool]]:
+def above_one(*ratios: str) -> Callable[..., list[bool | None]]:
     """Whether the ratios of the criterion never fall to 1."""
     return lambda run: [getattr(run, ratio).least > 1 for ratio in ratios]
 
 
-def penalty_acts(adamw: Any, adamw_penalty: Any, muon: Any, muon_penalty: Any) -> list[bool]:
+def penalty_acts(adamw: Any, adamw_penalty: Any, muon: Any, muon_penalty: Any) -> list[bool | None]:
     """Whether the penalty lowers off-diagonal energy and, in the first steps, SNR under AdamW."""
     return [
         adamw_penalty.off_diagonal.last < adamw.off_diagonal.last,
@@ -141,28 +164,39 @@ def penalty_acts(adamw: Any, adamw_penalty: Any, muon: Any, muon_penalty: Any) -
 
 
 # What the papers state, of the statistics of the runs or variants of a row.
-STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
+STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("pc_layer", "figure_5"): conditioned_better,
     ("pc_layer", "figure_6"): quantiles_higher,
     ("pc_layer", "figure_11"): lambda pc: [
         getattr(pc, f"largest_{role}").greatest < 0.08 for role in ("o", "gate", "up", "down")
     ],
     ("pc_layer", "figure_13"): lambda adamw_level, adamw_flat, muon_level, muon_flat: [
-        adamw_flat.difference.low > 0,
-        muon_flat.difference.low > 0,
-        adamw_level.difference.high < 0,
-        muon_level.difference.high < 0,
+        above(adamw_flat),
+        above(muon_flat),
+        below(adamw_level),
+        below(muon_level),
     ],
     ("pc_layer", "figure_14"): conditioned_better,
     ("pc_layer", "figure_15"): quantiles_higher,
-    ("sso", "figure_10"): ends_higher("loss"),
+    ("sso", "figure_5"): lambda one, half, two: [above(half)],
     ("sso", "figure_11"): lambda adamw, muon, muon_sphere, sso: [
         higher for other in (adamw, muon) for higher in ends_higher("rms", "absmax")(sso, other)
     ],
-    ("sso", "footnote_4"): lambda sso, no_decay: [no_decay.difference.low <= 0],
+    ("sso", "footnote_4"): lambda sso, no_decay: [below(no_decay)],
+    ("sso", "footnote_6"): lambda sso, five, quintic: [within(five, 1e-3), within(quintic, 1e-3)],
+    ("gram_penalty", "figure_1"): lambda adamw: [
+        max(fallen(adamw.v), fallen(adamw.o), fallen(adamw.down))
+        < min(fallen(adamw.q), fallen(adamw.k), fallen(adamw.up)),
+    ],
     ("gram_penalty", "figure_2"): penalty_acts,
     ("gram_penalty", "figure_4"): penalty_acts,
     ("gram_penalty", "figure_5"): penalty_acts,
+    ("gram_penalty", "figure_6"): lambda adamw, warmup, adamw_penalty, muon, muon_penalty: [
+        adamw_penalty.loss.last < adamw.loss.last,
+        muon_penalty.loss.last < muon.loss.last,
+        muon.loss.last < adamw.loss.last,
+        muon.loss.last < warmup.loss.last,
+    ],
     ("spectral_updates", "figure_2"): lambda muon: [
         muon.largest.greatest < 0.05 * 512,
     ],
@@ -183,6 +217,14 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
     ],
     ("spectral_updates", "figure_10"): tokens_level,
     ("spectral_updates", "figure_21"): tokens_level,
+    ("spectral_updates", "figure_22"): lambda relu2, swiglu: [
+        getattr(relu2, name).settled < getattr(swiglu, name).settled < 10
+        for name in ("attention", "ffn", "final")
+    ],
+    ("spectral_updates", "figure_23"): lambda relu2, swiglu: [
+        swiglu.largest.greatest < 0.05 * 320,
+        relu2.median.settled < swiglu.median.settled,
+    ],
     ("spectral_updates", "figure_24"): lambda swiglu: [
         swiglu.head.settled < swiglu.embedding.settled,
         swiglu.embedding.first < swiglu.embedding.last,
@@ -195,6 +237,10 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
         swiglu.gate_ratio.least > 1,
     ],
     ("spectral_updates", "figure_26"): above_one("q_ratio", "k_ratio"),
+    ("spectral_updates", "figure_27"): lambda swiglu: [
+        swiglu.v.settled < swiglu.o.settled,
+        *above_one("o_ratio", "v_ratio")(swiglu),
+    ],
     ("spectral_updates", "table_1"): lambda init: [
         init.embeddings.first < 1.67 * init.tokens.first,
         init.before.first < 1.67 * init.ffn.first,
@@ -217,9 +263,9 @@ class Figures:
             self.difference = SimpleNamespace(mean=run["difference"], **ends)
 
 
-def verdict(statement: Callable[..., list[bool]], content: dict[str, Any]) -> str:
+def verdict(statement: Callable[..., list[bool | None]], content: dict[str, Any]) -> str:
     """The status that results give a statement: of what holds in every seed, or fails in every one,
-    of at least three, or of intervals over as many."""
+    of at least three, or of intervals over as many. None decides nothing."""
     runs = [*content.values()]
     if "losses" in runs[0]:
         seeds, held = len(runs[0]["losses"]), [statement(*map(Figures, runs))]
@@ -231,7 +277,9 @@ def verdict(statement: Callable[..., list[bool]], content: dict[str, Any]) -> st
         return "cannot tell"
     if all(map(all, held)):
         return "reproduced"
-    failed = any(not any(one) for one in zip(*held, strict=True))
+    failed = any(
+        all(each is not None and not each for each in one) for one in zip(*held, strict=True)
+    )
     return "contradicts" if failed else "cannot tell"
 
 
@@ -249,7 +297,7 @@ def test_a_verdict_on_training_runs_has_a_statement() -> None:
 
 
 def test_one_seed_and_seeds_that_disagree_cannot_tell() -> None:
-    def rising(run: Any) -> list[bool]:
+    def rising(run: Any) -> list[bool | None]:
         return [run.loss.last > run.loss.first, run.loss.least > 0]
 
     up, down = ({"series": {"loss": {"1": a, "2": 3.0 - a}}} for a in (1.0, 2.0))
@@ -262,6 +310,22 @@ def test_one_seed_and_seeds_that_disagree_cannot_tell() -> None:
     ):
         seeds = {str(seed): run for seed, run in enumerate(runs)}
         assert verdict(rising, {"a": {"seeds": seeds}}) == expected
+
+
+def test_an_interval_that_contains_0_cannot_tell() -> None:
+    def content(low: float, high: float) -> dict[str, Any]:
+        base = {"losses": [4.0] * 3, "loss": 4.0, "error": 0.1, "difference": None}
+        ends = {"low": low, "high": high, "difference": (low + high) / 2}
+        return {"one": base | {"low": None, "high": None}, "other": base | ends}
+
+    for ends, higher, small in (
+        ((0.002, 0.004), "reproduced", "contradicts"),
+        ((-0.004, 0.002), "cannot tell", "cannot tell"),
+        ((-0.004, -0.002), "contradicts", "contradicts"),
+        ((-0.0005, 0.0004), "cannot tell", "reproduced"),
+    ):
+        assert verdict(lambda one, other: [above(other)], content(*ends)) == higher
+        assert verdict(lambda one, other: [within(other, 1e-3)], content(*ends)) == small
 
 
 def test_each_seed_is_a_run_of_its_own() -> None:
