@@ -43,7 +43,9 @@ BOUNDS: Final = {
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
 """Rules by other names in use that are not like their own."""
 
-NAMED_SECTIONS: Final = ("data.train", "data.validation", "optimizer.roles", "pc.overrides")
+NAMED_SECTIONS: Final = (
+    "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
+)  # fmt: skip
 """Where sections have names of their own, of which null leaves one out."""
 
 

@@ -507,7 +507,7 @@ class TasksConfig(Section):
     files: dict[str, str] = field(default_factory=dict)
     """Files of tasks by name, which becomes part of their metrics, `task/<name>/acc`: a line is
     `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py makes
-    them."""
+    them. null leaves out tasks of a base as for `data.train`."""
     interval: Whole = 0
     """Steps between scorings, besides the one after the last step; 0 has only that one."""
     examples: Count | None = None

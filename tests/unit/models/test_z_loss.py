@@ -46,12 +46,13 @@ def test_chunks_equal_autograd(chunk: int, cap: float | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("loss_chunk", [None, 7])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "tied llama", "gemma2"])
 def test_models_equal_autograd(
     name: str, loss_chunk: int | None, dtype: torch.dtype, world: Groups
 ) -> None:
     """Loss, both figures and gradients of every parameter; gemma2 caps its logits."""
-    model, parameters = drawn(tiny_model(name), dtype, loss_chunk=loss_chunk, z_loss=True)
+    shape = tiny_model(name.removeprefix("tied "), tie_embeddings=name.startswith("tied"))
+    model, parameters = drawn(shape, dtype, loss_chunk=loss_chunk, z_loss=True)
     tokens, labels = tokens_of(4, 16, 60)
     positions = torch.zeros_like(tokens)
     weights = list(parameters.values())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parallel.comm.groups import Groups
@@ -19,6 +20,7 @@ from tests.token_files import prepare_text
 from training.build import build_data, build_tasks, build_trainer
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.resume import ResumeError
+from training.config import load_config
 from training.data.tasks import read_examples
 from training.errors import ConfigError, DataError
 from training.restore import restore
@@ -209,6 +211,27 @@ def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
     config = tiny_config(str(tmp_path), **keys | {"model__vocab_size": 40}, **task_keys(files))
     with pytest.raises(DataError, match=r"is not below model\.vocab_size = 40"):
         build_tasks(config)
+
+
+def test_a_task_of_a_base_can_be_left_out(tokens, tmp_path):
+    """One by its name, or all of them."""
+    files = write_tasks(tmp_path)
+    tiny_config(str(tmp_path))
+    base = tmp_path / "config.yaml"
+    content = yaml.safe_load(base.read_text()) | {"tasks": {"files": files}}
+    base.write_text(yaml.safe_dump(content))
+    assert load_config(base, ["tasks.files.words=null"]).tasks.files.keys() == {"digits"}
+    assert load_config(base, ["tasks.files=null"]).tasks.files == {}
+
+
+def test_the_files_of_recipes_are_tasks(root):
+    files = {
+        file
+        for path in (root / "configs").glob("*.yaml")
+        for file in load_config(path).tasks.files.values()
+    }
+    assert files == {"examples/data/kjv_choices.jsonl"}
+    assert all(len(read_examples(root / file)) >= 100 for file in files)
 
 
 def test_only_the_first_examples_are_scored(tokens, tmp_path):
