@@ -14,6 +14,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.context import context_chunks, context_part
+from models.layout import Layout
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
@@ -80,7 +81,7 @@ def log_likelihoods(
     window, scorer = model.sequence_length, Scorer(model, groups, requests, vocab_size)
     by_length: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
-        length = next(n for n in lengths(groups, window) if n >= len(request.tokens) - 1)
+        length = next(n for n in lengths(groups.layout, window) if n >= len(request.tokens) - 1)
         by_length.setdefault(length, []).append(index)
     for length, indices in sorted(by_length.items()):
         share = -(-len(indices) // groups.data.size)
@@ -94,11 +95,10 @@ def log_likelihoods(
     return losses.neg().cpu().tolist()
 
 
-def lengths(groups: Groups, window: int) -> list[int]:
+def lengths(layout: Layout, window: int) -> list[int]:
     """Return the lengths of grouped sequences, ascending: a window, and its halves as far as the
     layout can cut them."""
-    layout, found = groups.layout, [window]
-    context = layout.context
+    context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
         found.insert(0, found[0] // 2)

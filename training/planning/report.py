@@ -18,6 +18,7 @@ from training.config import Config
 from training.dry_run import attended_length, batch_seconds, documents_known, step_shape
 from training.planning.data_use import data_table
 from training.planning.monitor_cost import planned_cost, run_hours
+from training.planning.task_cost import task_cost
 from training.report.opening import layout
 from training.report.table import table
 
@@ -207,6 +208,7 @@ def time_table(config: Config, planned: Plan) -> str:
         ),
         *(("uneven", text) for text in unevenness(planned, shape)),
         ("monitors", str(planned_cost(config, planned, shape))),
+        *(("tasks", text) for text in [task_cost(config, planned)] if text is not None),
         ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
         ("", "modelled as docs/planning.md says, up to 25% from published runs"),
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),

@@ -23,6 +23,7 @@ from training.checkpoint.resume import ResumeError
 from training.config import load_config
 from training.data.tasks import read_examples
 from training.errors import ConfigError, DataError
+from training.planning.command import dry_run
 from training.restore import restore
 from training.run import train
 from training.task_scores import log_likelihoods
@@ -211,6 +212,21 @@ def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
     config = tiny_config(str(tmp_path), **keys | {"model__vocab_size": 40}, **task_keys(files))
     with pytest.raises(DataError, match=r"is not below model\.vocab_size = 40"):
         build_tasks(config)
+
+
+def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
+    """Sequences as they are padded, and that files or a tokenizer are not there."""
+    keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
+    files = write_tasks(tmp_path)
+    config = tiny_config(str(tmp_path), **keys, **task_keys(files, tasks__interval=10))
+    dry_run(config, 1, "h100", None)
+    requests = [request for task in build_tasks(config) for request in task.requests]
+    padded = sum(16 if len(request.tokens) <= 17 else 32 for request in requests)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "tasks  " in line]
+    assert f"every 10 steps: {len(requests)} sequences of {padded:,} tokens" in line
+    Path(files["words"]).unlink()
+    dry_run(config, 1, "h100", None)
+    assert "of unknown cost: cannot read the task" in capsys.readouterr().out
 
 
 def test_a_task_of_a_base_can_be_left_out(tokens, tmp_path):
