@@ -40,7 +40,7 @@ def card(
 
 def _documents(info: CheckpointInfo) -> str:
     """How documents were joined, as far as that is known of the model."""
-    if info.meta.get("weights_only"):
+    if info.imported:
         return "What separates its documents is that of its source."
     return (
         "Documents are separated by the end-of-sequence token, and there is no "
@@ -54,10 +54,13 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
     if size.active_parameters != size.parameters:
         yield "active per token", f"{size.active_parameters:,}"
     yield "weights", dtype
-    if info.meta.get("weights_only"):
+    if info.imported:
         yield "source", f"imported from {info.meta['source']}, not trained since"
         return
     train = config.train
+    if (averaged := info.meta.get("averaged")) is not None:
+        steps = zip(averaged["steps"], averaged["weights"], strict=True)
+        yield "mean of", ", ".join(f"step {step:,} times {weight:.4g}" for step, weight in steps)
     yield "tokens", f"{info.meta['progress']['tokens']:,}"
     ramp = "".join(f"{stage}, then " for stage in train.batch_ramp)
     yield "batch", f"{ramp}{train.global_batch} sequences of {train.sequence_length} tokens"

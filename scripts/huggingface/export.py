@@ -123,7 +123,7 @@ def raise_problems(info: CheckpointInfo) -> None:
 
 def stored_dtype(info: CheckpointInfo) -> str:
     """Return the type of weights that were trained, or imported and not trained since."""
-    if info.meta.get("weights_only"):
+    if info.imported:
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]
 

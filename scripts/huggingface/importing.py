@@ -1,8 +1,7 @@
 """Import of a Hugging Face model folder as a checkpoint of weights alone."""
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,11 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save
-from tqdm import tqdm
 
 from models.huggingface.config import (
     InexpressibleError,
@@ -27,20 +21,14 @@ from models.huggingface.config import (
     model_settings,
 )
 from models.huggingface.tensors import TheirTensor, their_tensors
-from models.size import all_units
-from models.units import Unit
-from parallel.checkpoint.safe_index import PLAIN_FILE
-from parallel.checkpoint.save_plan import StateWriter
-from parallel.checkpoint.state import SCHEMA
-from parallel.checkpoint.state_writer import FileFacts, file_facts, write_plain
 from parallel.errors import first_line
+from scripts.checkpoints.weights_only import write_state
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE
 from scripts.huggingface.verify import offline
 from spectral.grouped import grouped
-from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
 from training.checkpoint.stored_tensors import named
 from training.config import Config, load_config, to_yaml
@@ -78,7 +66,9 @@ def import_model(
         folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
         state = folder.path / checkpoint.STATE
         state.mkdir()
-        facts = write_state(state, config, files, tensors)
+        parts = grouped(tensors, lambda tensor: tensor.parameter)
+        buffers = {name: part[0].view_shape for name, part in parts.items() if part[0].buffer}
+        facts = write_state(state, config, ParameterReader(parts, files), buffers)
         (folder.path / checkpoint.CONFIG).write_text(to_yaml(config))
         meta = {
             "step": 0,
@@ -263,73 +253,16 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     return {"tokenizer": {"sha256": sha256(files[TOKENIZER_FILE]).hexdigest()}}
 
 
-def write_state(
-    folder: Path, config: Config, files: TheirFiles, tensors: Iterable[TheirTensor]
-) -> dict[str, FileFacts]:
-    """Write the files of a checkpoint's state to `folder`; return their facts by name."""
-    parts = grouped(tensors, lambda tensor: tensor.parameter)
-    reader = UnitReader(parts, files)
-    units = all_units(config.model, **unit_options(config))
-    shapes = {f"weight/{unit.name}": unit.axes for unit in units}
-    sources: dict[str, Callable[[], Tensor]] = {
-        f"weight/{unit.name}": partial(reader.unit, unit) for unit in units
-    }
-    for name, [first, *_] in parts.items():
-        if first.buffer:
-            shapes[f"buffer/{name}"] = first.view_shape
-            sources[f"buffer/{name}"] = partial(reader.parameter, name)
-    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    total = sum(tensor.numel() for tensor in state.values())
-    with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
-        writer = StateWriter(folder)
-        planner = LazyPlanner(sources, bar)
-        with warnings.catch_warnings():  # that one process saves is what is asked for
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
-                save(state, storage_writer=writer, planner=planner, no_dist=True)
-            except CheckpointException as error:
-                causes = [cause for cause, _ in error.failures.values()]
-                raise next((c for c in causes if isinstance(c, InputError)), error) from None
-    write_plain(folder / PLAIN_FILE, {"schema": SCHEMA, "extra": {"step": 0}})
-    return {path.name: file_facts(path) for path in sorted(folder.iterdir())}
-
-
-class UnitReader:
-    """Our units and buffers from their files, one parameter in memory at a time."""
+class ParameterReader:
+    """Our parameters and buffers from their files."""
 
     def __init__(self, parts: Mapping[str, list[TheirTensor]], files: TheirFiles) -> None:
         self._parts = parts
         self._files = files
-        self._name = ""
-        self._value = torch.empty(0)
 
-    def parameter(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> Tensor:
         """Return a whole parameter of ours, float32; rows that pad the vocabulary are 0."""
-        if name != self._name:
-            self._value = torch.zeros(self._parts[name][0].view_shape, dtype=torch.float32)
-            for part in self._parts[name]:
-                part.put(self._value, self._files.read(part.name))
-            self._name = name
-        return self._value
-
-    def unit(self, unit: Unit) -> Tensor:
-        """Return a whole unit `[*axes]`, float32."""
-        return unit.view(self.parameter(unit.parameter))
-
-
-class LazyPlanner(DefaultSavePlanner):
-    """Makes a tensor when it is written; before that the state has its shape alone."""
-
-    def __init__(self, sources: Mapping[str, Callable[[], Tensor]], bar: Any) -> None:
-        super().__init__()
-        self._sources = sources
-        self._bar = bar
-        self._written: Tensor | None = None
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor of an item of the plan."""
-        if self._written is not None:  # torch's writer holds on to every tensor until it is done
-            self._written.untyped_storage().resize_(0)
-        value = self._written = self._sources[write_item.index.fqn]().clone()
-        self._bar.update(value.numel())
+        value = torch.zeros(self._parts[name][0].view_shape, dtype=torch.float32)
+        for part in self._parts[name]:
+            part.put(value, self._files.read(part.name))
         return value

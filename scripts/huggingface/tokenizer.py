@@ -32,7 +32,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     if not source.exists():
         raise InputError(f"no tokenizer at {source}: name it with --tokenizer PATH")
     found = load_tokenizer(source, end)
-    if end is None and not info.meta.get("weights_only"):
+    if end is None and not info.imported:
         print(
             f"no manifest of the data is here: {found.eod_token} of {source} ends a document",
             file=sys.stderr,
@@ -56,7 +56,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
         )
     files = dict(found.files)
     length = config.train.sequence_length
-    trained = not info.meta.get("weights_only")
+    trained = not info.imported
     if trained:
         files[TOKENIZER_FILE] = as_trained(content)
     existing = files.get(SETTINGS_FILE)
@@ -98,7 +98,7 @@ def _source(
         return given, end
     if (info.path / TOKENIZER_FILE).exists():
         return info.path, None
-    if info.meta.get("weights_only"):
+    if info.imported:
         raise InputError(
             f"{info.path} has no tokenizer, as the model that it was imported from had none; "
             "give --tokenizer PATH, or --no-tokenizer to go without"

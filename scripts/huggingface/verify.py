@@ -70,7 +70,7 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
     assert vocabulary is not None
     if not (folder / "tokenizer.json").exists():
         return (torch.arange(min(length, 128)) * 7919 % vocabulary)[None]
-    tokenizer = checked_tokenizer(folder, with_template=bool(weights.info.meta.get("weights_only")))
+    tokenizer = checked_tokenizer(folder, with_template=weights.info.imported)
     text = {"truncation": True, "max_length": length, "add_special_tokens": False}
     return torch.tensor([tokenizer(TEXT, **text)["input_ids"]])
 

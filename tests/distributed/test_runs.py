@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from parallel.comm import groups as process_groups
+from scripts.average import main as average
 from tests.distributed.run_workers import PREEMPTIONS
 from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import read_config, tiny_config
@@ -91,6 +93,17 @@ def test_a_run_goes_on_another_layout_and_back(layout, folder):
     one = {"tensor": 1, "pipeline": 1}
     assert used[0] | {"ranks": 2, **one, **layout} == used[0]
     assert used[1] | {"ranks": 1, **one} == used[1]
+
+
+def test_an_average_takes_checkpoints_of_several_layouts(folder, tmp_path):
+    """Step 2 is of one process, step 4 of two ranks that share every matrix."""
+    run, mean = folder / "ranks2 tensor2", tmp_path / "mean"
+    assert average([str(run), str(mean), "--steps", "2", "4"]) == 0
+    first, second = state_of(run, 2), state_of(run, 4)
+    for key, value in read_checkpoint(mean).tensors("weight/").items():
+        by_hand = (first[key].double() + second[key].double()) / 2
+        # One rounding to float32.
+        torch.testing.assert_close(value.double(), by_hand, rtol=2**-23, atol=1e-12)
 
 
 def test_twice_resumed_on_two_ranks_is_never_stopped(folder):

@@ -105,6 +105,23 @@ class RunMeta(Meta):
             raise ValueError(f"step must be that of progress, {self.progress.step}")
 
 
+@dataclass(frozen=True)
+class AveragedCheckpoints:
+    """Steps of a run whose weights were averaged, and how much of each."""
+
+    steps: list[int]
+    weights: list[float]
+    on_sphere: bool
+
+
+@dataclass(frozen=True)
+class AverageMeta(Meta):
+    """What meta.json of an average must have; progress is that of its last checkpoint."""
+
+    averaged: AveragedCheckpoints
+    progress: Progress
+
+
 class ResumeError(InputError):
     """A run that cannot be continued as asked."""
 
@@ -124,6 +141,11 @@ class CheckpointInfo:
     def step(self) -> int:
         """Number of optimizer steps taken."""
         return int(self.meta["step"])
+
+    @property
+    def imported(self) -> bool:
+        """Whether the weights are those of another program's model, which no run has trained."""
+        return self.meta.get("weights_only") is True and "averaged" not in self.meta
 
     @property
     def state(self) -> Path:
@@ -227,12 +249,13 @@ def _complete(path: Path) -> CheckpointInfo:
         found = meta.get("format") if isinstance(meta, dict) else None
         if found != FORMAT:
             raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
-        bind(Meta if meta.get("weights_only") is True else RunMeta, meta)
+        weights_only = meta.get("weights_only") is True
+        bind((AverageMeta if "averaged" in meta else Meta) if weights_only else RunMeta, meta)
         named = STEP.fullmatch(path.name)
         if named is not None and int(named[1]) != meta["step"]:
             raise BrokenCheckpointError(f"{path}: it is the checkpoint of step {meta['step']}")
         info = CheckpointInfo(path, meta)
-        _check_names(path, info.files, WEIGHTS if meta.get("weights_only") is True else REQUIRED)
+        _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)
         for name, facts in info.files.items():
             status = (path / name).stat()
             if not S_ISREG(status.st_mode):

@@ -67,9 +67,7 @@ def equal(folder: str, one: str, other: str, steps: int = 12) -> None:
     assert same_state(*states) == []
 
 
-def test_it_is_a_run_cut_by_hand_and_a_run_stopped_inside(
-    config_folder: str, world, capsys, counted: list[int]
-) -> None:
+def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: list[int]) -> None:
     trained(config_folder, "ramp", world)
     assert sum(counted) == sum(BATCHES)
     printed = capsys.readouterr().out
@@ -80,7 +78,6 @@ def test_it_is_a_run_cut_by_hand_and_a_run_stopped_inside(
     trained(config_folder, "cut", world, 7, **change, train__global_batch=4)
     trained(config_folder, "cut", world, **change)
     equal(config_folder, "ramp", "cut")
-    stopped_thrice(config_folder, world, counted)
     tokens = [line["progress/tokens"] for line in metrics_of(Path(config_folder) / "ramp")]
     assert tokens == [sum(BATCHES[: i + 1]) * LENGTH for i in range(12)]
 
@@ -114,13 +111,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_three_stops_inside_change_nothing_by_tokens(config_folder, world, counted) -> None:
-    trained(config_folder, "ramp", world, **TOKENS)
-    stopped_thrice(config_folder, world, counted, **TOKENS)
-
-
-def stopped_thrice(config_folder: str, world: Any, counted: list[int], **keys: Any) -> None:
-    """Stop a run three times and compare it with FOLDER/ramp and with what it read."""
+@pytest.mark.parametrize("keys", [{"data__workers": 1}, TOKENS], ids=["workers", "tokens"])
+def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) -> None:
+    trained(config_folder, "ramp", world, **keys)
     counted.clear()
     for until in (2, 3, 5, 12):
         trained(config_folder, "stopped", world, until, **keys)

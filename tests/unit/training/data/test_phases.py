@@ -54,7 +54,7 @@ def logged(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_phases_are_runs_cut_by_hand_and_stops_change_nothing(
+def test_each_set_goes_on_at_its_count_and_stops_change_nothing(
     start, tmp_path: Path, capsys
 ) -> None:
     whole = start(22, FIRST, **COMMON)
@@ -77,15 +77,6 @@ def test_phases_are_runs_cut_by_hand_and_stops_change_nothing(
         f"<td>small</td><td>0.0%</td><td>50.0%</td><td>100.0%</td><td>{counts['small']:,}" in page
     )
 
-    by_hand: Read = []
-    keys = {**COMMON, "data__phases": "[]", "checkpoint__allow_change": "[data]"}
-    for until, weights in BY_HAND.items():
-        by_hand += start(until, {k: v for k, v in weights.items() if v}, **keys)
-    assert by_hand == whole
-    assert logged(tmp_path / "run") == logged(folder)
-    assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
-    shutil.rmtree(tmp_path / "run")
-
     stopped: Read = []
     for until in (5, 8, 17, 22):  # in phases, and where one begins
         stopped += start(until, FIRST, **COMMON)
@@ -95,6 +86,19 @@ def test_phases_are_runs_cut_by_hand_and_stops_change_nothing(
         )
     assert stopped == whole
     assert metrics_of(tmp_path / "run") == metrics_of(folder)
+    assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
+
+
+@pytest.mark.slow
+def test_phases_are_runs_cut_by_hand(start, tmp_path: Path) -> None:
+    whole = start(22, FIRST, **COMMON)
+    folder = shutil.move(tmp_path / "run", tmp_path / "whole")
+    by_hand: Read = []
+    keys = {**COMMON, "data__phases": "[]", "checkpoint__allow_change": "[data]"}
+    for until, weights in BY_HAND.items():
+        by_hand += start(until, {k: v for k, v in weights.items() if v}, **keys)
+    assert by_hand == whole
+    assert logged(tmp_path / "run") == logged(folder)
     assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
 
 

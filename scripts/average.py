@@ -1,0 +1,148 @@
+#!/usr/bin/env python
+"""Average the weights of a run's checkpoints into a new one. See docs/running.md.
+
+scripts/average.py runs/tiny_sso averaged/tiny --last 3
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
+
+from scripts.command import command, whole_number
+from training.errors import BrokenCheckpointError, InputError
+
+if TYPE_CHECKING:
+    from training.checkpoint.files import CheckpointInfo
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Average, and say of what, what is left out, and how to go on."""
+    options = parse(arguments)
+    from models.engine import import_engine  # here: it takes seconds
+
+    import_engine()
+    from scripts.checkpoints.average import average
+
+    infos, left_out = chosen(options.run, options.steps, options.last)
+    weights = list(shares(len(infos), options.ema))
+    pairs = zip(infos, weights, strict=True)
+    print("mean of " + ", ".join(f"step {info.step} times {w:.4g}" for info, w in pairs))
+    for text in left_out:
+        print(f"left out: {text}")
+    norms = average(infos, weights, options.output, on_sphere=options.on_sphere)
+    for text in dropped(infos[-1], norms, options.on_sphere):
+        print(text)
+    print(f"wrote {options.output}: a run begins with checkpoint.initialize_from={options.output}")
+    return 0
+
+
+def chosen(
+    run: Path, wanted: Sequence[int] | None, last: int | None
+) -> tuple[list["CheckpointInfo"], list[str]]:
+    """Return the checkpoints to average, by ascending step, and a sentence for those left out.
+
+    Raises InputError for a step without a checkpoint, BrokenCheckpointError for a broken one that
+    was named, and unless there are two.
+    """
+    from training.checkpoint.files import FOLDER, read_checkpoint, step_folder, steps
+
+    if not (run / FOLDER).is_dir():
+        raise InputError(f"the run must be a folder with {FOLDER}, got {run}")
+    there = steps(run)
+    missing = [step for step in wanted or () if step not in there]
+    if missing:
+        known = ", ".join(map(str, there)) or "none"
+        raise InputError(f"{run} has no checkpoint of step {missing[0]}; there are: {known}")
+    infos, broken = [], []
+    for step in sorted(set(wanted or there)):
+        try:
+            infos.append(read_checkpoint(step_folder(run, step)))
+        except BrokenCheckpointError as error:
+            if wanted is not None:
+                raise
+            broken.append(f"step {step}, which is broken: {error}")
+    if last is not None and len(infos) < last:
+        raise InputError(
+            f"--last must be at most the {len(infos)} checkpoints of {run}, got {last}"
+        )
+    infos = infos[-last:] if last is not None else infos
+    if len(infos) < 2:
+        raise InputError(f"{run} must have two checkpoints to average, got {len(infos)}")
+    used = {info.step for info in infos}
+    others = [f"step {step}" for step in there if step not in used]
+    named = [text.partition(",")[0] for text in broken]
+    unchosen = ", ".join(text for text in others if text not in named)
+    return infos, [*broken, *([unchosen] if unchosen else [])]
+
+
+def shares(count: int, decay: float | None) -> Iterator[float]:
+    """Yield the weight of each checkpoint, which sum to 1: equal ones, or those of a moving average
+    that begins with the first and keeps `decay` of itself at each other one."""
+    for i in range(count):
+        if decay is None:
+            yield 1 / count
+        else:
+            yield decay ** (count - 1 - i) * (1 - decay if i else 1.0)
+
+
+def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
+    """Yield what the average is not, or not any more."""
+    yield "without the optimizer's state, random numbers and place in the data: no run continues it"
+    if last.config.pc is not None:
+        yield "PC layers became plain weights, the mean of PC(W); its config has pc: null"
+    if norms:
+        text = f"spectral norms of {len(norms)} matrices on spheres were {min(norms):.4f} to "
+        text += f"{max(norms):.4f} of their radii in the mean"
+        yield f"{text}, and are put back" if on_sphere else f"{text}; --on-sphere puts them back"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("output", type=Path, metavar="OUT", help="checkpoint to create")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--steps",
+        type=whole_number(),
+        nargs="+",
+        metavar="STEP",
+        help="checkpoints to average (default: all that are complete)",
+    )
+    choice.add_argument("--last", type=whole_number(2), metavar="N", help="the newest N of them")
+    parser.add_argument(
+        "--ema",
+        type=share,
+        metavar="DECAY",
+        help="weights of a moving average, which keeps DECAY of itself at each checkpoint "
+        "(default: equal weights)",
+    )
+    parser.add_argument(
+        "--on-sphere",
+        action="store_true",
+        help="scale matrices whose rule keeps them on a sphere back to its radius",
+    )
+    options = parser.parse_args(arguments)
+    if options.steps is not None and len(set(options.steps)) < max(2, len(options.steps)):
+        parser.error(f"--steps must name at least two steps, each once, got {options.steps}")
+    return options
+
+
+def share(text: str) -> float:
+    """Return the number that `text` is, between 0 and 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1, got {text!r:.40}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checkpoints of weights alone, made by scripts: imported ones and averages."""

@@ -1,0 +1,149 @@
+"""The weighted mean of a run's checkpoints, one parameter in memory at a time."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.size import all_units
+from models.units import Unit
+from scripts.checkpoints.weights_only import write_state
+from scripts.data.folder import AtomicFolder
+from scripts.huggingface.export import check_free, check_room, raise_problems
+from spectral.grouped import grouped
+from spectral.power_iteration import COLD_STEPS, top_singular
+from training.assignments import unit_options
+from training.build import config_assignments
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import AveragedCheckpoints, CheckpointInfo
+from training.checkpoint.identity import BACKENDS, changes
+from training.checkpoint.weights import CheckpointWeights
+from training.config import Config, to_yaml
+from training.config.files import flat
+from training.errors import InputError
+from training.machine.facts import versions
+
+
+def average(
+    infos: Sequence[CheckpointInfo], weights: Sequence[float], target: Path, *, on_sphere: bool
+) -> list[float]:
+    """Write the mean of checkpoints as a checkpoint of weights alone, the new folder `target`.
+
+    `weights` sum to 1. With `on_sphere` each matrix whose rule keeps it on a sphere is scaled to
+    its radius. Returns, of these matrices, the spectral norm of the mean over the radius. Raises
+    InputError for checkpoints of several models or tokenizers, or a target that exists.
+    """
+    check_free(target)
+    for info in infos:
+        check_same(info, infos[-1])
+    for info in infos:
+        raise_problems(info)
+    last = infos[-1]
+    mean = Mean([CheckpointWeights(info) for info in infos], weights, on_sphere=on_sphere)
+    check_room(target, 4 * sum(unit.numel for units in mean.units.values() for unit in units))
+    with ExitStack() as stack:
+        folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
+        state = folder.path / checkpoint.STATE
+        state.mkdir()
+        facts = write_state(state, mean.config, mean.read, mean.buffers, last.step)
+        (folder.path / checkpoint.CONFIG).write_text(to_yaml(replace(mean.config, pc=None)))
+        used = AveragedCheckpoints([info.step for info in infos], list(weights), on_sphere)
+        checkpoint.seal(folder.path, {**kept(last), "averaged": asdict(used)}, facts)
+        folder.commit()
+    return mean.norms
+
+
+def kept(info: CheckpointInfo) -> dict[str, Any]:
+    """Return what the average states of the run, as its last checkpoint does."""
+    keys = ("step", "identity", "progress", "initialized_from")
+    return {
+        **{key: info.meta[key] for key in keys if key in info.meta},
+        "weights_only": True,
+        "versions": versions(),
+    }
+
+
+def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
+    """Raise InputError unless both checkpoints have one model and one tokenizer."""
+    different = list(changes(*map(_model, (info, last))))
+    if different:
+        raise InputError(f"{info.path} has another model than {last.path}: {', '.join(different)}")
+
+
+def _model(info: CheckpointInfo) -> dict[str, Any]:
+    """Settings of the model, and the tokenizer, of a checkpoint."""
+    config = info.config
+    model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
+    pc = {} if config.pc is None else {f"pc.{k}": v for k, v in flat(asdict(config.pc))}
+    pc.pop("pc.evaluator", None)
+    return model | pc | {"tokenizer": info.meta["identity"].get("tokenizer", {}).get("sha256")}
+
+
+class Mean:
+    """Parameters and buffers of the weighted mean of checkpoints.
+
+    buffers  shape of each buffer
+    units    of each parameter
+    norms    spectral norm over radius of each matrix on a sphere, of the parameters read so far
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[CheckpointWeights],
+        weights: Sequence[float],
+        *,
+        on_sphere: bool,
+    ) -> None:
+        for each in checkpoints:
+            each.check()
+        self.config: Config = checkpoints[-1].config
+        self.buffers: Mapping[str, tuple[int, ...]] = checkpoints[-1].buffer_shapes()
+        units = all_units(self.config.model, **unit_options(self.config))
+        self.units = grouped(units, lambda unit: unit.parameter)
+        self.norms: list[float] = []
+        self._parts = list(zip(checkpoints, weights, strict=True))
+        self._on_sphere = on_sphere
+        self._assign = config_assignments(self.config)
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter, as its units view it, or a buffer, float32."""
+        if name in self.buffers:
+            shape = self.buffers[name]
+            return weighted_sum((each.buffer(name, shape), weight) for each, weight in self._parts)
+        shape = self.units[name][0].view_shape
+        parts = ((each.parameter(name, shape), weight) for each, weight in self._parts)
+        whole = weighted_sum(parts)
+        for unit in self.units[name]:
+            if not self._parts[-1][0].preconditioned(unit):
+                self._measure(unit, unit.view(whole))
+        return whole
+
+    def _measure(self, unit: Unit, matrix: Tensor) -> None:
+        """Note how far a matrix is from its sphere, if it has one, and put it back if asked to."""
+        rule = self._assign(unit).rule
+        if not rule.whole_matrix:
+            return
+        rows, cols = unit.shape
+        radius = rule.radius_of((rows, cols))
+        if radius is None:
+            return
+        stack = matrix.reshape(1, rows, cols)
+        zeros = torch.zeros(1, rows), torch.zeros(1, cols)
+        norm = top_singular(stack, *zeros, steps=COLD_STEPS)[0].item()
+        self.norms.append(norm / radius)
+        if self._on_sphere and norm > 0:
+            matrix.mul_(radius / norm)
+
+
+def weighted_sum(parts: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """Return the sum of tensors times their weights, added in float64, as float32."""
+    total = torch.zeros(())
+    for i, (value, weight) in enumerate(parts):
+        total = torch.zeros_like(value, dtype=torch.float64) if not i else total
+        total.add_(value, alpha=weight)
+    return total.float()

@@ -1,0 +1,254 @@
+"""scripts/average.py: the mean of checkpoints is the one by hand, and a model like another."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from parallel.comm import groups as process_groups
+from scripts import convert_hf
+from scripts.average import main
+from scripts.checkpoints.average import Mean
+from tests.fuzzed import FLIP, damage
+from tests.live_bytes import peak_bytes
+from tests.run_configs import MIXTURE, tiny_config
+from tests.run_results import state_of
+from tests.unit.training.checkpoint.test_checkpoint import reseal
+from training.build import config_routes
+from training.checkpoint.files import read_checkpoint, step_folder
+from training.checkpoint.weights import CheckpointWeights
+from training.run import train
+
+STEPS = (1, 2, 3)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sphere": ("spectral_sphere", {"optimizer__matrix__lr": 0.5}),
+    "PC layers": ("muon", {"pc__level": 2}),
+    "experts": ("adamw", MIXTURE | {"model__moe__expert_bias": True}),
+}
+
+
+def trained(folder: Path, *names: str) -> Path:
+    """Train runs that have a checkpoint of each of three steps."""
+    world = process_groups.initialize()
+    try:
+        for name in names:
+            rule, keys = RUNS[name]
+            common = {"train__steps": 3, "checkpoint__interval": 1, "validation__samples": 2}
+            common["run__dir"] = str(folder / name)
+            train(tiny_config(str(folder), rule, **common, **keys), world)
+    finally:
+        process_groups.shutdown()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(shared_folder: Path) -> Path:
+    """A folder with the run on spheres."""
+    return trained(shared_folder, "sphere")
+
+
+@pytest.fixture(scope="module")
+def other_runs(runs: Path) -> Path:
+    """The same folder with the other runs."""
+    return trained(runs, "PC layers", "experts")
+
+
+@pytest.fixture
+def copied(runs: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a run, so that it can be damaged."""
+    return lambda name: Path(shutil.copytree(runs / name, tmp_path / "run"))
+
+
+def weights_of(folder: Path, step: int) -> dict[str, Tensor]:
+    """The weights and buffers of a checkpoint in float64, gammas of PC layers left out."""
+    state = state_of(folder, step)
+    kinds = ("weight/", "buffer/")
+    return {k: v.double() for k, v in state.items() if k.startswith(kinds) and ".gamma" not in k}
+
+
+def test_the_mean_is_that_by_hand(runs: Path, tmp_path: Path, capsys) -> None:
+    compared_by_hand("sphere", runs, tmp_path, capsys)
+
+
+@pytest.mark.slow
+def test_the_mean_of_experts_and_their_bias_is_that_by_hand(other_runs, tmp_path, capsys) -> None:
+    compared_by_hand("experts", other_runs, tmp_path, capsys)
+
+
+def compared_by_hand(run: str, runs: Path, tmp_path: Path, capsys: Any) -> None:
+    """Average a run and compare every tensor with the mean in float64."""
+    assert main([str(runs / run), str(tmp_path / "mean")]) == 0
+    printed = capsys.readouterr().out
+    assert "mean of step 1 times 0.3333, step 2 times 0.3333, step 3 times 0.3333" in printed
+    assert "without the optimizer's state" in printed
+    found = read_checkpoint(tmp_path / "mean").tensors("")
+    parts = [weights_of(runs / run, step) for step in STEPS]
+    assert found.keys() == parts[0].keys()
+    for key, value in found.items():
+        by_hand = torch.stack([part[key] for part in parts]).mean(0)
+        # One rounding to float32.
+        torch.testing.assert_close(value.double(), by_hand, rtol=2**-23, atol=1e-12)
+
+
+def test_a_moving_average_is_that_of_torch(runs: Path, tmp_path: Path, capsys) -> None:
+    arguments = [str(runs / "sphere"), str(tmp_path / "mean"), "--last", "3", "--ema", "0.75"]
+    assert main(arguments) == 0
+    key = "weight/layers.1.down"
+    running = weights_of(runs / "sphere", 1)[key]
+    for step in (2, 3):
+        running = torch.lerp(running, weights_of(runs / "sphere", step)[key], 0.25)
+    found = read_checkpoint(tmp_path / "mean").tensors(key)[key]
+    torch.testing.assert_close(found.double(), running, rtol=2**-22, atol=1e-12)
+    assert "step 1 times 0.5625, step 2 times 0.1875, step 3 times 0.25" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_it_exports_and_starts_a_run(runs: Path, tmp_path: Path, world, capsys) -> None:
+    mean = tmp_path / "mean"
+    assert main([str(runs / "sphere"), str(mean), "--steps", "1", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "left out: step 2\n" in printed and f"initialize_from={mean}" in printed
+    exported = tmp_path / "exported"
+    assert convert_hf.main(["export", str(mean), str(exported), "--no-tokenizer"]) == 0
+    card = (exported / "README.md").read_text()
+    assert "| mean of | step 1 times 0.5, step 3 times 0.5 |" in card
+    theirs = load_file(exported / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    ours = CheckpointWeights(read_checkpoint(mean)).parameter("layers.1.mlp.down", theirs.shape)
+    assert torch.equal(theirs, ours)
+    beginning = {"checkpoint__initialize_from": str(mean), "run__dir": str(tmp_path / "next")}
+    keys = {**RUNS["sphere"][1], **beginning, "train__steps": 3, "validation__samples": 2}
+    shutil.copy(runs / "tokens.bin", tmp_path), shutil.copy(runs / "tokens.idx", tmp_path)
+    assert train(tiny_config(str(tmp_path), "spectral_sphere", **keys), world).step == 3
+    assert f"weights of step 3 from {mean}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_pc_layers_become_the_mean_of_what_they_multiply_by(other_runs, tmp_path) -> None:
+    runs = other_runs
+    assert main([str(runs / "PC layers"), str(tmp_path / "mean")]) == 0
+    mean = CheckpointWeights(read_checkpoint(tmp_path / "mean"))
+    assert mean.config.pc is None
+    parts = [
+        CheckpointWeights(read_checkpoint(step_folder(runs / "PC layers", step))) for step in STEPS
+    ]
+    for name, shape in mean.layouts().items():
+        by_hand = torch.stack([part.parameter(name, shape).double() for part in parts]).mean(0)
+        found = mean.parameter(name, shape).double()
+        torch.testing.assert_close(found, by_hand, rtol=2**-23, atol=1e-12)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, capsys) -> None:
+    asked = ["--on-sphere"] if back else []
+    assert main([str(runs / "sphere"), str(tmp_path / "mean"), *asked]) == 0
+    info = read_checkpoint(tmp_path / "mean")
+    routes = [route for route in config_routes(info.config) if route.radius is not None]
+    printed = capsys.readouterr().out
+    assert f"spectral norms of {len(routes)} matrices on spheres were " in printed
+    norms = []
+    for route in routes:
+        weight = CheckpointWeights(info).weight(unit_of(info, route.unit))
+        norms.append(torch.linalg.matrix_norm(weight.double(), 2).item() / route.radius)
+    if back:
+        assert norms == pytest.approx([1.0] * len(norms), abs=1e-5)
+    else:
+        assert f"were {min(norms):.4f} to {max(norms):.4f} of their radii" in printed
+        assert max(abs(norm - 1) for norm in norms) > 0.01
+
+
+def unit_of(info: Any, name: str) -> Any:
+    """The unit of a checkpoint by its name."""
+    return next(unit for unit in CheckpointWeights(info).units() if unit.name == name)
+
+
+def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
+    """In float64 and once more in float32, with as much again while it is rounded."""
+    infos = [read_checkpoint(step_folder(runs / "sphere", step)) for step in STEPS]
+    mean = Mean([CheckpointWeights(info) for info in infos], [1 / 3] * 3, on_sphere=False)
+    largest = max(sum(unit.numel for unit in units) for units in mean.units.values())
+
+    def read_all() -> None:
+        for name in mean.units:
+            mean.read(name)
+
+    assert peak_bytes(read_all) <= 20 * largest
+
+
+WRONG = [
+    (["--steps", "1", "7"], "has no checkpoint of step 7; there are: 1, 2, 3"),
+    (["--last", "4"], "--last must be at most the 3 checkpoints of"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG)
+def test_steps_that_are_not_there_are_refused(options, text, runs, tmp_path, capsys) -> None:
+    assert main([str(runs / "sphere"), str(tmp_path / "mean"), *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and text in said and said.count("\n") == 1
+    assert not (tmp_path / "mean").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--steps", "1"], ["--steps", "2", "2"], ["--last", "1"], ["--ema", "1"], ["--ema", "nan"],
+     ["--steps", "0", "1"], ["--last", "2", "--steps", "1", "2"]],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(options, runs, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([str(runs / "sphere"), str(tmp_path / "mean"), *options])
+    assert left.value.code == 2
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_another_model_tokenizer_target_or_folder_is_refused(
+    other_runs: Path, copied, tmp_path: Path, capsys
+) -> None:
+    runs = other_runs
+    run = copied("sphere")
+    other = step_folder(run, 2)
+    shutil.rmtree(other)
+    shutil.copytree(step_folder(runs / "experts", 2), other)
+    assert main([str(run), str(tmp_path / "mean")]) == 2
+    assert "has another model than" in capsys.readouterr().err
+    shutil.rmtree(other)
+    shutil.copytree(step_folder(runs / "sphere", 2), other)
+    reseal(other, lambda meta: meta["identity"]["tokenizer"].update(sha256="0" * 64))
+    assert main([str(run), str(tmp_path / "mean")]) == 2
+    assert "tokenizer was 0000" in capsys.readouterr().err
+    assert main([str(runs / "sphere"), str(runs / "experts")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main([str(step_folder(run, 1)), str(tmp_path / "mean")]) == 2
+    assert "the run must be a folder with checkpoints" in capsys.readouterr().err
+
+
+def test_broken_checkpoints_are_left_out_aloud_or_refused(copied, tmp_path: Path, capsys) -> None:
+    run = copied("sphere")
+    (step_folder(run, 2) / "COMPLETE").unlink()
+    assert main([str(run), str(tmp_path / "mean")]) == 0
+    assert "left out: step 2, which is broken: " in capsys.readouterr().out
+    meta = json.loads((tmp_path / "mean" / "meta.json").read_text())
+    assert meta["averaged"]["steps"] == [1, 3]
+    assert main([str(run), str(tmp_path / "other"), "--steps", "1", "2"]) == 2
+    capsys.readouterr()
+    state = next((step_folder(run, 3) / "state").glob("*.distcp"))
+    damage(state, FLIP)
+    assert main([str(run), str(tmp_path / "other")]) == 2
+    assert "has changed since it was written" in capsys.readouterr().err
+    shutil.rmtree(step_folder(run, 3))
+    assert main([str(run), str(tmp_path / "other")]) == 2
+    assert "must have two checkpoints to average, got 1" in capsys.readouterr().err
+
+
+def test_an_average_that_lies_about_itself_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
+    mean = tmp_path / "mean"
+    assert main([str(runs / "sphere"), str(mean), "--last", "2"]) == 0
+    reseal(mean, lambda meta: meta["averaged"].update(steps="all"))
+    assert convert_hf.main(["export", str(mean), str(tmp_path / "out"), "--no-tokenizer"]) == 2
+    assert "averaged.steps must be" in capsys.readouterr().err
