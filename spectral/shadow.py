@@ -46,6 +46,8 @@ class Shadow(NamedTuple):
     def read(self, tensor: Tensor) -> Tensor:
         """Return the numbers of a view of the storage, of length 1 on axes without change."""
         view = Layout.of(tensor)
+        if self.values is not None and view == self.layout:
+            return self.values
         ndim, device = len(view.sizes), tensor.device
         place = torch.full([1] * ndim, view.offset - self.layout.offset, device=device)
         for axis, (size, stride) in enumerate(zip(*view[1:], strict=True)):
@@ -147,10 +149,10 @@ def sorted_numbers(numbers: Tensor) -> list[int]:
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, mappings and records."""
-    if is_dataclass(values) and not isinstance(values, (type, Mapping)):
-        values = vars(values)
     if isinstance(values, Tensor):
         yield values
-    elif isinstance(values, (list, tuple, Mapping)):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from tensors_in(value)
+        return
+    if not isinstance(values, (list, tuple, Mapping)):
+        values = vars(values) if is_dataclass(values) and not isinstance(values, type) else ()
+    for value in values.values() if isinstance(values, Mapping) else values:
+        yield from tensors_in(value)

@@ -25,7 +25,7 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import groupby
@@ -71,6 +71,8 @@ VIEWS = re.compile(r"as_strided|t|transpose|squeeze|unsqueeze|swap(axes|dims)|de
 """Operations that change the shape of a tensor in place."""
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read the shape of an input alone."""
+EAGER_FLEX = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+"""What torch says to set for a flex attention that is not compiled."""
 ENDS = re.compile(r".*(loss|histc|cdist|_like|new_).*")
 """Operations whose results no layer takes."""
 
@@ -86,6 +88,8 @@ class Sums(NamedTuple):
 class Watch(TorchDispatchMode):
     """Follows the outputs of weights through the operations of a forward pass."""
 
+    supports_higher_order_operators = True
+
     def __init__(
         self, weights: Mapping[str, Tensor], parameters: Iterable[Tensor], inputs: Iterable[Tensor]
     ) -> None:
@@ -95,7 +99,7 @@ class Watch(TorchDispatchMode):
         self.starts: list[int] = []
         self.end = 0
         self.settled: set[tuple[str, tuple[int, ...]]] = set()
-        self.sums: dict[tuple[tuple[int, int], ...], int] = {}
+        self.sums: dict[tuple[tuple[float, float], ...], int] = {}
         self.columns, self.weights = Shadows(), Shadows()  # of activations, elements of weights
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of parameters written to
         for name, weight in weights.items():
@@ -117,6 +121,11 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and move the shadows as it moves numbers."""
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            result = func(*args, **kwargs)
+            with torch.inference_mode(False):
+                self._follow_higher(str(func), args, result)
+            return result
         if func._schema.is_mutable:
             self._keep(tensors_in((args, kwargs)))
         if torch.is_inference_mode_enabled() and not self.paused:
@@ -187,6 +196,17 @@ class Watch(TorchDispatchMode):
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
 
+    def _follow_higher(self, name: str, args: Any, result: Any) -> None:
+        """Follow an operation that is given functions: flex attention, of queries, keys, values."""
+        heads = args[:3] if name == "flex_attention" else ()
+        self._hide(tensors_in(args[len(heads) :]), name)
+        for t in heads:
+            if (columns := self.columns.read(t)) is not None:
+                self._consume(columns, -1, INNER)
+        if heads and columns is not None:
+            repeat = result[0].shape[1] // t.shape[1]
+            self.columns.write(result[0], columns.repeat_interleave(repeat, 1))
+
     # Numbers, and the weights that they belong to.
 
     def _add(self, record: Use | Sums, size: int) -> None:
@@ -194,15 +214,20 @@ class Watch(TorchDispatchMode):
         self.starts.append(record.start)
         self.end += size
 
-    def _parts(self, numbers: Iterable[int]) -> Iterator[tuple[Any, list[int]]]:
+    def _parts(self, numbers: Sequence[int]) -> Iterator[tuple[Any, list[int]]]:
         """Yield the records that numbers belong to, with the numbers of each."""
+        places = [bisect_right(self.starts, n) for n in (min(numbers), max(numbers))]
+        if places[0] == places[1]:
+            yield self.records[places[0] - 1], [*numbers]
+            return
         for after, own in groupby(numbers, lambda n: bisect_right(self.starts, n)):
             yield self.records[after - 1], [*own]
 
     def _beneath(self, columns: Tensor | None) -> set[Use]:
         """Return the weights that columns belong to."""
+        numbers = sorted_numbers(columns) if columns is not None else []
         uses: set[Use] = set()
-        for record, _ in self._parts(sorted_numbers(columns) if columns is not None else ()):
+        for record, _ in self._parts(numbers) if numbers else ():
             uses |= {record} if isinstance(record, Use) else {*record.beneath}
         return uses
 
@@ -234,17 +259,20 @@ class Watch(TorchDispatchMode):
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
             return high
-        pairs, inverse = torch.stack([low[both], high[both]]).unique(dim=1, return_inverse=True)
-        key = tuple((int(a), int(b)) for a, b in pairs.T.tolist())
+        places = [*zip(low[both].tolist(), high[both].tolist(), strict=True)]
+        key = tuple(dict.fromkeys(places))
         if key not in self.sums:
             self.sums[key] = self.end
-            sides = [self._beneath(side) for side in pairs]
-            self._add(Sums(self.end, [*key], frozenset.union(*map(frozenset, sides))), len(key))
+            sides = [self._beneath(side[both]) for side in (low, high)]
+            pairs = [(int(a), int(b)) for a, b in key]
+            self._add(Sums(self.end, pairs, frozenset(sides[0] | sides[1])), len(key))
             for own, other in (sides, sides[::-1]):
                 for use in own - other:
                     use.joined |= other
+        start = self.sums[key]
+        index = {pair: start + i for i, pair in enumerate(key)}
         numbers = high.clone()
-        numbers[both] = (self.sums[key] + inverse).double()
+        numbers[both] = numbers.new_tensor([index[pair] for pair in places])
         return numbers
 
     # What operations do with columns.
@@ -386,14 +414,13 @@ class Watch(TorchDispatchMode):
         if weight is None or sides[weight].ndim == 1:
             return
         axis = summed[weight] - sides[weight].ndim + 2
-        parts = sides[weight].unbind() if sides[weight].ndim == 3 else [sides[weight]]
-        made = [self._outputs(part, [axis], 1 - axis) for part in (parts[0], parts[-1])]
-        if made[0] != made[1]:  # each entry of the batch has outputs of its own
+        parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
+        made = [self._outputs(part, [axis], 1 - axis) for part in parts[:1] + parts[1:][-1:]]
+        if made[0] != made[-1]:  # each entry of the batch has outputs of its own
             made = [self._outputs(part, [axis], 1 - axis) for part in parts]
             for numbers in made:
                 self._settle(numbers, GROUP)
-        else:
-            made = made[:1]
+        made = made if made[0] != made[-1] else made[:1]
         self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> list[int]:
@@ -407,10 +434,10 @@ class Watch(TorchDispatchMode):
         inputs = {a for line in ends for use, own in self._parts(line) for a in use.axes(own)}
         columns: list[int] = []
         for use, own in self._parts(along(kept)):
-            outputs = [a for a in use.axes(own) if a not in inputs]
+            outputs, own = use.columns(own, inputs)
             use.inputs.add(tuple(sorted(inputs)))
             use.outputs.update(outputs)
-            columns += use.columns(own, outputs)
+            columns += own
         return columns
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
@@ -568,11 +595,14 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
     for parameter, *_ in trained:
         parameter.grad = None  # a backward pass would add to it
+    flex = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "__dict__", {})
+    eager_flex = flex.get(EAGER_FLEX)
     numpy = sys.modules.get("numpy")
     numbers = numpy.random.get_state() if numpy is not None else None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
     torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer
+    flex[EAGER_FLEX] = True  # no mode sees what is compiled
     try:
         for space in spaces:
             space.update({key: copied(value) for key, value in space.items()})
@@ -585,6 +615,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(numbers)
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        flex[EAGER_FLEX] = eager_flex
         for parameter, data, gradient, flag in trained:
             storages = parameter.untyped_storage(), data.untyped_storage()
             if storages[0] is not storages[1] or parameter.shape != data.shape:

@@ -61,14 +61,14 @@ class Use:
 
     def axes(self, numbers: Iterable[int]) -> list[int]:
         """Return the axes along which some elements differ."""
-        places = self.places(numbers)
-        return [int(a) for a in (places != places[:, :1]).any(1).nonzero()]
+        return _axes(self.places(numbers))
 
-    def columns(self, numbers: Iterable[int], outputs: list[int]) -> list[int]:
-        """Return the first element of each column, if these axes number outputs."""
+    def columns(self, numbers: Iterable[int], inputs: set[int]) -> tuple[list[int], list[int]]:
+        """Return the axes that number outputs, and the first element of each column."""
+        places = self.places(numbers)
+        outputs = [a for a in _axes(places) if a not in inputs]
         steps = torch.tensor(self.strides)[outputs]
-        found: list[int] = (self.start + steps @ self.places(numbers)[outputs]).tolist()
-        return found
+        return outputs, (self.start + steps @ places[outputs]).tolist()
 
     def verdict(self, taken: set["Use | None"]) -> Seen:
         """Return what became of the weight.
@@ -119,12 +119,15 @@ class Use:
         parts = self.shape[0] if stacked and 0 in self.outputs else groups
         each, size, rows = self.shape[0] // parts, self.shape[axis], []
         for columns in set().union(*self.sets.values()):
+            if parts == 1 and len(columns) == size:
+                continue  # which cuts nothing
             places = self.places(columns)
             part = places[0] // each if parts > 1 else 0
             rows.append({*(places[axis] + size * part).tolist()})
         # A column that is used alone may be in a matrix with others, unless it is a group's.
-        joint = (r for r in rows if len(r) > 1 or GROUP in self.sets)
-        labels, finest = (_labels(sets, parts * size) for sets in (joint, rows))
+        joint = [r for r in rows if len(r) > 1 or GROUP in self.sets]
+        finest = _labels(rows, parts * size)
+        labels = finest if len(joint) == len(rows) else _labels(joint, parts * size)
         stride, lengths = _pattern(labels, finest, parts)
         return Division(
             rows=lengths, transposed=transposed, stacked=stacked, stride=stride, groups=groups
@@ -146,14 +149,20 @@ class Use:
         return ", ".join([*phrases, *(f"{kind} all" for kind in whole[:1])])
 
 
+def _axes(places: Tensor) -> list[int]:
+    return [int(a) for a in (places != places[:, :1]).any(1).nonzero()]
+
+
 def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
     """Return for each output the first one that every set has or lacks as well."""
-    members: list[list[int]] = [[] for _ in range(size)]
-    for i, indices in enumerate(sets):
-        for index in indices:
-            members[index].append(i)
-    first: dict[tuple[int, ...], int] = {}
-    return [first.setdefault(tuple(m), i) for i, m in enumerate(members)]
+    labels, count = [0] * size, size
+    for indices in sets:
+        split = dict[int, int]()
+        for i in indices:
+            labels[i] = split.setdefault(labels[i], count + len(split))
+        count += len(split)
+    first = dict[int, int]()
+    return [first.setdefault(label, i) for i, label in enumerate(labels)]
 
 
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
@@ -162,6 +171,8 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
     Raises ValueError if there are none.
     """
     size = len(labels) // parts
+    if parts == 1 and not any(finest):
+        return 1, ()
     for stride in (n for n in range(1, size + 1) if size % n == 0):
         runs, rows = [], set()
         for start in (p * size + j for p in range(parts) for j in range(stride)):

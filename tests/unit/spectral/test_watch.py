@@ -656,6 +656,23 @@ def test_a_failed_example_leaves_weights_as_they_were() -> None:
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_takes_heads() -> None:
+    from torch.nn.attention import flex_attention
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).split([4, 2, 2], 1)
+        attended = flex_attention.flex_attention(
+            q, k, v, score_mod=lambda score, *place: score.tanh(), enable_gqa=True
+        )
+        return m.head(m.out(attended.transpose(1, 2).flatten(2)))
+
+    model = Module(forward, qkv=linear(12, 32), out=linear(16, 12), head=linear(12, 4))
+    rows = split_parameters(model, example=x).rows
+    assert [(r.matrices, r.matrix) for r in rows] == [(8, (4, 12)), (1, (12, 16)), (1, (4, 12))]
+    assert not flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+
+
 class Frozen(dict[str, Any]):
     """A mapping that refuses changes, as configs of diffusers are."""
 
