@@ -59,7 +59,7 @@ HEAD_SIZES = (
     "attn_head_size hidden_size_per_attention_head d_head"
 )
 QUERY_SIZES = "qk_head_dim head_k_dim qk_channels_per_head"
-VALUE_SIZES = "v_head_dim head_v_dim value_head_dim v_channels_per_head"
+VALUE_SIZES = "v_head_dim head_v_dim value_head_dim val_dim v_channels_per_head"
 """Attributes of attention that are the rows of a head."""
 HEAD_COUNTS = "num_heads num_attention_heads n_heads n_head nhead heads"
 KEY_COUNTS = "num_key_value_heads num_kv_heads n_kv_heads"
@@ -403,12 +403,12 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
 
 def _blocks(model: nn.Module) -> set[nn.Module]:
     """Return the modules that a model repeats, as its layers."""
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     blocks = set[nn.Module]()
-    for outer in model.modules():
-        kinds = Counter(map(type, outer.children()))
-        listed = isinstance(outer, nn.ModuleList)
-        if listed or isinstance(outer, nn.Sequential):
-            blocks |= {m for m in outer.children() if listed or kinds[type(m)] > 1}
+    for outer in lists:
+        kinds = Counter(map(type, outer))
+        single = isinstance(outer, nn.ModuleList) and len(outer) == 1
+        blocks |= {m for m in outer if single or kinds[type(m)] > 1}
     return {m for m in blocks if any(m.children()) and not isinstance(m, nn.Sequential)}
 
 

@@ -111,8 +111,9 @@ class Layer(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether it has a matrix, as norms do not."""
-        return "orm" not in kind_of(self.module)
+        """Whether it has a matrix, as norms and depthwise convolutions do not."""
+        depthwise = isinstance(self.module, CONVOLUTIONS) and 1 < self.inputs == self.module.groups
+        return not depthwise and "orm" not in kind_of(self.module)
 
 
 def is_transposed(module: nn.Module) -> bool:

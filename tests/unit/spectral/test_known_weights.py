@@ -518,9 +518,11 @@ class Block(nn.Module):
             setattr(self, name, module)
 
 
-def mlp(*sizes: int) -> nn.Module:
-    layers = [linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
-    return holder("MLP", layers=nn.ModuleList(layers))
+class MLP(nn.Module):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        layers = [linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
+        self.layers = nn.ModuleList(layers)
 
 
 def trunk(*heads: tuple[str, nn.Module], **block: Any) -> nn.Module:
@@ -531,12 +533,12 @@ def trunk(*heads: tuple[str, nn.Module], **block: Any) -> nn.Module:
 
 ENDINGS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "DETR": (
-        lambda: trunk(("class_embed", linear(8, 92)), ("bbox_embed", mlp(8, 8, 4))),
+        lambda: trunk(("class_embed", linear(8, 92)), ("bbox_embed", MLP(8, 8, 4))),
         ["class_embed", "bbox_embed.layers.1"],
     ),
     "a head of each layer": (
         lambda: trunk(
-            ("class_embed", nn.ModuleList([linear(8, 2), linear(8, 2)])), ("boxes", mlp(8, 8, 5))
+            ("class_embed", nn.ModuleList([linear(8, 2), linear(8, 2)])), ("boxes", MLP(8, 8, 5))
         ),
         ["class_embed.0", "class_embed.1", "boxes.layers.1"],
     ),
@@ -581,6 +583,18 @@ def test_a_head_is_what_no_later_layer_takes(name: str) -> None:
     assert all(r.rule == "spectral" for r in rows if len(r.shape) > 1 and "a head" not in r.reason)
 
 
+def test_a_query_of_a_separable_convolution_is_divided_by_heads() -> None:
+    separable = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
+    model = holder(heads=4, to_q=holder(net=separable))
+    rows = {row.name: (row.matrices, row.rule) for row in split_parameters(model).rows}
+    assert rows["to_q.net.1.weight"] == (4, "spectral") and rows["to_q.net.0.weight"][1] == "adamw"
+
+
+def test_fused_heads_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads of Attention do not divide its 48 outputs"):
+        split_parameters(holder("Attention", qkv=linear(8, 48), num_heads=2, key_dim=4, val_dim=16))
+
+
 def test_outputs_of_heads_of_attention_are_vectors() -> None:
     """As the biases of positions in Swin v2 are."""
     model = trunk(num_heads=4, bias=nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4)))
@@ -594,7 +608,7 @@ def test_outputs_of_heads_of_attention_are_vectors() -> None:
     [
         trunk(offsets=linear(8, 20)),  # of deformable attention
         trunk(shared_keys=linear(8, 2)),
-        trunk(("boxes", nn.ModuleList([mlp(8, 8, 5), mlp(8, 8, 5)]))),
+        trunk(("boxes", nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)]))),
         holder(context=linear(8, 10), update=Block(), mix=linear(13, 8)),  # 10 of what takes 13
     ],
 )

@@ -1,26 +1,33 @@
-"""Names against the watch, over the models of other libraries.
+"""The watch over the models of other libraries, against names, steps and heads.
 
-Wherever both say how a weight is divided they must agree, but for `ACCEPTED`, whose entries say
-why; a difference that is not listed, or an error that is no ValueError about weights, fails.
+- Wherever names and the watch both say how a weight is divided they must agree, but for `ACCEPTED`,
+  whose entries say why; a difference that is not listed, or an error that is no ValueError about
+  weights, fails.
+- A step on the weights must equal the steps of their pieces, parameters of another optimizer.
+- Changing the rows of one matrix must change one head of the queries, keys and values that the
+  model hands to attention.
 
 Prints how many models of each library are right by comparison, refused or not watchable, and which.
 SWEEP=llama,vit sweeps these alone.
 """
 
 import importlib
+import inspect
 import os
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from spectral import split_parameters
-from spectral.division import Division
+from spectral import Muon, split_parameters
+from spectral.division import Division, narrowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SIZES = {
@@ -121,7 +128,8 @@ def timm_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
     for module in timm.list_modules():
         names = timm.list_models(module=module)
         if names:
-            smallest = min(names, key=lambda n: (len(n), n))
+            small = [n for n in names if re.search(SMALL, n)] or names
+            smallest = min(small, key=lambda n: (len(n), n))
 
             def build(name: str = smallest) -> tuple[nn.Module, Any]:
                 with torch.device("meta"):
@@ -184,9 +192,192 @@ def diffusers_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]
         yield name, lambda b=build, k=kind, e=example: (b(k).eval(), e())
 
 
+def torchvision_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
+    models = pytest.importorskip("torchvision").models
+    swin = {"patch_size": [4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [3, 6]}
+    swin |= {"window_size": [4, 4], "num_classes": 10}
+    stages = [models.convnext.CNBlockConfig(16, 24, 2), models.convnext.CNBlockConfig(24, None, 1)]
+    builders = {
+        "ViT": lambda: models.VisionTransformer(64, 16, 2, 4, 32, 48, num_classes=10),
+        "Swin": lambda: models.SwinTransformer(**swin),
+        "Swin v2": lambda: models.SwinTransformer(
+            **swin,
+            block=models.swin_transformer.SwinTransformerBlockV2,
+            downsample_layer=models.swin_transformer.PatchMergingV2,
+        ),
+        "ConvNeXt": lambda: models.ConvNeXt(stages, num_classes=10),
+    }
+    names = "mobilenet_v2 mobilenet_v3_small squeezenet1_1 shufflenet_v2_x0_5 mnasnet0_5 resnet18"
+    for name in (*names.split(), "efficientnet_b0", "regnet_y_400mf", "densenet121", "googlenet"):
+        builders[name] = lambda n=name: models.get_model(n, weights=None, num_classes=10)
+    for name, build in builders.items():
+        yield name, lambda b=build: (b().eval(), torch.randn(1, 3, 64, 64))
+
+
+def vit_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
+    """vit_pytorch's models that are built like its first."""
+    package = pytest.importorskip("vit_pytorch")
+    common = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 2}
+    common |= {"heads": 4, "mlp_dim": 48, "dim_head": 8}
+    names = (
+        "vit.ViT simple_vit.SimpleViT deepvit.DeepViT parallel_vit.ViT vit_for_small_dataset.ViT"
+    )
+    names += " vit_with_patch_dropout.ViT vit_with_patch_merger.ViT normalized_vit.nViT rvt.RvT"
+    names += " simple_vit_with_qk_norm.SimpleViT simple_vit_with_register_tokens.SimpleViT"
+    names += " simple_vit_with_value_residual.SimpleViT learnable_memory_vit.ViT cait.CaiT"
+    for name in names.split():
+        module, kind = name.split(".")
+
+        def build(module: str = module, kind: str = kind) -> tuple[nn.Module, Any]:
+            make = getattr(importlib.import_module(f"{package.__name__}.{module}"), kind)
+            own = {k: v for k, v in common.items() if k in inspect.signature(make).parameters}
+            extra = {"cls_depth": 1} if kind == "CaiT" else {}
+            return make(**own, **extra).eval(), torch.randn(2, 3, 32, 32)
+
+        yield name, build
+
+
+def peft_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
+    """Adapters of transformers' models, whose own weights are frozen."""
+    peft = pytest.importorskip("peft")
+    for name in ("llama", "qwen3", "phi3", "gpt_neox", "opt", "gpt2", "mistral", "gemma"):
+
+        def build(name: str = name) -> tuple[nn.Module, Any]:
+            model, inputs = transformer(name, "CAUSAL_LM")
+            config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+            return peft.get_peft_model(model, config).eval(), inputs
+
+        yield f"LoRA of {name}", build
+
+
 LIBRARIES = {
-    f.__name__.partition("_")[0]: f for f in (transformers_models, timm_models, diffusers_models)
+    f.__name__.removesuffix("_models"): f
+    for f in (
+        transformers_models,
+        timm_models,
+        diffusers_models,
+        torchvision_models,
+        vit_models,
+        peft_models,
+    )
 }
+SMALL = re.compile(
+    r"test_|tiny|nano|pico|femto|atto|micro|mini|xxs|_xs|small|_s(_|$)|_b0|_s0|_m0|ti_|_t(_|$)|_n_|18"
+)
+"""Names of timm's small models."""
+CAPTURED_AT_LEAST = {"transformers": 100, "diffusers": 1}
+"""Models of which heads are compared, of a library that has as many."""
+
+
+def run(model: nn.Module, example: Any) -> None:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if isinstance(example, dict):
+            model(**example)
+        else:
+            model(*(example if isinstance(example, tuple) else (example,)))
+
+
+def step_difference(model: nn.Module, found: dict[str, Any]) -> float:
+    """Return the largest relative difference of a step to the steps of the pieces, of one weight
+    of each shape and division."""
+    weights = {(str(u), model.get_parameter(n).shape): n for n, u in found.items() if u is not None}
+    whole, pieces = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
+    groups: list[dict[str, Any]] = []
+    for i, name in enumerate(list(weights.values())[:24]):
+        division = Division.of(found[name])
+        weight = nn.Parameter(model.get_parameter(name).detach().clone())
+        weight.grad = torch.randn_like(weight)
+
+        def cut(tensor: Tensor, division: Division = division) -> list[Tensor]:
+            boxes = division.boxes(tensor.shape)
+            return [division.matrix(narrowed(tensor, box)).clone() for box in boxes]
+
+        whole[name], pieces[name] = weight, [nn.Parameter(part) for part in cut(weight.detach())]
+        for part, grad in zip(pieces[name], cut(weight.grad), strict=True):
+            part.grad = grad
+        groups.append({"params": [(f"w{i}.x", weight)], "units": division.settings()})
+    before = {name: weight.detach().clone() for name, weight in whole.items()}
+    if not groups:
+        return 0.0
+    options: dict[str, Any] = {"lr": 0.1, "msign_dtype": torch.float32}
+    Muon(groups, **options).step()
+    Muon([p for parts in pieces.values() for p in parts], **options).step()
+    worst = 0.0
+    for name, weight in whole.items():
+        division = Division.of(found[name])
+        for box, part in zip(division.boxes(weight.shape), pieces[name], strict=True):
+            stepped, start = (division.matrix(narrowed(w, box)) for w in (weight, before[name]))
+            worst = max(worst, float((stepped - part).norm() / (part - start).norm()))
+    return worst
+
+
+def heads_of(calls: list[tuple[Tensor, ...]], call: int) -> list[list[Tensor]]:
+    """Return the distinct heads of the queries, keys and values of a call of attention."""
+    heads = []
+    for tensor in calls[call]:
+        own: list[Tensor] = []
+        for head in tensor.unbind(1):
+            if not any(torch.equal(head, other) for other in own):
+                own.append(head)
+        heads.append(own)
+    return heads
+
+
+def compared_heads(
+    model: nn.Module, example: Any, found: dict[str, Any], why: dict[str, str]
+) -> tuple[int, list[str]]:
+    """Change matrices one by one; return how many changed one head, and what changed others."""
+    calls: list[tuple[Tensor, ...]] = []
+    attention = F.scaled_dot_product_attention
+
+    def captured(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        if query.ndim == 4:
+            calls.append((query, key, value))
+        return attention(query, key, value, *args, **options)
+
+    def calls_of() -> list[tuple[Tensor, ...]]:
+        calls.clear()
+        torch.manual_seed(0)
+        run(model, example)
+        return [tuple(t.clone() for t in call) for call in calls]
+
+    right, wrong = 0, []
+    with mock.patch.object(F, "scaled_dot_product_attention", captured):
+        before = calls_of()
+        names = [n for n, u in found.items() if u and "product of activations" in why[n]]
+        for name in names[:5]:
+            weight = model.get_parameter(name)
+            boxes = Division.of(found[name]).boxes(weight.shape)
+            if len(boxes) < 2:
+                continue
+            for box in {boxes[0], boxes[len(boxes) // 2], boxes[-1]}:
+                part = narrowed(weight.data, box)
+                saved = part.clone()
+                part += torch.rand_like(part)
+                after = calls_of()
+                part.copy_(saved)
+                first = next(
+                    (
+                        i
+                        for i, pair in enumerate(zip(before, after, strict=True))
+                        if any(not torch.equal(a, b) for a, b in zip(*pair, strict=True))
+                    ),
+                    None,
+                )
+                if first is None:
+                    continue
+                changed = [
+                    sum(not any(torch.equal(a, b) for b in new) for a in old)
+                    for old, new in zip(
+                        heads_of(before, first), heads_of(after, first), strict=True
+                    )
+                ]
+                if sum(changed) == 1:
+                    right += 1
+                elif changed != [len(own) for own in heads_of(before, first)]:  # a layer before it
+                    wrong.append(f"{name} {[*map(str, box)]}: changes {changed} heads")
+    return right, wrong
 
 
 def divisions(model: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -227,11 +418,7 @@ def test_names_agree_with_the_watch(library: str) -> None:
         torch.manual_seed(0)
         try:
             model, example = build()
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                model(**example) if isinstance(example, dict) else model(
-                    *(example if isinstance(example, tuple) else (example,))
-                )
+            run(model, example)
         except Exception as error:
             outcome["not watchable"].append(f"{name}: {type(error).__name__} {str(error)[:90]!r}")
             continue
@@ -265,7 +452,18 @@ def test_names_agree_with_the_watch(library: str) -> None:
         for line in sorted(wrong)[:6] + refused[:4]:
             print("     ", line[:260], flush=True)
         differences += [f"{name}: {line}" for line in sorted(wrong) if line not in heads]
+        if (difference := step_difference(model, seen)) <= 1e-5:
+            outcome["stepped as their pieces"].append(name)
+        else:
+            differences.append(f"{name}: a step differs by {difference} from those of the pieces")
+        compared, others = compared_heads(model, example, seen, why)
+        if compared and not others:
+            outcome["a head a matrix"].append(name)
+        differences += [f"{name}: {line}" for line in others]
+        for line in others:
+            print("     ", line, flush=True)
     differences = [d for d in differences if not any(re.match(key, d) for key in ACCEPTED)]
     for kind, names in outcome.items():
         print(f"{library}: {len(names)} {kind}: {'; '.join(names)}")
     assert not differences
+    assert only or len(outcome["a head a matrix"]) >= CAPTURED_AT_LEAST.get(library, 0)
