@@ -130,7 +130,8 @@ def config_json(
         positions = max(positions, made_for)
     return {
         **model_settings(model),
-        "rope_scaling": rope if scaling else None,
+        # What version 4 reads, which takes the base from `rope_theta`.
+        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaling else None,
         "max_position_embeddings": positions,
         # One number for all matrices, which transformers uses for new ones alone.
         "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,

@@ -198,11 +198,12 @@ class TheirFiles:
                 f"got {', '.join(sorted(kinds))}"
             )
         self.dtype = DTYPES[kinds.pop()]
-        twice = tied and HEAD in self._files
-        if twice and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
-            raise InputError(
-                f"{self.source}: tie_word_embeddings is true, so {HEAD} must be {EMBEDDING}"
-            )
+        if tied and HEAD in self._files:
+            head, embedding = self.read(HEAD), self.read(EMBEDDING)
+            if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+                raise InputError(
+                    f"{self.source}: tie_word_embeddings is true, so {HEAD} must be {EMBEDDING}"
+                )
         return list(wanted.values())
 
     def read(self, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
+from parallel.observe.weight_watch import check_replicas
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from parallel.optimizer.clip_and_step import Update
 from tests.run_configs import tiny_config
@@ -95,6 +96,7 @@ def followed(trainer: Trainer) -> dict[str, Any]:
     found["initial"] = whole_units(trainer.model, groups)
     found["validation"] = trainer.run().validation
     found["units"] = whole_units(trainer.model, groups)
+    check_replicas(trainer.model)
     found["kept"] = checked_kept(trainer)
     return found
 
@@ -257,6 +259,23 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
         normal_(torch.empty(count, cols), f"gradient {step} {name}", 0) for name, count in draws
     ]
     return torch.cat(rows).double().reshape(unit.shape)
+
+
+def differing_copies() -> str:
+    """What this rank says of a tied embedding whose copy on the last stage has another element."""
+    layout_groups = start({"pipeline": 2})
+    tied = replace(TINY, tie_embeddings=True)
+    model = parallel_model(tied, layout_groups, assign_matrices("adamw"))
+    check_replicas(model)
+    if "head" in model.parameters:
+        model.parameters["head"].data[3, 5] += 1
+    try:
+        check_replicas(model)
+    except DisagreementError as error:
+        return str(error)
+    finally:
+        process_groups.shutdown()
+    return "equal"
 
 
 def disagree() -> str:

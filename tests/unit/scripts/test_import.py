@@ -202,7 +202,10 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     assert "pc must be null" in refused(capsys, source, run, config)
 
 
-@pytest.mark.parametrize("case", ["twice", "two sets of files", "another tied head"])
+CASES = ["twice", "two sets of files", "another tied head", "a tied head of another type"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
     case, tokens, tmp_path, capsys
 ) -> None:
@@ -221,6 +224,11 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
         settings["tie_word_embeddings"] = True
         (source / "config.json").write_text(json.dumps(settings))
         config = config_in(tmp_path, tokens, model__tie_embeddings=True)
+        if case == "a tied head of another type":
+            paths = source.glob("*.safetensors")
+            [path] = [path for path in paths if "lm_head.weight" in load_file(path)]
+            same = tensors["model.embed_tokens.weight"].half()
+            save_file({**load_file(path), "lm_head.weight": same}, path)
         wanted = "is true, so lm_head.weight must be model.embed_tokens.weight"
     assert wanted in refused(capsys, source, tmp_path / "imported", config)
 
