@@ -20,7 +20,7 @@ from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
     StackMemory,
     UnitTransfer,
-    add_,
+    add_sent_,
     stage_exchange,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
@@ -208,28 +208,32 @@ class DomainOptimizer:
         stacks = [stack.transfers for stack in group.stacks]
         momentum = StackMemory(stacks, gradients[0].dtype, gradients[0].device)
         group.exchange.gather(gradients, momentum.pieces, gradients[0], self.exchange_dtype)
-        changes = StackMemory(stacks, master.dtype, master.device)
-        weights = [(changes.pieces[name], weight) for name, weight in group.kept.items()]
-        weights += local_pairs(group.exchange.outward.local, changes.pieces, self.buffers.masters)
-        copy_all_(weights)
+        weights = StackMemory(stacks, master.dtype, master.device)
+        masters, local = self.buffers.masters, group.exchange.outward.local
+        kept = [(weights.pieces[name], weight) for name, weight in group.kept.items()]
+        copy_all_([*kept, *local_pairs(local, weights.pieces, masters)])
         for rule, owned in group.stacks_by_rule.items():
             units = [
-                stepped_units(stack, momentum, changes, stack.assigned.step(rate, active))
+                stepped_units(stack, momentum, weights, stack.assigned.step(rate, active))
                 for stack in owned
             ]
             spread = partial(self.streams.spread, elements=partial(elements_of, units))
             reports = step_units(rule, units, spread=spread)
             for stack, report in zip(owned, reports, strict=True):
                 stack.report = report
-        self._update_kept(group, changes.pieces)
-        add_(group.exchange, changes.pieces, self.buffers.masters, master, self.exchange_dtype)
+        copy_all_((place, new) for new, place in local_pairs(local, weights.pieces, masters))
+        self._to_updates(kept)
+        add_sent_(group.exchange, weights.pieces, masters, master, self.exchange_dtype)
 
-    def _update_kept(self, group: StepGroup, changes: Mapping[str, Tensor]) -> None:
-        """Add the updates to the weights that are kept, rounded as they are sent."""
-        names, kept = list(group.kept), list(group.kept.values())
-        if not kept:
+    def _to_updates(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Turn new weights into updates to be sent, and add these to the weights that are kept.
+
+        `pairs` are both of each unit. The updates are added as rounded as they are sent.
+        """
+        if not pairs:
             return
-        own = [changes[name] for name in names]
+        own, kept = map(list, zip(*pairs, strict=True))
+        torch._foreach_sub_(own, kept)
         sent = self.exchange_dtype
         if sent is not None and sent != own[0].dtype:
             rounded = [torch.empty_like(change, dtype=sent) for change in own]

@@ -154,6 +154,17 @@ def add_(
     `like` and `dtype` are as for `Exchange.gather`.
     """
     add_all_((place, part) for part, place in local_pairs(exchange.outward.local, whole, shards))
+    add_sent_(exchange, whole, shards, like, dtype)
+
+
+def add_sent_(
+    exchange: Exchange,
+    whole: Mapping[str, Tensor],
+    shards: Held,
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Add as `add_` does to the parts of units that do not lie whole on their owner."""
     targets, received = exchange.scatter(whole, shards, like, dtype)
     if targets:
         new = received.to(targets[0].dtype)

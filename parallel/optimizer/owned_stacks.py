@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from models.units import Unit
@@ -86,18 +85,16 @@ def gathered_weights(
 def stepped_units(
     owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step
 ) -> Units:
-    """Return a stack to be stepped from `momenta`; changes take the place of `weights`."""
+    """Return a stack to be stepped from `momenta`, in `weights`."""
     transfers = owned.transfers
 
     def take(part: slice) -> Stack:
-        weight = weights.assembled(transfers, part).clone()
+        weight = weights.assembled(transfers, part)
         momentum = momenta.assembled(transfers, part).to(weight.dtype)
         state = {name: value[part] for name, value in owned.state.items()}
         return Stack(weight, momentum, state, step)
 
     def put(part: slice, stack: Stack, report: Report) -> None:
-        old = weights.assembled(transfers, part)
-        change = torch.sub(stack.weight, old, out=old)
-        weights.write(transfers, part, change)
+        weights.write(transfers, part, stack.weight)
 
     return Units(owned.units[0].shape, weights.dtype, weights.device, len(transfers), take, put)

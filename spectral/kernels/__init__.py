@@ -60,14 +60,14 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
     return symmetric.product(r, r, tile, r, alpha=c, beta=b, gamma=a)
 
 
-def updates(weights: Sequence[Tensor]) -> bool:
-    """Return whether `update.update_` can update all of the weights.
+def updates(tensors: Sequence[Tensor]) -> bool:
+    """Return whether `update.update_` and `momentum.average_` can pass over all of the tensors.
 
     A slice of a stack, or a view of a tall convolution, is not contiguous.
     """
-    if not (listed(device_name(weights[0].device)) and has_triton()):
+    if not (listed(device_name(tensors[0].device)) and has_triton()):
         return False
-    return all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+    return all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
 
 
 def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "symmetric_kernel": ("out",),
     "grouped_kernel": ("out",),
+    "momentum_kernel": ("grad", "mean"),
     "update_kernel": ("weight", "squares"),
     "eigenvector_kernel": ("out",),
     "root_kernel": ("offset", "slope"),
@@ -27,6 +28,11 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "heads_kernel": ("out", "q_sums", "k_sums"),
 }
 """Per kernel the arguments that it writes; of one that is not here, all are taken for written."""
+CHANGED: Final[Mapping[str, tuple[str, ...]]] = {
+    "momentum_kernel": ("grad", "mean"),
+    "update_kernel": ("weight",),
+}
+"""Per kernel the arguments that it reads as well as writes."""
 
 FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
     "symmetric_kernel": lambda a, programs: 2 * programs * a["BLOCK"] ** 2 * a["depth"],
@@ -72,6 +78,11 @@ class Launch:
         """The tensors that it writes."""
         names = WRITTEN.get(self.name, tuple(self.arguments))
         return [x for name in names if isinstance(x := self.arguments[name], Tensor)]
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """The tensors that it reads and writes."""
+        return [self.arguments[name] for name in CHANGED.get(self.name, ())]
 
     @property
     def read(self) -> list[Tensor]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..host_values import unless_all
 from ..polar import CACHE_ELEMENTS, cache_slices
 from .base import Rule, State, require, require_fraction
@@ -40,10 +41,18 @@ class MomentumRule(Rule):
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
         """Update the means and return what to step along; see `Rule.accumulate`."""
+        means = [state["momentum"] for state in states]
+        # Without a predicate the library joins all tensors, of which there may be many small ones.
+        if active is not None and kernels.updates([*grads, *means]):
+            from ..kernels.momentum import average_
+
+            for grad, mean in zip(grads, means, strict=True):
+                average_(grad, mean, self.momentum, active, nesterov=self.nesterov)
+            return list(grads)
         slices = [
             pair
-            for grad, state in zip(grads, states, strict=True)
-            for pair in cache_slices(grad, state["momentum"])
+            for grad, mean in zip(grads, means, strict=True)
+            for pair in cache_slices(grad, mean)
         ]
         gate = unless_all(active)
         # All together; a CPU does all of some while they are in its cache.

@@ -102,8 +102,9 @@ def test_the_root_of_a_model_equals_that_of_the_library() -> None:
         torch.testing.assert_close(device.cpu(), host, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["momentum by the kernel", "by the library"])
 @pytest.mark.parametrize("shape", [(3, 96, 200), (2, 200, 96)])
-def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int]) -> None:
+def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int], gated: bool) -> None:
     """Weights after three float32 steps with decay; sums of eight msign steps in another order."""
     rule = RULES["muon"]()
     sides = []
@@ -111,7 +112,8 @@ def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int]) -> None:
         torch.manual_seed(0)
         weight, gradients = torch.randn(shape).to(device), torch.randn(3, *shape).to(device)
         state = rule.init_state(weight)
+        gate = torch.ones((), dtype=torch.bool, device=device) if gated else None
         for gradient in gradients:
-            report = take_step(rule, weight, gradient, state, lr=0.1, weight_decay=0.5)
+            report = take_step(rule, weight, gradient, state, lr=0.1, weight_decay=0.5, active=gate)
         sides.append((weight.cpu(), report["update_rms"].cpu()))
     torch.testing.assert_close(*sides, rtol=0, atol=1e-4)

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from scripts.bench import tune
 from spectral import Muon, MuonSphere, SpectralSphere, kernels, msign
-from spectral.kernels import dispatch, grouped, library, symmetric, update
+from spectral.kernels import dispatch, grouped, library, momentum, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.optimizer import SpectralOptimizer
 from spectral.rules.base import take_step
+from spectral.rules.momentum import momentum_of
 from spectral.rules.muon import MuonRule, PolarRule
 from spectral.rules.spectral_sphere import SpectralSphereRule
+from spectral.stepping import accumulate
 
 SHIPPED = dispatch.TABLE
 TILE = Tile(block=16, depth=16, warps=4, stages=2)
@@ -184,6 +186,39 @@ def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor 
     torch.testing.assert_close(weight.double(), expected, rtol=0, atol=1e-6)
     sums = direction.float().square().sum((1, 2))
     torch.testing.assert_close(square, sums, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("active", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(1, 7), (2, 70, 90), (1, 2 * momentum.BLOCK), (0,)])
+def test_momentum(shape: tuple[int, ...], nesterov: bool, active: bool) -> None:
+    """Of a part of a block and of several; a skipped step keeps the mean, whatever the gradient."""
+    grad, mean = torch.randn(2, *shape)
+    grad, before = (grad if active else torch.full(shape, torch.nan)), mean.clone()
+    rule = MuonRule(momentum=0.9, nesterov=nesterov)
+    if active:
+        expected, along = momentum_of(rule, grad.double(), {"momentum": mean.double()})
+    else:
+        expected = along = before.double()
+    momentum.average_(grad, mean, rule.momentum, torch.tensor(active), nesterov=nesterov)
+    torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(grad.double(), along, rtol=0, atol=1e-6)
+    assert active or torch.equal(mean, before) and torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_regions_of_a_shard_are_averaged_by_the_kernel(to_kernels: None, active: bool) -> None:
+    """As in one process by the library, also means in 16 bits and those that are not contiguous."""
+    rule, gate = MuonRule(), torch.tensor(active)
+    shard, means = torch.randn(90), torch.randn(90)
+    states = [means[3:40], means[40:], means[:6].bfloat16(), means[40:].clone()[::5]]
+    grads = [shard[3:40].clone(), shard[40:].clone(), shard[:6].clone(), shard[40::5].clone()]
+    for grad, mean in zip(grads, states, strict=True):
+        kept = [x.clone() for x in (grad, mean)]
+        (along,) = accumulate(rule, [grad], [{"momentum": mean}], gate)
+        (plain,) = accumulate(rule, [kept[0].double()], [{"momentum": kept[1]}], gate)
+        torch.testing.assert_close(along.double(), plain, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mean, kept[1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("active", [None, True, False])

@@ -53,6 +53,23 @@ def test_an_operation_in_place_on_lists_is_counted(processes: Processes) -> None
     assert counts.elementwise_bytes == 3 * 3 * 8 * 4  # both lists read, the first written
 
 
+def average_in_place() -> None:
+    """What a traced call does: a kernel that reads and writes both of its tensors."""
+    gradient, mean = torch.empty(2, 8, device="cuda").unbind()
+    active = torch.ones((), dtype=torch.bool, device="cuda")
+    from spectral.kernels.momentum import average_
+
+    with torch.profiler.record_function("optimizer"):
+        average_(gradient, mean, 0.95, active, nesterov=True)
+
+
+def test_a_kernel_in_place_moves_its_tensors_twice(processes: Processes) -> None:
+    pytest.importorskip("triton")
+    counts = called(processes, average_in_place).counts[0, "optimizer"]
+    assert counts.kernels == {"momentum_kernel": 1}
+    assert counts.elementwise_bytes == 2 * 2 * 8 * 4 + 1  # and the predicate
+
+
 def products_in_place() -> None:
     """What a traced call does: products and factorisations that have no formula of PyTorch."""
     a, b = torch.empty(3, 8, 4, device="cuda"), torch.empty(3, 4, 6, device="cuda")

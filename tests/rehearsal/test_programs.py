@@ -27,10 +27,10 @@ def test_every_family_is_rehearsed(family, processes, tmp_path):
 
 LAUNCHES = {
     "adamw": 36,
-    "muon": 188,
-    "muon_sphere": 380,
-    "spectral_sphere": 550,
-    "muon_plus_plus": 815,
+    "muon": 163,
+    "muon_sphere": 378,
+    "spectral_sphere": 541,
+    "muon_plus_plus": 773,
 }
 """Launches of the optimizer's step that a rule may take on a tiny Llama, above which a step on
 small matrices is bound by them: a tenth more than counted."""

@@ -37,7 +37,7 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
         kind = OPERANDS.get((read or written)[0].dtype, "fp32")
         thrice = launch.arguments.get("PRECISION") == "tf32x3"  # products of the tensor cores
         work = Work(
-            sum(size_of(x) for x in (*read, *written)),
+            sum(size_of(x) for x in (*read, *written, *launch.changed)),
             launch.flops * (3 if thrice else 1),
             "tf32" if kind == "fp32" and thrice else kind,
             share=SYMMETRIC,
