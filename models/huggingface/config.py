@@ -70,6 +70,10 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+LLAMA3_LONGER = 16
+"""What Llama 3.1, 3.2 and 3.3 state as their longest sequence, over the length of their first
+training; their `factor` is another number."""
+
 READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gemma2"}
 """Model types whose settings `model_section` reads, and their families."""
 
@@ -125,9 +129,10 @@ def config_json(
     token that ends a document.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)
-    if scaling is not None and scaling.original_max_position_embeddings is not None:
-        made_for = int(scaling.factor * scaling.original_max_position_embeddings)
-        positions = max(positions, made_for)
+    if scaling is not None:
+        longer = LLAMA3_LONGER if scaling.kind == "llama3" else scaling.factor
+        made_for = longer * (scaling.original_max_position_embeddings or 0)
+        positions = max(positions, int(made_for))
     return {
         **model_settings(model),
         # What version 4 reads, which takes the base from `rope_theta`.

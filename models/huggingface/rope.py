@@ -44,8 +44,14 @@ def rope_problem(rope: Mapping[str, Any]) -> str | None:
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"
-    missing = [key for key in NEEDED[kind] if rope.get(key) is None]
-    return f"rope_type {kind} needs {', '.join(missing)}" if missing else None
+    optional = ("beta_fast", "beta_slow", "attention_factor", *MSCALES) if kind == "yarn" else ()
+    wanted = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
+    wrong = [key for key in wanted if not _is_positive(rope.get(key))]
+    return f"rope_type {kind} needs numbers above 0 for {', '.join(wrong)}" if wrong else None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -57,7 +63,8 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     found = {key: rope[key] for key in NEEDED[kind]}
     if kind == "yarn":
         given = {key: rope.get(key) for key in OPTIONAL}
-        found |= {key: value for key, value in given.items() if value is not None}
+        # Without a value, or with 0, transformers takes its default.
+        found |= {key: value for key, value in given.items() if value or value is False}
         if "attention_factor" not in found and all(rope.get(key) for key in MSCALES):
             scale, of_all = (0.1 * rope[key] * log(rope["factor"]) + 1 for key in MSCALES)
             found["attention_factor"] = scale / of_all

@@ -134,4 +134,16 @@ def test_what_is_scaled_in_another_way_is_another_model() -> None:
         [line] = changed(rope_type=kind)
         assert line == f"rope_type must be one of default, linear, llama3, yarn, got '{kind}'"
     [line] = changed(rope_type="llama3")
-    assert line == "rope_type llama3 needs low_freq_factor, high_freq_factor"
+    assert line == "rope_type llama3 needs numbers above 0 for low_freq_factor, high_freq_factor"
+    for key in ("factor", "beta_fast", "attention_factor", "mscale"):
+        [line] = changed(**{key: "4"})
+        assert line == f"rope_type yarn needs numbers above 0 for {key}"
+    assert changed(mscale=0, mscale_all_dim=1.0, beta_slow=None) == []
+
+
+def test_exports_state_the_length_that_positions_are_made_for() -> None:
+    wanted = {"Llama 3.1 8B": 131_072, "Llama 3.2 1B": 131_072, "Qwen2.5 7B at 128k": 131_072}
+    for name, length in {**wanted, "linear": 16}.items():
+        settings = config_json(model_of(name), dtype="float32", positions=16, end_token=None)
+        assert settings["max_position_embeddings"] == length
+        assert "rope_theta" not in settings["rope_scaling"]

@@ -180,6 +180,9 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     assert "hidden_size is 128, the config's model has 64" in changed(hidden_size=128)
     rope = {"rope_type": "default", "rope_theta": 5e5}
     assert "rope_theta is 500000" in changed(rope_parameters=rope, rope_theta=5e5)
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+    assert "Missing required keys" in changed(rope_parameters=rope)
+    assert "rope_type must be one of" in changed(rope_parameters={**rope, "rope_type": "dynamic"})
     assert "attention_bias is True" in changed(attention_bias=True)
     assert "is_causal is False" in changed(is_causal=False)
     assert "config.json: " in changed(model_type="no_such")
