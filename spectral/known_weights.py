@@ -196,7 +196,14 @@ class KnownWeights:
         return next(layers, None)
 
     def _is_head(self, weight: Weight) -> bool:
-        """Whether a weight is that of the last layer in a module that has the name of a head."""
+        """Whether a weight is that of the last layer in a module that has the name of a head.
+
+        A name makes no head of a layer whose outputs a later layer takes.
+        """
+        (_, inner), *_, (_, model) = (*weight.path[_base(weight) :], weight.path[-1])
+        outputs = weight.parameter.shape[int(is_transposed(weight.module))]
+        if any(x.inputs == outputs for x in self.layers.after(inner, model)):
+            return False
         if TOP_HEADS.match(weight.name):
             return True
         inside = takewhile(lambda step: self._last(step[1]) is weight.module, weight.path)
@@ -252,8 +259,11 @@ class KnownWeights:
         taken = joined or any(x.inputs == outputs for x in later)
         if taken or sizes.isdisjoint((inputs, outputs)):
             return False, "one matrix"
-        if any(outputs == _first(scope, HEAD_COUNTS) for _, scope in scopes):
-            return True, "one output a head of attention"
+        counts = [_first(scope, f"{HEAD_COUNTS} num_v_heads", alone=True) for _, scope in scopes]
+        if outputs == counts[0]:
+            return False, "one output a head of attention"
+        if outputs in counts[1:] and self.layers.within(scopes[0][1])[0].inputs < 4:
+            return True, "biases of positions, one output a head"
         made = (inputs, *(x.outputs for x in later))
         last = all(x.inputs in made[: i + 1] for i, x in enumerate(later))
         inside = any(module in self.blocks for _, module in scopes)

@@ -595,12 +595,24 @@ def test_fused_heads_of_other_sizes_are_refused() -> None:
         split_parameters(holder("Attention", qkv=linear(8, 48), num_heads=2, key_dim=4, val_dim=16))
 
 
-def test_outputs_of_heads_of_attention_are_vectors() -> None:
-    """As the biases of positions in Swin v2 are."""
-    model = trunk(num_heads=4, bias=nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4)))
-    rows = {row.name: row.rule for row in split_parameters(model).rows}
-    assert rows["blocks.0.bias.0.weight"] == "spectral"
-    assert rows["blocks.0.bias.2.weight"] == "adamw"
+def test_a_layer_that_is_called_a_head_and_has_a_later_one_is_no_head() -> None:
+    """As `conv_head` of MobileNet, and the hidden layer of a BERT-like head."""
+    top = {"conv_head": nn.Conv2d(8, 20, 1), "classifier": linear(20, 5)}
+    inner = {"lm_head": holder(dense=linear(8, 8), norm=nn.LayerNorm(8)), "decoder": linear(8, 40)}
+    cases = ((top, "conv_head", "classifier"), (inner, "lm_head.dense", "decoder"))
+    for heads, hidden, head in cases:
+        rows = {row.name: row.rule for row in split_parameters(trunk(*heads.items())).rows}
+        assert (rows[f"{hidden}.weight"], rows[f"{head}.weight"]) == ("spectral", "adamw")
+
+
+def test_one_output_a_head_is_a_gate_or_a_bias_of_positions() -> None:
+    """As in gated delta networks, and in Swin v2."""
+    positions = nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4))
+    attention = holder("Attention", num_v_heads=4, gate=linear(8, 4), bias=positions)
+    rows = {row.name: row.rule for row in split_parameters(trunk(attention=attention)).rows}
+    assert rows["blocks.0.attention.gate.weight"] == "spectral"
+    assert rows["blocks.0.attention.bias.0.weight"] == "spectral"
+    assert rows["blocks.0.attention.bias.2.weight"] == "adamw"
 
 
 @pytest.mark.parametrize(
