@@ -278,7 +278,8 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     from training.run import train as train_ranks
 
     config = with_vocabulary(config)
-    check(config, groups.world_size())
+    # Batches of a ramp are checked once it is known where the run goes on.
+    check(config, groups.world_size(), step=config.train.steps)
     if own_rank() == 0:
         for line in opening(config, groups.world_size()):
             print(line, flush=True)

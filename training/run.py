@@ -37,7 +37,7 @@ from training.checkpoint.identity import announced, data_facts, identity, modifi
 from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
-from training.config import Config
+from training.config import Config, check
 from training.config.effects import without_effect
 from training.config.files import flat
 from training.control.guard import NonFiniteError
@@ -135,6 +135,9 @@ def train(
         start = chosen.info
         if start is not None:
             check_beginning(config, start)
+        if config.train.batch_ramp:
+            done = {} if start is None else start.meta["progress"]
+            check(config, dist.get_world_size(), done.get("step", 0), done.get("tokens", 0))
         if start is not None and is_finished(config, start):
             first_rank(lambda: chosen.settle(run_dir))
             return nothing_to_do(config, groups, start)

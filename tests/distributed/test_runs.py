@@ -28,7 +28,8 @@ KEYS: dict[str, Any] = {
     "checkpoint__keep_last": "null",
     "log__interval": 1,
     "train__steps": 5,
-    "train__batch_ramp": "[{batch: 4, until_steps: 3}]",
+    "train__batch_ramp": "[{batch: 4, until_steps: 2}]",
+    "data__phases": "[{after_steps: 2, weights: {walk: 1}}]",
     "train__exit_step": 4,
     "validation__samples": 4,
 }

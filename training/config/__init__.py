@@ -48,12 +48,13 @@ def load_saved_config(path: str | Path) -> Config:
     return with_paper_choices(bind(Config, content, check=False))
 
 
-def check(config: Config, world_size: int) -> None:
-    """Check that `config` is valid and can run on `world_size` ranks.
+def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> None:
+    """Check that `config` is valid and can run on `world_size` ranks after `step` steps and
+    `tokens` tokens.
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
-    if lines := list(world(bind(Config, asdict(config), BETWEEN), world_size)):
+    if lines := list(world(bind(Config, asdict(config), BETWEEN), world_size, step, tokens)):
         raise InvalidConfigError(lines)
 
 

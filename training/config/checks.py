@@ -199,9 +199,10 @@ BETWEEN = (
 """What must hold between the sections, on any number of ranks."""
 
 
-def world(config: Config, world_size: int) -> Iterator[str]:
-    """Yield what is wrong on `world_size` ranks, and what would be right nearby."""
-    lines = list(problems(config, world_checks(config, world_size)))
+def world(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> Iterator[str]:
+    """Yield what is wrong on `world_size` ranks, and what would be right nearby; see
+    `world_checks`."""
+    lines = list(problems(config, world_checks(config, world_size, step, tokens)))
     nearby = f"; {_nearby(config, world_size)}" if lines else ""
     yield from (line + nearby for line in lines)
 
@@ -258,8 +259,11 @@ def _nearest(legal: list[int], wanted: int) -> list[int]:
     return sorted({*below, *above})
 
 
-def world_checks(config: Config, world_size: int) -> Iterator[Check]:
-    """Check layout and batch on `world_size` ranks."""
+def world_checks(
+    config: Config, world_size: int, step: int = 0, tokens: int = 0
+) -> Iterator[Check]:
+    """Check layout and batches on `world_size` ranks, of a ramp those of the stages that are left
+    after `step` steps and `tokens` tokens."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
     if profile is not None:
@@ -274,8 +278,12 @@ def world_checks(config: Config, world_size: int) -> Iterator[Check]:
     per_pass = train.micro_batch * copies
     by = f"train.micro_batch times the data-parallel size = {train.micro_batch} * {copies}"
     whole = f"must give a multiple of parallel.pipeline = {parallel.pipeline} micro-batches for"
-    keys = [f"train.batch_ramp[{i}].batch" for i in range(len(train.batch_ramp))]
-    for key, batch in zip([*keys, "train.global_batch"], train.batches, strict=True):
+    stages = {
+        stage.batch: f"train.batch_ramp[{i}].batch" for i, stage in enumerate(train.batch_ramp)
+    }
+    left = [part.batch for part in train.equal_steps(step, tokens)]
+    for batch in dict.fromkeys([*left, train.global_batch]):
+        key = stages.get(batch, "train.global_batch")
         rule = f"must be divisible by {by} = {per_pass}, got {batch}"
         yield key, batch % per_pass, rule
         uneven = parallel.virtual_pipeline > 1 and batch % per_pass == 0

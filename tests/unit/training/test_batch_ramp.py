@@ -17,7 +17,7 @@ from tests.run_results import metrics_of, same_state, state_of
 from training import build
 from training.build import build_trainer
 from training.checkpoint import files as checkpoint
-from training.config import load_config
+from training.config import InvalidConfigError, check, load_config
 from training.config.batch_ramp import RampStage
 from training.config.schema import ScheduleConfig, TrainConfig
 from training.data.order import TrainingData
@@ -237,6 +237,17 @@ WRONG = [
         "schedule.warmup_steps must be below the run's 97.75 full steps, got 98",
     ),
 ]
+
+
+def test_stages_that_are_over_limit_no_layout(minimal) -> None:
+    """A run that began on one rank goes on after the stage where its batch would be too small."""
+    config = load_config(minimal, ["train.batch_ramp=[{batch: 2, until_steps: 3}]"])
+    check(config, 2, step=3, tokens=192)
+    check(config, 2, step=config.train.steps)
+    with pytest.raises(InvalidConfigError, match=r"train.batch_ramp\[0\].batch must be divisible"):
+        check(config, 2, step=2, tokens=128)
+    with pytest.raises(InvalidConfigError, match="train.global_batch must be divisible"):
+        check(config, 8, step=3, tokens=192)
 
 
 @pytest.mark.parametrize(("keys", "ranks", "text"), WRONG)

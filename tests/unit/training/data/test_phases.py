@@ -5,14 +5,17 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from scripts.plots.report import report
 from scripts.plots.run_data import read_run
 from tests.minimal_config import problems
 from tests.mixtures import LENGTH, SIZES, Read, expected, windows_of
 from tests.run_results import metrics_of, same_state, state_of
+from training.build import build_trainer
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import ResumeError
 from training.config import load_config
@@ -130,6 +133,46 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(
     for use, first, end in zip(uses, borders[:-1], borders[1:], strict=True):
         read = Counter(name for name, _ in whole[first:end])
         assert {name: count // LENGTH for name, count in use.tokens.items() if count} == read
+
+
+@pytest.mark.slow
+def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 9 and 10 are not finite: the run returns to step 6, phases begin after steps 8 and 15
+    again, and two batches of the second one are left out."""
+    poisoned: list[int] = []
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        trainer = build_trainer(*arguments, **options)
+
+        def after_step(step: int, result: Any) -> None:
+            if step == 8 and step not in poisoned:
+                next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
+                poisoned.append(step)
+
+        trainer.on_step = after_step
+        return trainer
+
+    monkeypatch.setattr("training.run.build_trainer", built)
+    keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 6}
+    read = start(22, FIRST, **{**COMMON, **keys})
+    batches = [read[i : i + 32] for i in range(0, len(read), 32)]
+    assert len(batches) == 10 + 16
+    once = batches[:6] + batches[10:]
+    assert once[6:8] == batches[6:8]  # steps 7 and 8, taken again
+    names = [{name for name, _ in batch} for batch in once]
+    assert names[:8] == [{"big", "middle"}] * 8 and names[15:] == [{"small"}] * 7
+    # What the skipped steps read counts as read, and is not read again.
+    for name in SIZES:
+        seen = windows_of(sum([*batches[:10], *batches[12:]], []), name)
+        assert seen == expected(name, len(seen))
+    progress = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]
+    assert progress["left_out"] == [[8 * 32, 10 * 32]]
+    counts = {
+        name: len(windows_of(sum([*batches[:10], *batches[12:]], []), name)) for name in SIZES
+    }
+    assert {name: each["samples"] for name, each in progress["read"].items()} == counts
 
 
 @pytest.mark.slow
