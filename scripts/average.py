@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import_engine()
     from scripts.checkpoints.average import average
 
-    infos, left_out = chosen(options.run, options.steps, options.last)
+    infos, left_out = chosen(options.run, options.output, options.steps, options.last)
     weights = list(shares(len(infos), options.ema))
     pairs = zip(infos, weights, strict=True)
     print("mean of " + ", ".join(f"step {info.step} times {w:.4g}" for info, w in pairs))
@@ -42,17 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(
-    run: Path, wanted: Sequence[int] | None, last: int | None
+    run: Path, output: Path, wanted: Sequence[int] | None, last: int | None
 ) -> tuple[list["CheckpointInfo"], list[str]]:
     """Return the checkpoints to average, by ascending step, and a sentence for those left out.
 
-    Raises InputError for a step without a checkpoint, BrokenCheckpointError for a broken one that
-    was named, and unless there are two.
+    Raises InputError for a step without a checkpoint, an output among a run's checkpoints, and
+    unless there are two; BrokenCheckpointError for a broken one that was named.
     """
     from training.checkpoint.files import FOLDER, read_checkpoint, step_folder, steps
 
     if not (run / FOLDER).is_dir():
         raise InputError(f"the run must be a folder with {FOLDER}, got {run}")
+    if output.absolute().parent.name == FOLDER:
+        rule = f"must not be in {FOLDER} of a run, which would take it for its own"
+        raise InputError(f"the output {rule}, got {output}")
     there = steps(run)
     missing = [step for step in wanted or () if step not in there]
     if missing:

@@ -194,7 +194,8 @@ class DataConfig(Section):
         read = {name for phase in self.phases for name in phase.weights}
         for i, phase in enumerate(self.phases):
             for name in phase.weights.keys() - self.train.keys():
-                yield f"phases[{i}].weights", True, f"must name {named(name, self.train)}"
+                sets = named(name, self.train) if self.train else f"sets of train, got {name!r}"
+                yield f"phases[{i}].weights", True, f"must name {sets}"
         somewhere = " here or in a phase" if self.phases else ""
         for name, each in self.train.items():
             unread = each.weight == 0 and name not in read

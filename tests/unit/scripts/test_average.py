@@ -186,6 +186,13 @@ WRONG = [
 ]
 
 
+def test_a_run_would_take_an_output_for_its_own_checkpoint(runs: Path, capsys) -> None:
+    run = runs / "sphere"
+    assert main([str(run), str(step_folder(run, 9))]) == 2
+    assert "must not be in checkpoints of a run" in capsys.readouterr().err
+    assert not step_folder(run, 9).exists()
+
+
 @pytest.mark.parametrize(("options", "text"), WRONG)
 def test_steps_that_are_not_there_are_refused(options, text, runs, tmp_path, capsys) -> None:
     assert main([str(runs / "sphere"), str(tmp_path / "mean"), *options]) == 2
