@@ -57,8 +57,8 @@ def recipes() -> dict[str, list[str]]:
 def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parallel: int) -> Config:
     """Return a recipe of small sizes, on the tokens of `folder` and the layout `parallel`.
 
-    `overrides` are of the recipe, sizes and tasks aside. Precision, rules and their settings, PC
-    layers, penalty, clipping, storage and learning rates are the recipe's.
+    `overrides` are of the recipe, sizes, tasks and profile aside. Precision, rules and their
+    settings, PC layers, penalty, clipping, storage and learning rates are the recipe's.
     """
     path = ROOT / "configs" / f"{name}.yaml"
     full = load_config(path, overrides)
@@ -78,6 +78,7 @@ def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parall
         "checkpoint.interval": 0,
         "validation.samples_interval": 0,
         "tasks.files": None,  # which need a tokenizer
+        "log.profile": None,
         "data.workers": 0,
         **{f"parallel.{axis}": 1 for axis in AXES},
         "run.dir": f"{folder}/{name}",

@@ -108,7 +108,7 @@ def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dic
 def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
     """Return a sentence for each accepted change since a checkpoint that figures depend on.
 
-    These are changes of allowed kinds, of validation, and of what counts as a spike.
+    These are changes of allowed kinds, of validation, of tasks, and of what counts as a spike.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -123,7 +123,11 @@ def _beside(config: Config) -> dict[str, Any]:
     """What is not part of the identity but changes the metrics of a run."""
     spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
     sets = {f"validation.{name}": "there" for name in config.data.validation}
-    return {**spikes, "validation.samples": config.validation.samples, **sets}
+    sets |= {f"tasks.{name}": "there" for name in config.tasks.files}
+    sizes = {
+        "validation.samples": config.validation.samples, "tasks.examples": config.tasks.examples
+    }  # fmt: skip
+    return {**spikes, **sizes, **sets}
 
 
 def comparable(

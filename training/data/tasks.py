@@ -86,6 +86,8 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
 
     Raises DataError if it cannot be read, or a line is not an example.
     """
+    if path.exists() and not path.is_file():  # a pipe would be read once, or wait for ever
+        raise DataError(f"cannot read the task {path}: it is not a file")
     examples: list[Example] = []
     try:
         with path.open(encoding="utf-8") as file:

@@ -2,6 +2,7 @@
 refused."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from parallel.comm.groups import Groups
 from scripts.huggingface.export import Options, export
 from scripts.plot import main as plot
-from tests.run_configs import read_config, tiny_config
+from tests.run_configs import MIXTURE, read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.task_files import task_keys, write_tasks
 from tests.token_files import prepare_text
@@ -120,8 +121,9 @@ def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
 
 
 def test_training_is_the_same_bit_for_bit(keys, world, tmp_path):
+    """Of a mixture of experts, whose routers count the tokens that they see."""
     tiny_config(str(tmp_path), "adamw")
-    states = []
+    keys, states = keys | MIXTURE, []
     for name in ("with", "without"):
         own = {key: value for key, value in keys.items() if name == "with" or "tasks" not in key}
         train(read_config(str(tmp_path), **own, run__dir=tmp_path / name), world)
@@ -148,11 +150,15 @@ def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
-def test_another_file_is_another_task(keys, world, tmp_path):
+def test_another_file_is_another_task(keys, world, tmp_path, capsys):
     """A run refuses to go on with it, as with other validation data; a task may come or go."""
     first = {k: v for k, v in keys.items() if not k.endswith("digits")}
     train(tiny_config(str(tmp_path), "adamw", **first, train__exit_step=3), world)
-    train(read_config(str(tmp_path), **keys, train__exit_step=4), world)
+    capsys.readouterr()
+    train(read_config(str(tmp_path), **keys, train__exit_step=4, tasks__examples=5), world)
+    printed = capsys.readouterr().out
+    for change in ("tasks.examples was None, is 5", "tasks.digits was absent, is there"):
+        assert f"changed since step 3: {change}" in printed
     words = Path(keys["tasks__files__words"])
     words.write_text(words.read_text().splitlines()[0] + "\n")
     with pytest.raises(ResumeError, match=r"differs in its data: tasks\.words\.sha256 was"):
@@ -200,7 +206,14 @@ def test_wrong_files_are_refused(case, tokens, tmp_path):
 
 def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
-    for path, content in (("absent", None), ("empty", b""), ("latin", b"\xe9\n"), (".", None)):
+    os.mkfifo(tmp_path / "pipe")
+    for path, content in (
+        ("pipe", None),
+        ("absent", None),
+        ("empty", b""),
+        ("latin", b"\xe9\n"),
+        (".", None),
+    ):
         if content is not None:
             (tmp_path / path).write_bytes(content)
         config = tiny_config(str(tmp_path), **keys, **task_keys({"t": str(tmp_path / path)}))
