@@ -35,6 +35,9 @@ WATCHED = {
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 TIED = {"model__tie_embeddings": True, "model__layers": 4, "model__attention_bias": "all"}
 DOCUMENTS = {
+    "train__global_batch": 8,
+    "monitors__interval": 2,
+    "monitors__groups": "[attention]",
     "data__document_mask": True,
     "data__first_token_loss": False,
     **{f"data__{kind}__walk__path": "{folder}/documents" for kind in ("train", "validation")},
@@ -68,7 +71,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "latent attention": ("spectral_sphere", ROUTED | LATENT),
     "z-loss": ("adamw", {"train__z_loss": 0.05}),
-    "documents": ("muon", WATCHED | DOCUMENTS),
+    "documents": ("muon", DOCUMENTS),
 }
 """Rule and keys of each run."""
 

@@ -41,6 +41,7 @@ def step_flops(processes: Processes, config: Config) -> float:
     return report.counts[PLAIN_STEP, "forward_backward"].flops
 
 
+@pytest.mark.slow
 def test_flops_fall_as_the_plan_says(processes: Processes, tmp_path: Path) -> None:
     """By those of attention to hidden keys, of which a few samples have other documents."""
     off = {"monitors__interval": 0, "data__mock": True}

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from torch import Tensor
 
+from models.size import model_size
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction
 from tests.run_configs import tiny_config
@@ -16,9 +18,13 @@ from training.build import build_data, build_trainer
 from training.checkpoint.files import ResumeError
 from training.config import InvalidConfigError
 from training.data.documents import CROSSED
+from training.dry_run import attended_length, plan_run
 from training.errors import DataError
 from training.evaluate import as_batch, evaluate
+from training.planning.report import run_table
+from training.report.metrics import read_metrics as metrics_of_all
 from training.run import train
+from training.samples import next_tokens, written_documents
 
 MASKED = {"data__document_mask": True, "data__first_token_loss": False}
 
@@ -81,6 +87,71 @@ def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) ->
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
+def test_a_batch_without_counted_tokens_is_no_step(folder: str, world: Groups) -> None:
+    """Its mean loss does not exist, so that it is skipped, counted and named like any other that is
+    not finite."""
+    config = tiny_config(folder, **MASKED)
+    data, validation = build_data(config)
+    trainer = build_trainer(config, world, data, validation)
+    alone = torch.arange(33).expand(2, 33)  # every token begins a document
+    window = torch.stack([torch.ones_like(alone), alone], 1)
+    trainer.batches = iter([window] * trainer.microbatches)
+    before = [part.clone() for part in trainer.model.parameters.values()]
+    result = trainer.step(0)
+    trainer.model.wait_for_weights()
+    assert result.loss.isnan() and not result.active
+    after = list(trainer.model.parameters.values())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, world: Groups) -> None:
+    config = tiny_config(folder, **MASKED)
+    data, (validation,) = build_data(config)
+    trainer = build_trainer(config, world, data, [validation])
+    trainer.model.chunks[0].eval()
+    validation.set.starts = lambda start, stop: np.array([0, 3, 7])  # type: ignore[method-assign]
+    firsts = written_documents(validation, 5)
+    assert firsts is not None and firsts.tolist() == [0, 0, 0] + [3] * 29
+    prompt = torch.from_numpy(validation.set.window(0)[:5])
+
+    def token(written: Tensor, firsts: Tensor | None, place: int) -> int:
+        windows = torch.zeros(1, 32, dtype=torch.int64)
+        windows[0, : len(written)] = written
+        return next_tokens(trainer.model, world, windows, place, 120, [firsts])[0].item()
+
+    # As if the tokens before the last document were not there.
+    assert token(prompt, firsts, 4) == token(prompt[3:], None, 1)
+    other = prompt.clone()
+    other[:3] = 119 - other[:3]
+    assert token(other, firsts, 4) == token(prompt, firsts, 4)
+
+
+def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
+    config = tiny_config(folder, **MASKED)
+    length = build_data(config)[0].attended_length()
+    assert attended_length(config) == length < 32
+    rows = run_table(config, plan_run(config, 1))
+    assert f"attention as in documents of {length:,.0f} tokens, of the training sets" in rows
+    crossed = tiny_config(folder)
+    assert attended_length(crossed) == 32
+    assert "documents" not in run_table(crossed, plan_run(crossed, 1))
+    mock = tiny_config(folder, **MASKED, data__mock=True)
+    assert "assumed, as of data.mock" in run_table(mock, plan_run(mock, 1))
+
+
+def test_mfu_counts_visible_keys(folder: str, world: Groups) -> None:
+    """The FLOPs of a step are those of the plan, on the same sets."""
+    flops = {}
+    for name, keys in {"masked": MASKED, "crossed": {}}.items():
+        config = tiny_config(folder, **keys, log__interval=1, train__exit_step=1)
+        train(tiny_config(folder, **keys, train__exit_step=1, run__dir=f"{folder}/{name}"), world)
+        line = metrics_of_all(f"{folder}/{name}")[0]
+        flops[name] = line["perf/tflops_per_gpu"] / line["perf/tokens_per_sec"]
+        per_token = model_size(config.model, attended_length(config)).flops_per_token
+        assert flops[name] == pytest.approx(per_token / 1e12, rel=1e-6)
+    assert flops["masked"] < flops["crossed"]
+
+
 def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
     config = tiny_config(folder, **MASKED, validation__samples=7)
     data, validation = build_data(config)
@@ -112,7 +183,9 @@ def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Gro
     assert same_state(*states) == []
 
 
-@pytest.mark.parametrize("key", MASKED)
+@pytest.mark.parametrize(
+    "key", ["data__document_mask", pytest.param("data__first_token_loss", marks=pytest.mark.slow)]
+)
 def test_a_run_does_not_continue_with_other_borders(key: str, folder: str, world: Groups) -> None:
     keys = {"train__steps": 4, "train__exit_step": 1, "checkpoint__interval": 1}
     train(tiny_config(folder, **keys), world)
