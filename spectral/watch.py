@@ -24,8 +24,8 @@ import copy
 import random
 import re
 import sys
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import groupby
@@ -214,11 +214,16 @@ class Watch(TorchDispatchMode):
         self.starts.append(record.start)
         self.end += size
 
-    def _parts(self, numbers: Sequence[int]) -> Iterator[tuple[Any, list[int]]]:
-        """Yield the records that numbers belong to, with the numbers of each."""
-        places = [bisect_right(self.starts, n) for n in (min(numbers), max(numbers))]
-        if places[0] == places[1]:
-            yield self.records[places[0] - 1], [*numbers]
+    def _parts(self, numbers: list[int]) -> Iterator[tuple[Any, list[int]]]:
+        """Yield the records that runs of numbers belong to, with the numbers of each."""
+        if numbers == sorted(numbers):
+            start = 0
+            while start < len(numbers):
+                after = bisect_right(self.starts, numbers[start])
+                ends = self.starts[after : after + 1]
+                stop = bisect_left(numbers, ends[0], start) if ends else len(numbers)
+                yield self.records[after - 1], numbers[start:stop]
+                start = stop
             return
         for after, own in groupby(numbers, lambda n: bisect_right(self.starts, n)):
             yield self.records[after - 1], [*own]
@@ -227,7 +232,7 @@ class Watch(TorchDispatchMode):
         """Return the weights that columns belong to."""
         numbers = sorted_numbers(columns) if columns is not None else []
         uses: set[Use] = set()
-        for record, _ in self._parts(numbers) if numbers else ():
+        for record, _ in self._parts(numbers):
             uses |= {record} if isinstance(record, Use) else {*record.beneath}
         return uses
 

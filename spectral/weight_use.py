@@ -177,7 +177,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
         runs, rows = [], set()
         for start in (p * size + j for p in range(parts) for j in range(stride)):
             strided = range(start, (start // size + 1) * size, stride)
-            own = [[*run] for _, run in groupby(strided, lambda i: labels[i])]
+            own = [[*run] for _, run in groupby(strided, labels.__getitem__)]
             rows.add(tuple(map(len, own)))
             runs += [{finest[i] for i in run} for run in own]
         if len(rows) > 1:
