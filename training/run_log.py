@@ -103,11 +103,11 @@ class RunLog:
             "phases": [{"after_steps": start, "shares": part.shares} for start, part in parts],
         }
         replace_file(folder / "data.json", json.dumps(facts, indent=2) + "\n")
-        for start, part in parts[1:]:
+        for start, part in parts if data.later else ():
             shares = ", ".join(f"{name} {share:.1%}" for name, share in part.shares.items())
             print(f"data from step {start + 1:,} on: {shares}", flush=True)
         for use in used:
-            print(f"data {use}", flush=True)
+            print(f"data {f'{use.name}: {use.total}' if data.later else use}", flush=True)
         if repeated := repeats({use.name: use.epochs for use in used}):
             print(f"data {repeated}", flush=True)
         for name, count in present.earlier().items():

@@ -59,9 +59,14 @@ class SetUse:
     epochs: float
 
     def __str__(self) -> str:
+        return f"{self.name}: {self.weight:.1%} of the samples, {self.total}"
+
+    @property
+    def total(self) -> str:
+        """What the whole run uses, in words."""
         return (
-            f"{self.name}: {self.weight:.1%} of the samples, {self.samples:,} samples, "
-            f"{self.tokens:,} tokens, {self.epochs:.2f} epochs of {self.windows:,} windows"
+            f"{self.samples:,} samples, {self.tokens:,} tokens, {self.epochs:.2f} epochs of "
+            f"{self.windows:,} windows"
         )
 
 
