@@ -79,8 +79,8 @@ class RunData:
     def tokens(self, line: Line) -> float:
         """Tokens trained on when a line was logged.
 
-        The batch may have changed when the run continued, so they are those that the metrics count,
-        between their lines in proportion.
+        The batch may have changed, by a ramp or when the run continued, so they are those that
+        metrics and monitors count, between their lines in proportion.
         """
         steps, tokens = self._counted
         after = max(0, line["step"] - steps[-1]) * self.tokens_per_step
@@ -89,8 +89,10 @@ class RunData:
     @cached_property
     def _counted(self) -> NDArray[np.float64]:
         """Steps of the lines that count tokens, and the tokens, `[2, lines + 1]` with 0 first."""
-        counted = [(m["step"], m[TOKENS]) for m in self.metrics if TOKENS in m]
-        return np.array([(0, 0), *counted], dtype=np.float64).T.copy()
+        counted = {m["step"]: m[TOKENS] for m in self.metrics if TOKENS in m}
+        own = {m["step"]: m.get("tokens") for m in self.monitors}
+        counted |= {step: tokens for step, tokens in own.items() if isinstance(tokens, int)}
+        return np.array([(0, 0), *sorted(counted.items())], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
         """Map a line to the time spent on steps so far, without validation and saving, in units of

@@ -1,5 +1,6 @@
 """Figures of runs from their lines: time by steps, and what orders runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ def test_time_is_that_of_steps_not_of_lines() -> None:
     assert [passed(line) for line in lines] == [2, 6.5, 6.5, 16.5, 36.5]
     hours = run_of(*lines).seconds(3600)
     assert hours(lines[-1]) == pytest.approx(36.5 / 3600)
+
+
+def test_monitored_steps_have_their_own_tokens() -> None:
+    """Also between logged steps and after the last, where a ramp has another batch."""
+    monitors = [{"step": step, "tokens": tokens} for step, tokens in ((4, 8), (8, 40), (12, 72))]
+    run = replace(run_of({"step": 10, "progress/tokens": 56}), monitors=monitors)
+    assert [run.tokens(line) for line in monitors] == [8, 40, 72]
+    assert run.tokens({"step": 9}) == 48
 
 
 @pytest.mark.parametrize(
