@@ -10,11 +10,14 @@ The compiler concatenates the gradients of gate and up, and those of queries, ke
 half the rate of a copy (docs/performance.md). These two have kernels in spectral/kernels.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from models.blocks.activation import Activation, activation_of
@@ -24,6 +27,7 @@ from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.heads import HeadFunctions
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
+from models.blocks.residual import SumFunctions, left_to
 from models.compiler import compiler_problem
 
 GRAPHS: Final = 64
@@ -88,8 +92,23 @@ class Fused:
                 module.activate = self.activation(activation, activation.scaled, dynamic=True)
             case MLP():
                 self._install_activation_(module)
+            case TransformerLayer():
+                return self._leave_sum_(module, "self_attn_bda", module.pre_mlp_layernorm)
+            case TransformerBlock() if module.config.recompute_granularity != "full":
+                pairs = itertools.pairwise(module.layers)
+                left = [self._leave_sum_(a, "mlp_bda", b.input_layernorm) for a, b in pairs]
+                return any(left)
             case _:
                 return False
+        return True
+
+    def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
+        """Leave a sum of `layer` to the norm that follows, and return whether it takes it."""
+        centered = layer.config.layernorm_zero_centered_gamma
+        if self.backend is None or centered or not isinstance(norm, RMSNorm):
+            return False
+        norm.sum = SumFunctions(*map(self.compiled, SumFunctions())).apply
+        setattr(layer, name, left_to(norm))
         return True
 
     def _install_activation_(self, block: MLP) -> None:

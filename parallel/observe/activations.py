@@ -207,6 +207,8 @@ class ActivationWatch:
         size = self.sizes[place, name] = Size(*zeros)
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
+            if inputs and len(args) > 1:
+                return  # terms of a sum, on which the norm is called next
             seen = first(args, kwargs) if inputs else output
             if torch.is_grad_enabled():
                 size.add(seen[0] if isinstance(seen, tuple) else seen)

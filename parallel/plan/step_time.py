@@ -54,9 +54,9 @@ class Passes(NamedTuple):
 
 SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
 """Of single operations."""
-COMPILED: Final = Passes(22, 4, 6, 1, 8, 5, 11)
-"""Of norms, rotations and activations that torch.compile fuses, and gradients of queries, keys and
-values that it writes in one piece."""
+COMPILED: Final = Passes(16, 4, 6, 1, 8, 5, 11)
+"""Of norms with the sums before them, rotations and activations that torch.compile fuses, and
+gradients of queries, keys and values that are written in one piece."""
 
 DISPATCHED: Final = 11
 """Of the stream, for each expert that a token is sent to."""

@@ -90,11 +90,12 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_p
     calls = 2 * reports[0].scenario.rehearsed  # of two layers
     assert single.kernels["silu"] == calls
     assert compiled.kernels["silu"] == compiled.kernels["_fused_rms_norm"] == 0
-    norms = 2 * calls + reports[0].scenario.rehearsed  # and one at the end
+    passes = reports[0].scenario.rehearsed
     for forward, backward, count in (
         ("swiglu", "swiglu_backward", calls),
         ("turned_heads", "heads_gradients", calls),
-        ("rms_norm", "rms_norm_backward", norms),
+        ("rms_norm", "rms_norm_backward", 2 * passes),  # the first, and one at the end
+        ("normed_sum", "sum_gradients", 3 * passes),
     ):
         names = f"compiled_{forward}", f"compiled_{backward}"
         assert [compiled.kernels[name] for name in names] == [count, count]

@@ -325,7 +325,8 @@ class TrainConfig(Section):
     writes each gradient in one pass; null leaves it to `compile`, or to autograd. auto is triton on
     a GPU with Triton, null under Transformer Engine."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
-    """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
+    """Backend of torch.compile for norms with the sums before them, rotary embedding and
+    activations: inductor fuses them,
     aot_eager captures the same graphs, for debugging; null does not compile. auto is inductor on a
     GPU where it works, null on a CPU and under Transformer Engine, which fuses the same
     operations."""

@@ -2,6 +2,7 @@
 twice."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.compiled import Fused, fuse_blocks_, some_tokens
+from models.blocks.norm import RMSNorm
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import drawn, losses_of, tokens_of
@@ -55,6 +57,23 @@ def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Gro
     # Other orders of the same operations, a few roundings of the type.
     tolerance = 1e-4 if dtype == torch.float32 else 1e-11
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_sums_that_are_left_to_norms_are_recomputed(recompute: str, world: Groups) -> None:
+    """Once per norm but the first and the last, in each pass over a layer."""
+    plain, _ = drawn(MODELS["llama"], torch.float64)
+    fused, _ = drawn(MODELS["llama"], torch.float64, recompute=recompute)
+    fuse_blocks_([fused], "eager")
+    sums = []
+    for norm in (m for m in fused.modules() if isinstance(m, RMSNorm) and m.sum is not None):
+        count = partial(lambda sum_, *terms: sums.append(1) or sum_(*terms), norm.sum)
+        norm.sum = count
+    expected, found = losses_and_gradients(plain), losses_and_gradients(fused)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    layers = MODELS["llama"].layers
+    # Layers that are recomputed do not see the norm of the next one.
+    assert len(sums) == (2 * layers if recompute == "full" else 2 * layers - 1)
 
 
 @pytest.mark.slow

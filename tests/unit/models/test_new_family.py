@@ -60,7 +60,7 @@ def test_its_checks_and_units(config: Config, world: Groups) -> None:
     model = tiny_model("sandwich")
     chunk, parameters = built(model)
     check_coverage(RECORD.units(model, layers=range(2)), parameters)
-    assert fuse_blocks_([chunk], "aot_eager") == 2 * 6 + 1  # four norms, attention, block
+    assert fuse_blocks_([chunk], "aot_eager") == 2 * 7 + 2  # four norms, attention, block, layer
     assert "| sandwich | Llama with norms" in table()
 
 
