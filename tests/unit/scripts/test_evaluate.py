@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.run_results import json_lines
 from tests.token_files import prepare_text
 from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
+from training.data.token_set import TokenSet
 from training.errors import InputError
 
 TEXT = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"
@@ -60,6 +62,20 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
     # The same formula gives the loop's bits per byte of a loss of one nat per token.
     bits = len(targets) / (math.log(2) * sum(document["bytes"] for document in documents))
     assert bits == pytest.approx(data.bits_per_byte(1.0), rel=1e-12)
+
+
+def test_lm_eval_sees_each_document_alone_as_training_does(prepared, tmp_path) -> None:
+    config = config_of(tmp_path, prepared)
+    config = replace(config, data=replace(config.data, document_mask=True))
+    write_tasks(tmp_path, config, prepared / "tokenizer.json")
+    texts = [document["text"] for document in json_lines(tmp_path / "local_walk.jsonl")]
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    tokens = TokenSet("walk", f"{prepared}/tokens.train", LENGTH)
+    whole = tokenizer.decode(tokens.read(1, 20 * LENGTH).tolist(), skip_special_tokens=False)
+    end = tokenizer.decode([0], skip_special_tokens=False)
+    assert "".join(texts) == whole
+    assert len(texts) > 2 and all(text.endswith(end) for text in texts[:-1])
+    assert all(end not in text.removesuffix(end) for text in texts)
 
 
 def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:

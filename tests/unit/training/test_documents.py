@@ -21,6 +21,7 @@ from training.data.documents import CROSSED
 from training.dry_run import attended_length, plan_run
 from training.errors import DataError
 from training.evaluate import as_batch, evaluate
+from training.loop import mean_loss as training_loss
 from training.planning.report import run_table
 from training.report.metrics import read_metrics as metrics_of_all
 from training.run import train
@@ -75,6 +76,14 @@ def test_every_counted_token_has_the_same_weight(
     assert result.loss.item() != pytest.approx(
         torch.stack([x.mean() for x in losses]).mean().item()
     )
+
+
+def test_a_z_loss_counts_the_same_tokens() -> None:
+    output, weights = torch.rand(2, 3, 4), torch.rand(3, 4)
+    value, figures = training_loss({"weights": weights}, z_loss=0.5)(output)
+    sums = (output * weights).flatten(1).sum(1)
+    torch.testing.assert_close(figures["loss"], sums)
+    torch.testing.assert_close(value, sums[0] + 0.5 * sums[1])
 
 
 def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) -> None:
