@@ -18,6 +18,7 @@ from training.config import Config
 from training.config.batch_ramp import EqualSteps
 from training.data.mock_tokens import MockTokens
 from training.data.token_set import TokenSet
+from training.planning.data_use import phase_uses
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
@@ -38,11 +39,16 @@ def step_flops(config: Config) -> float:
 
 
 def attended_length(config: Config) -> float:
-    """Return the attended length of the training sets, or that of `data.mock` if they are not here;
-    of whole sequences if attention crosses the borders of documents."""
+    """Return the attended length of the training sets, each by what the run reads of it,
+    or that of `data.mock` if they are not here; of whole sequences if attention crosses the borders
+    of documents."""
     if not config.data.document_mask:
         return config.train.sequence_length
-    sets = tuple((each.path, each.weight) for each in config.data.train.values())
+    weights = {name: each.weight for name, each in config.data.train.items()}
+    if config.data.phases:
+        uses = phase_uses(config)
+        weights = {n: sum(u.samples * u.shares.get(n, 0.0) for u in uses) for n in weights}
+    sets = tuple((config.data.train[name].path, weight) for name, weight in weights.items())
     return _attended_length(sets if documents_known(config) else (), config.train.sequence_length)
 
 

@@ -12,7 +12,7 @@ BEGINNINGS = ("after_steps", "after_share", "with_decay")
 
 
 class DataPhase(Section):
-    """A part of the run, to its end or the next phase, with a mixture of its own."""
+    """A part of the run, to its end or the next phase, with its own weights of the sets."""
 
     after_steps: Count | None = None
     """Steps of the run before the phase; null = another key says where it begins."""

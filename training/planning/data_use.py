@@ -1,6 +1,7 @@
 """What a planned run reads of each set of its data, in each phase."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,28 @@ class PhaseUse:
     """What a run reads in one phase.
 
     after_steps  steps before the phase
-    shares       of the samples, by set
-    tokens       that its samples predict, by set
+    samples      of all sets
+    weights      of the sets, by name, each above 0
     """
 
     after_steps: int
-    shares: Mapping[str, float]
-    tokens: Mapping[str, int]
+    samples: int
+    weights: Mapping[str, float]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each set in the samples; all together are 1."""
+        total = math.fsum(self.weights.values())
+        return {name: weight / total for name, weight in self.weights.items()}
+
+    def tokens(self, sequence_length: int) -> dict[str, int]:
+        """Return what the samples predict of each set, to the token."""
+        used = build_blend(self.weights).used(self.samples).tolist()
+        return {n: count * sequence_length for n, count in zip(self.weights, used, strict=True)}
 
 
 def phase_uses(config: Config) -> list[PhaseUse]:
-    """Return what a run from step 0 on reads in each phase, to the token."""
+    """Return what a run from step 0 on reads in each phase."""
     train = config.train
     first = {name: each.weight for name, each in with_mock_sets(config.data).train.items()}
     mixtures = [first, *(phase.weights for phase in config.data.phases)]
@@ -37,10 +49,7 @@ def phase_uses(config: Config) -> list[PhaseUse]:
         samples = train.samples(start, tokens, end)
         tokens += samples * train.sequence_length
         named = {name: weight for name, weight in sorted(weights.items()) if weight}
-        used = build_blend(named).used(samples).tolist()
-        read = {n: count * train.sequence_length for n, count in zip(named, used, strict=True)}
-        total = math.fsum(named.values())
-        uses.append(PhaseUse(start, {n: w / total for n, w in named.items()}, read))
+        uses.append(PhaseUse(start, samples, named))
     return uses
 
 
@@ -55,17 +64,19 @@ def set_sizes(config: Config) -> dict[str, int]:
 
 def data_table(config: Config) -> str:
     """Return a row per set with its shares, tokens and epochs, and which are read repeatedly."""
-    uses, sizes = phase_uses(config), set_sizes(config)
-    tokens: dict[str, int] = {}
-    for use in uses:
-        for name, count in use.tokens.items():
-            tokens[name] = tokens.get(name, 0) + count
+    uses, sizes, tokens = phase_uses(config), set_sizes(config), Counter[str]()
+    parts = [use.tokens(config.train.sequence_length) for use in uses]
+    for part in parts:
+        tokens.update(part)
     epochs = {name: tokens[name] / size for name, size in sizes.items() if size and name in tokens}
     header = ("set", *(f"from step {use.after_steps + 1:,}" for use in uses), "tokens", "epochs")
     rows = [
         (
             name,
-            *(f"{use.shares.get(name, 0):.1%}, {use.tokens.get(name, 0):,}" for use in uses),
+            *(
+                f"{use.shares.get(name, 0):.1%}, {part.get(name, 0):,}"
+                for use, part in zip(uses, parts, strict=True)
+            ),
             f"{count:,}",
             f"{epochs[name]:.2f}" if name in epochs else "?",
         )

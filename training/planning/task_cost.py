@@ -3,6 +3,7 @@
 from parallel.plan.planner import Plan
 from training.build import build_tasks
 from training.config import Config
+from training.dry_run import gpu_hours
 from training.errors import InputError
 from training.task_scores import lengths
 
@@ -22,7 +23,7 @@ def task_cost(config: Config, planned: Plan) -> str | None:
     step_tokens = train.global_batch * train.sequence_length
     seconds = planned.time.forward * tokens / step_tokens
     times = 1 + (train.last - 1) // section.interval if section.interval else 1
-    share = times * seconds / (train.steps * planned.time.total)
+    share = times * seconds * planned.gpus / (3600 * gpu_hours(config, planned))
     often = f"every {section.interval:,} steps" if section.interval else "after the last step"
     return (
         f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences of {tokens:,} tokens, "

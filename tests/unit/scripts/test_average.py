@@ -235,7 +235,7 @@ def test_another_model_tokenizer_target_or_folder_is_refused(
     assert "the run must be a folder with checkpoints" in capsys.readouterr().err
 
 
-def test_broken_checkpoints_are_left_out_aloud_or_refused(copied, tmp_path: Path, capsys) -> None:
+def test_broken_checkpoints_are_left_out_by_name_or_refused(copied, tmp_path: Path, capsys) -> None:
     run = copied("sphere")
     (step_folder(run, 2) / "COMPLETE").unlink()
     assert main([str(run), str(tmp_path / "mean")]) == 0
@@ -253,7 +253,7 @@ def test_broken_checkpoints_are_left_out_aloud_or_refused(copied, tmp_path: Path
     assert "must have two checkpoints to average, got 1" in capsys.readouterr().err
 
 
-def test_an_average_that_lies_about_itself_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
+def test_an_average_with_damaged_facts_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
     mean = tmp_path / "mean"
     assert main([str(runs / "sphere"), str(mean), "--last", "2"]) == 0
     reseal(mean, lambda meta: meta["averaged"].update(steps="all"))

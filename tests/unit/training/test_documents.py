@@ -14,6 +14,7 @@ from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
+from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.checkpoint.files import ResumeError
 from training.config import InvalidConfigError
@@ -226,3 +227,20 @@ def test_transformer_engine_is_refused(folder: str) -> None:
     keys = {"data__document_mask": True, "model__attention_backend": "transformer_engine"}
     with pytest.raises(InvalidConfigError, match="data.document_mask needs model.attention_back"):
         tiny_config(folder, **keys)
+
+
+def test_a_plan_counts_the_documents_of_all_phases(folder: str, tmp_path: Path) -> None:
+    """Half of the steps read short documents alone, half long ones."""
+    for name, documents in (("short", 1_000), ("long", 20)):
+        write_token_set(tmp_path / name, tokens=8_000, vocab=120, seed=0, documents=documents)
+    sets = {f"data__train__{name}__path": tmp_path / name for name in ("short", "long")}
+    keys = {**sets, "data__train__walk": "null", "data__document_mask": True}
+    lengths = {
+        name: attended_length(tiny_config(folder, **keys, **{f"data__train__{other}": "null"}))
+        for name, other in (("short", "long"), ("long", "short"))
+    }
+    assert lengths["short"] < lengths["long"]
+    keys |= {"data__train__long__weight": 0}
+    keys["data__phases"] = "[{after_share: 0.5, weights: {long: 1}}]"
+    found = attended_length(tiny_config(folder, **keys))
+    assert found == pytest.approx(sum(lengths.values()) / 2, rel=1e-9)

@@ -132,7 +132,9 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(
     borders = [0, *beginnings.values(), 464]
     for use, first, end in zip(uses, borders[:-1], borders[1:], strict=True):
         read = Counter(name for name, _ in whole[first:end])
-        assert {name: count // LENGTH for name, count in use.tokens.items() if count} == read
+        assert {
+            name: count // LENGTH for name, count in use.tokens(LENGTH).items() if count
+        } == read
 
 
 @pytest.mark.slow
