@@ -7,6 +7,7 @@ import torch
 
 from tests.families import SETTINGS, settings
 from tests.launch import run_on_ranks
+from tests.slow_cases import slow_but
 
 WORKERS = "tests.distributed.gradient_workers"
 MIXTURES = ["moe", "deepseek"]
@@ -67,7 +68,10 @@ def alone() -> dict[str, Any]:
     return on_ranks(1, {}, ALL)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+FAST = [name for name in LAYOUTS if name != "tensor 2 x pipeline 2"]
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, [*LAYOUTS]))
 def test_layout_gives_the_losses_and_gradients_of_one_process(name, alone):
     ranks, layout, families = LAYOUTS[name]
     results = on_ranks(ranks, layout, families)

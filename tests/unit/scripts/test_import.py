@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from models.huggingface.config import (
     READABLE,
@@ -21,6 +28,7 @@ from scripts.convert_hf import main
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
+from tests.slow_cases import slow_but
 from training.checkpoint.files import read_checkpoint
 from training.config import load_config, to_yaml
 from training.data.token_set import TokenSet
@@ -89,7 +97,11 @@ def config_in(tmp_path: Path, tokens: Path, **keys: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", MODELS)
+PLAIN = ("llama", "qwen3", "gemma2", "deepseek", "moe", "moe softmax")
+"""Models of the fast tests; the others are among those of transformers' own making, below."""
+
+
+@pytest.mark.parametrize("name", slow_but(PLAIN, [*MODELS]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world, capsys) -> None:
     config = config_in(tmp_path, tokens, **MODELS[name])
@@ -236,7 +248,7 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
     assert wanted in refused(capsys, source, tmp_path / "imported", config)
 
 
-@pytest.mark.parametrize("family", [*READABLE, "llama 3.2", "all biases"])
+@pytest.mark.parametrize("family", slow_but([*READABLE], [*READABLE, "llama 3.2", "all biases"]))
 def test_the_section_of_the_model_is_written_from_config_json(
     family, tokens, tmp_path, capsys
 ) -> None:
@@ -259,7 +271,7 @@ def test_the_section_of_the_model_is_written_from_config_json(
     assert main(line) == 2 and "exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", slow_but([True], [False, True]))
 def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
     """Gemma 2 is published with tied embeddings. Some files have the head too, the same."""
     config = config_in(tmp_path, tokens, **GEMMA2, model__tie_embeddings=True)
@@ -279,6 +291,57 @@ def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
         assert float(difference[1]) < 1e-5
         assert load_file(out / place.name / "model.safetensors").keys() == tensors.keys()
         assert json.loads((out / place.name / "config.json").read_text())["tie_word_embeddings"]
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 120,
+    "max_position_embeddings": 131_072,
+}
+LLAMA3_2 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+PUBLISHED = {
+    "Llama 3.2 1B": LlamaConfig(
+        **SMALL, rope_theta=5e5, rope_scaling=LLAMA3_2, tie_word_embeddings=True, head_dim=16
+    ),
+    "Qwen2.5 0.5B": Qwen2Config(
+        **SMALL, rope_theta=1e6, tie_word_embeddings=True, use_sliding_window=False,
+        sliding_window=32_768, max_window_layers=21,
+    ),
+    "Qwen3 0.6B": Qwen3Config(**SMALL, rope_theta=1e6, tie_word_embeddings=True, head_dim=24),
+    "Gemma 2 2B": Gemma2Config(**SMALL, head_dim=24, query_pre_attn_scalar=24, sliding_window=8),
+}  # fmt: skip
+"""Small models with the other keys of published ones, as transformers makes them."""
+
+
+@pytest.mark.parametrize("name", slow_but(["Llama 3.2 1B", "Qwen2.5 0.5B"], [*PUBLISHED]))
+def test_a_model_of_transformers_comes_back_as_it_was(name, tokens, tmp_path, world) -> None:
+    base = config_in(tmp_path, tokens)
+    source, run, out, new = (tmp_path / each for each in ("theirs", "run", "out", "new.yaml"))
+    theirs = AutoModelForCausalLM.from_config(PUBLISHED[name])
+    with torch.no_grad():
+        for value in theirs.parameters():
+            value.normal_(std=0.2)
+    theirs.save_pretrained(source)
+    line = ["import", str(source), str(run), "--config", str(base), "--write-config", str(new)]
+    assert main(line) == 0
+    assert load_config(new).model.tie_embeddings
+    assert main(["export", str(run), str(out), "--no-tokenizer"]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(out)
+    tokens = torch.arange(40)[None] * 7 % 120
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    first, second = (load_file(each / "model.safetensors") for each in (source, out))
+    assert "lm_head.weight" not in first and first.keys() == second.keys()
 
 
 def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, capsys) -> None:
