@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.launch import run_on_ranks
+from tests.slow_cases import slow_but
 from tests.token_files import write_token_set
 
 KEYS: dict[str, Any] = {"model__vocab_size": 119, "model__layers": 4, "train__global_batch": 4}
@@ -46,7 +47,7 @@ def alone(folder) -> Any:
     return scores(folder, 1, {}, {})[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(("interleaved pipeline 2", "context 2"), LAYOUTS))
 def test_layouts_score_as_one_process(name, folder, alone):
     layout, keys = LAYOUTS[name]
     likelihoods, metrics = alone

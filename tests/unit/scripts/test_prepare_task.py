@@ -142,6 +142,7 @@ def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeyp
     assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
     """The newest of a run, and an earlier one, which has other scores."""
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
@@ -162,11 +163,12 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
         (["--tasks", "{words}", "--dtype", "float16"], "--dtype of a run must be float32 or"),
         (["--tasks", "absent.jsonl"], "cannot read the task absent.jsonl"),
         (["--tasks", "{words}", "{words}"], "must have names of their own"),
+        (["--tasks", "{words}"], "has no checkpoint"),
     ],
 )
-def test_what_a_run_cannot_be_scored_on_is_refused(options, rule, scored, capsys):
-    given = [option.format(words=scored / "words.jsonl") for option in options]
-    assert evaluate([str(scored / "run"), *given]) == 2
+def test_what_a_run_cannot_be_scored_on_is_refused(options, rule, tmp_path, capsys):
+    words = write_tasks(tmp_path)["words"]
+    assert evaluate([str(tmp_path), *(option.format(words=words) for option in options)]) == 2
     assert rule in capsys.readouterr().err
 
 

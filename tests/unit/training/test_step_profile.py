@@ -21,6 +21,7 @@ from training.build import check_device
 from training.config import load_config
 from training.errors import ConfigError
 from training.run import train
+from training.step_profile import announcement
 
 KEYS: dict[str, Any] = {
     "train__steps": 5,
@@ -51,7 +52,7 @@ def spans(path: Path) -> Counter[str]:
 
 
 def test_a_trace_has_its_steps_and_changes_no_result(folder, world, capsys):
-    tiny_config(folder)
+    tiny_config(folder, "adamw")
     plain = trained(folder, world, log__profile="null", run__dir=f"{folder}/plain")
     capsys.readouterr()
     run = trained(folder, world)
@@ -73,25 +74,46 @@ def test_a_trace_has_its_steps_and_changes_no_result(folder, world, capsys):
     assert "steps_2-3_rank_0.json.gz" in (run / "report.html").read_text()
 
 
-def test_a_start_past_the_steps_says_so(folder, world):
+ASKED = "of the steps 2 to 3 that were asked for"
+AGAIN = "were before this start; a later log.profile.first profiles again"
+
+
+@pytest.mark.parametrize(
+    ("after", "last", "text"),
+    [
+        (0, 1, "none, as steps 2 to 3 come after step 1, the run's last"),
+        (0, 2, f"steps 2 to 2, {ASKED}, of rank 0, to"),
+        (1, 3, "steps 2 to 3, of rank 0, to"),
+        (2, 3, f"steps 3 to 3, {ASKED}, of rank 0, to"),
+        (3, 5, f"none, as steps 2 to 3 {AGAIN}"),
+    ],
+)
+def test_a_start_says_which_steps_it_profiles(after, last, text, folder):
+    config = tiny_config(folder, **KEYS, train__exit_step=last)
+    assert (announcement(config, after) or "").startswith(f"profile: {text}")
+    assert announcement(tiny_config(folder), after) is None
+
+
+@pytest.mark.slow
+def test_a_start_past_the_steps_profiles_the_rest(folder, world):
     """Past all of them, within them, and where the run ends before or within them."""
-    tiny_config(folder)
+    tiny_config(folder, "adamw")
     run = trained(folder, world, train__exit_step=1)
     assert said(run) == ["profile: none, as steps 2 to 3 come after step 1, the run's last"]
     trained(folder, world, train__exit_step=2)
-    asked = f", of the steps 2 to 3 that were asked for, of rank 0, to {run}/profile"
-    assert said(run)[1] == f"profile: steps 2 to 2{asked}"
+    asked = f"{ASKED}, of rank 0, to {run}/profile"
+    assert said(run)[1] == f"profile: steps 2 to 2, {asked}"
     trained(folder, world, train__exit_step=4)
-    assert said(run)[3] == f"profile: steps 3 to 3{asked}"
+    assert said(run)[3] == f"profile: steps 3 to 3, {asked}"
     trained(folder, world)
-    again = "were before this start; a later log.profile.first profiles again"
-    assert said(run)[5:] == [f"profile: none, as steps 2 to 3 {again}"]
+    assert said(run)[5:] == [f"profile: none, as steps 2 to 3 {AGAIN}"]
     traces = sorted(path.name for path in (run / "profile").iterdir())
     assert traces == ["steps_2-2_rank_0.json.gz", "steps_3-3_rank_0.json.gz"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_within_them_writes_what_there_is(folder, world):
-    tiny_config(folder)
+    tiny_config(folder, "adamw")
     stop = Path(folder) / "run" / "STOP"
     config = read_config(folder, **{**KEYS, "log__profile__steps": 4})
     train(config, world, on_step=lambda step, _: stop.touch() if step == 3 else None)
@@ -102,10 +124,10 @@ def test_a_run_that_is_stopped_within_them_writes_what_there_is(folder, world):
 
 def test_no_failure_ends_the_run(folder, world, capsys):
     """A full disk, a file in the folder's place, and a profiler that another program ends."""
-    tiny_config(folder)
+    tiny_config(folder, "adamw")
 
     def failed(name: str, on_step: Any = None) -> list[str]:
-        keys = {**KEYS, "checkpoint__interval": 0, "train__exit_step": 3}
+        keys = {**KEYS, "checkpoint__interval": 0, "train__exit_step": 3, "validation__samples": 1}
         config = read_config(folder, **keys, run__dir=f"{folder}/{name}")
         train(config, world, on_step=on_step)
         run = Path(config.run.dir)
@@ -123,8 +145,9 @@ def test_no_failure_ends_the_run(folder, world, capsys):
     assert text.startswith("warning: no profile of rank 0: ")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_stops_its_profile(folder, world, capsys):
-    tiny_config(folder)
+    tiny_config(folder, "adamw")
 
     def fail(step: int, result: Any) -> None:
         raise RuntimeError("a broken step")

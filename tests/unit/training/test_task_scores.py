@@ -137,6 +137,7 @@ def test_training_is_the_same_bit_for_bit(keys, world, tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
     """The report of the step follows when the run goes on."""
     tiny_config(str(tmp_path), "adamw")
@@ -150,6 +151,7 @@ def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_another_file_is_another_task(keys, world, tmp_path, capsys):
     """A run refuses to go on with it, as with other validation data; a task may come or go."""
     first = {k: v for k, v in keys.items() if not k.endswith("digits")}
@@ -257,6 +259,7 @@ def test_the_files_of_recipes_are_tasks(root):
     files = {
         file
         for path in (root / "configs").glob("*.yaml")
+        if "\ntasks:" in path.read_text()
         for file in load_config(path).tasks.files.values()
     }
     assert files == {"examples/data/kjv_choices.jsonl"}
