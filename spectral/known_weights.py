@@ -38,7 +38,7 @@ TABLES = re.compile(
 """Words in the names of bare parameters whose rows are vectors."""
 FUSED = re.compile(
     r"(?i)qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|^inproj(?!.$)|gateup|upgate|glu|gu$|w1w3"
-    r"|w13|w12|fused|pack|^projectionin$"
+    r"|w13|w12|fused|pack|vgate|gatev|^projectionin$"
 )
 """Parts of names, without underscores, that weights of several matrices have."""
 FILLERS = re.compile(
@@ -260,10 +260,12 @@ class KnownWeights:
         if taken or sizes.isdisjoint((inputs, outputs)):
             return False, "one matrix"
         counts = [_first(scope, f"{HEAD_COUNTS} num_v_heads", alone=True) for _, scope in scopes]
-        if outputs == counts[0]:
-            return False, "one output a head of attention"
-        if outputs in counts[1:] and self.layers.within(scopes[0][1])[0].inputs < 4:
+        direct = outputs == counts[0]
+        coordinates = inputs if direct else self.layers.within(scopes[0][1])[0].inputs
+        if outputs in counts and coordinates < 4:
             return True, "biases of positions, one output a head"
+        if direct:
+            return False, "one output a head of attention"
         made = (inputs, *(x.outputs for x in later))
         last = all(x.inputs in made[: i + 1] for i, x in enumerate(later))
         inside = any(module in self.blocks for _, module in scopes)

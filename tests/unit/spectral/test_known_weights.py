@@ -608,11 +608,13 @@ def test_a_layer_that_is_called_a_head_and_has_a_later_one_is_no_head() -> None:
 def test_one_output_a_head_is_a_gate_or_a_bias_of_positions() -> None:
     """As in gated delta networks, and in Swin v2."""
     positions = nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4))
-    attention = holder("Attention", num_v_heads=4, gate=linear(8, 4), bias=positions)
+    layers = {"offsets": linear(3, 4), "gate": linear(8, 4), "bias": positions}
+    attention = holder("Attention", num_v_heads=4, **layers)
     rows = {row.name: row.rule for row in split_parameters(trunk(attention=attention)).rows}
     assert rows["blocks.0.attention.gate.weight"] == "spectral"
     assert rows["blocks.0.attention.bias.0.weight"] == "spectral"
     assert rows["blocks.0.attention.bias.2.weight"] == "adamw"
+    assert rows["blocks.0.attention.offsets.weight"] == "adamw"
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ class Fused(nn.Module):
 @pytest.mark.parametrize(
     "name",
     ["Wqkv", "in_proj", "w13", "gate_up", "c_attn", "qkv_proj", "W_pack", "kv", "to_kv", "w_gu"]
-    + ["gateup", "key_value", "ffn_in_glu"],
+    + ["gateup", "key_value", "ffn_in_glu", "v_gate"],
 )
 def test_an_unknown_fused_weight_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.weight looks like several matrices"):

@@ -65,8 +65,12 @@ ACCEPTED = {
     r"recurrent_gemma .*linear_x": "gates of the recurrence take blocks of what is added whole",
     r"coat: .*mlp2.fc2": "outputs of branches that a convolution mixes one at a time",
     r"efficientnet: .*conv_pwl?": "mixed convolutions take a part each, as names do not show",
+    r"cspnet: .*conv_exp": "halves that a later layer takes joined",
+    r"efficientformer_v2: .*talking_head2": "a mix of heads, whose attention maps are taken alone",
+    r"efficientvim: .*BCdt_proj": "parts of a state behind a norm and a convolution of all of them",
     r"(efficientvit_msra|shvit): ": "attention that takes a part of the channels",
     r"(sknet|shufflenet\S*): ": "branches that take a part of the channels",
+    r"jetmoe .*experts.* changes": "an expert, which is the head of tokens that choose it so",
     r"rvt.* ": "the class token, which is no convolution's, is a query of each head",
     r"vit_with_patch_merger.*queries": "tokens that multiply others as a layer does",
     r"normalized_vit.*to_[qkv]": "heads that no attribute shows",
@@ -170,6 +174,19 @@ def diffusers_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]
                 norm_num_groups=8,
             ),
             lambda: (torch.randn(1, 3, 16, 16), torch.tensor([3])),
+        ),
+        "diffusers.models.unets.unet_2d_condition:UNet2DConditionModel": (
+            lambda c: c(
+                sample_size=16,
+                block_out_channels=(32, 64),
+                layers_per_block=1,
+                down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+                cross_attention_dim=24,
+                attention_head_dim=4,
+                norm_num_groups=8,
+            ),
+            lambda: (torch.randn(1, 4, 16, 16), torch.tensor([3]), torch.randn(1, 6, 24)),
         ),
         "diffusers.models.transformers.dit_transformer_2d:DiTTransformer2DModel": (
             lambda c: c(
