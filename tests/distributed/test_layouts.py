@@ -110,7 +110,7 @@ SLOW: list[Run] = [
     ("expert 2", "latent attention", {"train__recompute": "selective"}),
     ("expert tensor 2", "experts", {}),
     ("tensor 2, pipeline 2", "sphere", {}),
-    ("tensor 2, pipeline 2", "tied", {"train__loss_chunk": 13}),
+    ("tensor 2, pipeline 2", "tied", UNLIKE),
     ("data 2, pipeline 2, virtual 2", "tied", OWNER),
     ("tensor 2, pipeline 2", "tied, stepped by Muon", {}),
     ("pipeline 2, virtual 2", "tied, PC layers", {"train__micro_batch": 1}),
