@@ -1,12 +1,13 @@
-# Two images of the same pinned packages:
+# Three images of the same pinned packages:
 #
 #   docker build --target cpu  -t spectrain:cpu  --build-arg PIP_ARGS="--index-url URL" .
 #   docker build --target cuda -t spectrain:cuda --build-arg PIP_ARGS="--index-url URL" .
+#   docker build --target transformer-engine -t spectrain:te .
 #
 # PIP_ARGS names the index that torch comes from: one with CPU builds for a small cpu image, one with
 # builds for an older CUDA where the driver is older than that of the default index, which has torch
-# with the newest CUDA on x86-64. Without it both images work, but the cpu image is large. Transformer
-# Engine is not in the image: it is compiled with nvcc, which comes with NVIDIA's own images.
+# with the newest CUDA on x86-64. Without it the images work, but the cpu image is large. The third one
+# is for CUDA 13, that of the default index: Transformer Engine is compiled against torch and its CUDA.
 
 # Python 3.12 takes the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
 ARG PYTHON=3.12.12
@@ -43,5 +44,18 @@ RUN pip install --no-cache-dir ${PIP_ARGS} -r requirements/torch.txt \
 COPY --chown=spectrain . .
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 1000
+CMD ["python", "pretrain.py", "--help"]
+
+FROM cuda AS transformer-engine
+# nvcc and the headers are of the packages that torch's own CUDA comes from, so that all are of one
+# version and no other base image is needed. The kernels come compiled; their binding to torch does
+# not: 33 files, JOBS at a time.
+USER 0
+ARG JOBS=4
+RUN pip install --no-cache-dir "cuda-toolkit[nvcc,cccl]==13.0.3" ninja==1.13.2 \
+    && nvidia="$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/nvidia" \
+    && CUDA_HOME="$nvidia/cu13" CPATH="$nvidia/nccl/include:$nvidia/cudnn/include" MAX_JOBS="$JOBS" \
+       pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch,core-cu13]==2.20.2"
 USER 1000
 CMD ["python", "pretrain.py", "--help"]

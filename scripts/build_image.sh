@@ -23,7 +23,7 @@ stop() { # print why nothing can be built, and exit with 2
 [[ $# -ge 2 ]] || stop "arguments must be TARGET PYTHON [ARGUMENT ...], got ${*:-nothing}"
 target=$1 python=$2
 shift 2
-mapfile -t targets < <(sed -n 's/^FROM base AS //p' "$root/Dockerfile")
+mapfile -t targets < <(sed -n 's/^FROM [a-z-]* AS //p' "$root/Dockerfile")
 [[ " ${targets[*]} " == *" $target "* ]] || stop "TARGET must be one of ${targets[*]}, got $target"
 version=$("$python" -c 'import platform; print(platform.python_version())' 2>/dev/null) ||
     stop "PYTHON must be an interpreter, got $python"
