@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Final, cast
 
 from models.section import join, shown
@@ -51,12 +51,17 @@ def _rows(kind: type) -> list[Row]:
         (
             f.name,
             described(types[f.name]).removeprefix("a ").removeprefix("an "),
-            "required" if required(f) else f"`{shown(f.default).replace(chr(39), '')}`",
+            "required" if required(f) else f"`{shown(_default(f)).replace(chr(39), '')}`",
             sentences[f.name],
         )
         for f in fields(cast(Any, kind))
         if nested(types[f.name]) is None
     ]
+
+
+def _default(field: Field[Any]) -> Any:
+    """The default of a field that has one."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
