@@ -143,7 +143,7 @@ def test_pc_layers_become_the_mean_of_what_they_multiply_by(other_runs, tmp_path
         torch.testing.assert_close(found, by_hand, rtol=2**-23, atol=1e-12)
 
 
-@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("back", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, capsys) -> None:
     asked = ["--on-sphere"] if back else []
     assert main([str(runs / "sphere"), str(tmp_path / "mean"), *asked]) == 0
@@ -235,6 +235,7 @@ def test_another_model_tokenizer_target_or_folder_is_refused(
     assert "the run must be a folder with checkpoints" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_broken_checkpoints_are_left_out_by_name_or_refused(copied, tmp_path: Path, capsys) -> None:
     run = copied("sphere")
     (step_folder(run, 2) / "COMPLETE").unlink()
@@ -253,6 +254,7 @@ def test_broken_checkpoints_are_left_out_by_name_or_refused(copied, tmp_path: Pa
     assert "must have two checkpoints to average, got 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_average_with_damaged_facts_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
     mean = tmp_path / "mean"
     assert main([str(runs / "sphere"), str(mean), "--last", "2"]) == 0

@@ -67,6 +67,7 @@ def equal(folder: str, one: str, other: str, steps: int = 12) -> None:
     assert same_state(*states) == []
 
 
+@pytest.mark.slow
 def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: list[int]) -> None:
     trained(config_folder, "ramp", world)
     assert sum(counted) == sum(BATCHES)
