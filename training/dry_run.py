@@ -18,7 +18,7 @@ from training.config import Config
 from training.config.batch_ramp import EqualSteps
 from training.data.mock_tokens import MockTokens
 from training.data.token_set import TokenSet
-from training.planning.data_use import phase_uses
+from training.data_use import phase_uses
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:

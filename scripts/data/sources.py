@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from scripts.data.hub import HubInput, parse_hub_input
-from training.data.manifest import read_manifest
 from training.errors import DataError
 
 NAMES: Final = re.compile(
@@ -162,6 +161,8 @@ def _visible(folder: Path) -> list[Path]:
 
 def _is_prepared(folder: Path) -> bool:
     """Return whether a preparation wrote a folder or is writing it, so that it is no input."""
+    from training.data.manifest import read_manifest  # here: it imports torch
+
     for end in (".preparing", ".preparing.state", ".replaced"):
         lock = folder.with_name(folder.name.removesuffix(end) + LOCK)
         if folder.name.endswith(end) and lock.exists():

@@ -41,6 +41,7 @@ FLOORS = {
         {"loop"},
         {"run_log"},
         {"build"},
+        {"data_use"},
         {"restore", "dry_run"},
         {"planning"},
         {"run"},

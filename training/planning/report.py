@@ -15,8 +15,8 @@ from spectral.grouped import grouped
 from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config
+from training.data_use import data_table
 from training.dry_run import attended_length, batch_seconds, documents_known, step_shape
-from training.planning.data_use import data_table
 from training.planning.monitor_cost import planned_cost, run_hours
 from training.planning.task_cost import task_cost
 from training.report.opening import layout

@@ -19,7 +19,7 @@ from training.build import build_trainer
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import ResumeError
 from training.config import load_config
-from training.planning.data_use import phase_uses
+from training.data_use import phase_uses
 
 FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
 PHASES = [
