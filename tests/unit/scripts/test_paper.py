@@ -179,6 +179,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("pc_layer", "figure_14"): conditioned_better,
     ("pc_layer", "figure_15"): quantiles_higher,
     ("sso", "figure_5"): lambda one, half, two: [above(half)],
+    ("sso", "figure_6"): lambda mup, align, kaiming: [above(align), above(kaiming)],
     ("sso", "figure_7"): lambda heads, fused: [above(fused)],
     ("sso", "figure_11"): lambda adamw, muon, muon_sphere, sso: [
         higher for other in (adamw, muon) for higher in ends_higher("rms", "absmax")(sso, other)
