@@ -6,6 +6,7 @@ no layout that is left can be among the best: these are the best of all, not of 
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from heapq import nsmallest
@@ -37,7 +38,7 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     ordered = sorted(bounds, key=lambda each: each[:2])
-    print(f"plans up to {len(ordered):,} layouts, the most promising first", flush=True)
+    print(f"plans up to {len(ordered):,} layouts, the most promising first", file=sys.stderr)
     for bound, _, changes in tqdm(ordered, unit=" plans", disable=None, leave=False):
         if bound >= slowest:
             break
