@@ -150,7 +150,10 @@ def test_a_z_loss_is_a_figure_of_its_own(folder, world):
 def first_batches(trainer):
     """The micro-batches of the first step."""
     batches = trainer.make_batches(Progress())
-    return [as_batch(next(batches), trainer.groups) for _ in range(trainer.microbatches)]
+    return [
+        as_batch(next(batches), trainer.groups, trainer.data.borders)
+        for _ in range(trainer.microbatches)
+    ]
 
 
 def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
