@@ -78,6 +78,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         loss_chunk=train.loss_chunk,
         fused_loss=train.fused_loss is not None,
         compiled=compiled_on_gpu(config),
+        fused_backward=fused_on_gpu(config),
         dtype=DTYPES[train.precision],
         rule_operands=rule_operands(config),
         exchange_bytes=exchange_dtype(config).itemsize,
@@ -119,6 +120,12 @@ def compiled_on_gpu(config: Config) -> bool:
     if config.train.compile == "auto":
         return config.model.attention_backend == "sdpa"
     return config.train.compile is not None
+
+
+def fused_on_gpu(config: Config) -> bool:
+    """Return whether kernels compute the gradients of gated blocks on the planned GPU."""
+    plain = config.model.attention_backend != "transformer_engine"
+    return plain and config.train.fused_backward is not None
 
 
 def rule_operands(config: Config) -> str:

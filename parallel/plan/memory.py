@@ -81,10 +81,10 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
     saves (q, k, v, its output, q and k once more, rotated, grouped queries that are normalised once
     more, and keys and values of the other context ranks) and what the gated block saves (gate, up,
-    the activation, a copy of up, their product; compiled only gate, up and product; before their
-    gate, the output of shared experts). A token's experts, and its rows for them, are counted as if
-    they were all on its rank; each of the tensor-parallel ranks sends its share of the tokens to
-    experts.
+    the activation, a copy of up, their product; compiled or with a kernel for the gradient only
+    gate, up and product; before their gate, the output of shared experts). A token's experts, and
+    its rows for them, are counted as if they were all on its rank; each of the tensor-parallel
+    ranks sends its share of the tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor
@@ -111,7 +111,8 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
 
 def _block_copies(shape: StepShape) -> int:
     """Tensors of the width of a feed-forward block that it saves."""
-    return (3 if shape.inputs.compiled else 5) if shape.model.gated else 2
+    fused = shape.inputs.compiled or shape.inputs.fused_backward
+    return (3 if fused else 5) if shape.model.gated else 2
 
 
 def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:

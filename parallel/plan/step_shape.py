@@ -31,6 +31,7 @@ class PlanInputs(Layout):
     loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
     fused_loss       whether Liger's kernels compute the loss, if all logits exist at once
     compiled         whether norms, rotations and activations are fused by torch.compile
+    fused_backward   whether kernels compute the gradients of gated blocks and of heads
     dtype            of weights and activations; gradients and masters are float32
     rule_operands    type of the operands of the rules' products, a key of `Device.peak`
     exchange_bytes   of each element of momentum and update that is sent
@@ -42,6 +43,7 @@ class PlanInputs(Layout):
     loss_chunk: int | None = None
     fused_loss: bool = False
     compiled: bool = False
+    fused_backward: bool = False
     dtype: torch.dtype = torch.bfloat16
     rule_operands: str = "fp32"
     exchange_bytes: int = 2

@@ -66,7 +66,7 @@ def test_state_is_what_the_rules_allocate():
     assert element_state_bytes(RULES["spectral_descent"]()) == 0
     state = sso.init_state(torch.randn(1, 12, 20))
     kept = sum(t.nbytes for name, t in state.items() if name != "momentum")
-    assert owned_state_bytes(sso, (12, 20)) == kept == 4 * (12 + 20 + 2 + NEARBY * 12)
+    assert owned_state_bytes(sso, (12, 20)) == kept == 4 * (12 + 20 + NEARBY * 12)
     for name, rule in RULES.items():
         for shape in ((12, 20), (20, 12), (12, 12)):
             state = rule().init_state(torch.randn(1, *shape))
