@@ -38,6 +38,7 @@ STOPPED = 3
 ELSEWHERE = {
     "trainer.guard.in_a_row": "a step that is taken ends it; tests/unit/training/test_survival.py",
     "optimizer/correlation": "for correlated entries; tests/unit/spectral/test_muon_plus_plus.py",
+    "optimizer/rescaled": "the same",
     "progress.read": "for another mixture; tests/unit/training/data",
 }
 """Entries without an effect on the next steps of this run, and what holds them."""
