@@ -18,22 +18,6 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from models.blocks.softcap import softcap_
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    chunk: int,
-    group: ProcessGroup | None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Return `-log softmax(softcapped(hidden weight^T))[label]` per token, `[tokens]`, float32 or
-    wider; the arguments are those of `losses_and_normalizers`."""
-    return losses_and_normalizers(
-        hidden, weight, labels, chunk=chunk, group=group, softcap=softcap
-    )[0]
-
-
 def losses_and_normalizers(
     hidden: Tensor,
     weight: Tensor,
@@ -43,8 +27,8 @@ def losses_and_normalizers(
     group: ProcessGroup | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, as `linear_cross_entropy` does, and the log-sum-exp of its
-    logits, both `[tokens]`.
+    """Return `-log softmax(softcapped(hidden weight^T))[label]` of each token, and the log-sum-exp
+    of its logits, both `[tokens]`, float32 or wider.
 
     Args:
         hidden: `[tokens, width]`. Its gradient is this rank's part of a sum over `group`.

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.blocks.chunked_loss import linear_cross_entropy
+from models.blocks.chunked_loss import losses_and_normalizers
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.live_bytes import peak_bytes
@@ -24,7 +24,7 @@ def test_equals_torch(chunk: int, cap: float | None) -> None:
     """Chunks that divide the vocabulary, that do not, and one that is larger."""
     hidden, weight, labels = problem(9, 6, 37)
     labels[:2] = torch.tensor([0, 36])
-    ours = linear_cross_entropy(hidden, weight, labels, chunk=chunk, group=None, softcap=cap)
+    ours, _ = losses_and_normalizers(hidden, weight, labels, chunk=chunk, group=None, softcap=cap)
     logits = hidden @ weight.T
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
@@ -45,7 +45,7 @@ def test_bfloat16_is_as_near_as_with_all_logits() -> None:
         return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
 
     h, w = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
-    ours = errors(linear_cross_entropy(h, w, labels, chunk=100, group=None), h, w)
+    ours = errors(losses_and_normalizers(h, w, labels, chunk=100, group=None)[0], h, w)
     whole = errors(F.cross_entropy((h @ w.T).float(), labels, reduction="none"), h, w)
     for a, b in zip(ours, whole, strict=True):
         assert a < 1.1 * b
@@ -57,7 +57,7 @@ def test_logits_never_exist_in_full() -> None:
     h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
 
     def chunked() -> None:
-        linear_cross_entropy(h, w, labels, chunk=256, group=None).sum().backward()
+        losses_and_normalizers(h, w, labels, chunk=256, group=None)[0].sum().backward()
 
     def whole() -> None:
         F.cross_entropy(h @ w.T, labels, reduction="sum").backward()
