@@ -28,6 +28,7 @@ from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import KNOWN, Found, find_inputs
 from training.errors import DataError, InputError, fail
+from training.json_file import real_path
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 _DEMO_VOCABULARY = 4096
@@ -38,7 +39,7 @@ _DEMO_FRACTION = Fraction(1, 20)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the data; 0 when it is there, 1 if a worker was killed."""
     options = parse(arguments)
-    output = Path(os.path.realpath(Path(options.output).expanduser()))
+    output = real_path(Path(options.output).expanduser())
     place = output if options.shard is None else options.shard.folder(output)
     try:
         _prepare(options, output)

@@ -39,11 +39,17 @@ KERNEL: Final = ("/proc", "/sys")
 """Folders of files that the kernel makes: to read one may wait for ever, or change something."""
 
 
+def real_path(path: str | Path) -> Path:
+    """Return a path with links followed. A loop of links, of which `Path.resolve` makes a
+    RuntimeError, is left for who opens the file, which is an OSError."""
+    return Path(os.path.realpath(path))
+
+
 def check_regular(path: Path) -> None:
     """Raise OSError for a FIFO, which would hang, and for a file that the kernel makes."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
-    if any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in KERNEL):
+    if any(real_path(path).is_relative_to(folder) for folder in KERNEL):
         raise OSError(EINVAL, "Not a file on a disk", str(path))
 
 

@@ -1,6 +1,5 @@
 """Train a byte-level BPE, or load an existing tokenizer and find its EOD token."""
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.data.token_bytes import is_byte_level, read_tokenizer_json
 from training.errors import DataError
-from training.json_file import read_json
+from training.json_file import read_json, real_path
 
 EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD
@@ -174,7 +173,7 @@ def own_file(folder: Path, name: str) -> bytes | None:
     A link may lead to a file of the folder, or to a blob of the hub's cache that the folder is a
     snapshot of. Raises DataError if it leads to any other.
     """
-    path, home = (Path(os.path.realpath(each)) for each in (folder / name, folder))
+    path, home = real_path(folder / name), real_path(folder)
     if not path.is_file():
         return None
     if not any(path.is_relative_to(place) for place in (home, home.parent.parent / "blobs")):

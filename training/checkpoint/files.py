@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import re
 import secrets
 import sys
@@ -46,7 +45,7 @@ from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, MissingRuleError, load_saved_config
 from training.config.binding import bind
 from training.errors import BrokenCheckpointError, InputError
-from training.json_file import parse_json, read_regular
+from training.json_file import parse_json, read_regular, real_path
 
 FORMAT: Final = 2
 """Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
@@ -280,7 +279,7 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
     """Raise BrokenCheckpointError unless the files that a checkpoint lists lie in its folder, and
     the required ones are among them."""
     for name in listed:
-        if not Path(os.path.realpath(path / name)).is_relative_to(os.path.realpath(path)):
+        if not real_path(path / name).is_relative_to(real_path(path)):
             raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is not inside")
     for name in required:
         if name not in listed:

@@ -7,7 +7,6 @@ and `${oc.env:NAME}` to the environment, where a key is a path. A config that a 
 come from somebody else: `read_saved` reads it, and nothing in it refers to anything.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from models.section import join
 from training.config.binding import NAMED_SECTIONS, InvalidConfigError
-from training.json_file import read_regular
+from training.json_file import read_regular, real_path
 
 Content = Mapping[Any, Any]
 
@@ -115,11 +114,7 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
     """Return the dotted keys that `path` itself or an override gives, not those of its bases."""
     sources = _sources(path, overrides)
-    own = (
-        content
-        for source, content in sources
-        if source in (Path(os.path.realpath(path)), *overrides)
-    )
+    own = (content for source, content in sources if source in (real_path(path), *overrides))
     return {key for content in own for key, _ in flat(content)}
 
 
@@ -240,7 +235,7 @@ def _override(text: str) -> Content:
 def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
     """Yield the bases of a file, and last the file itself, each with what it says: later ones win.
     `chain` has the files that led to it."""
-    path = Path(os.path.realpath(path))
+    path = real_path(path)
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
         raise InvalidConfigError([f"base files form a cycle: {loop}"])
@@ -310,6 +305,6 @@ def _kind(node: yaml.Node) -> str:
 
 def _shown(path: Path) -> str:
     """`path`, relative to the working directory if it lies inside."""
-    path = Path(os.path.realpath(path))
+    path = real_path(path)
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
