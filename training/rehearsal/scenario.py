@@ -7,7 +7,7 @@ from pathlib import Path
 from spectral.kernels.dispatch import has_triton
 from training.build import on_mock_tokens
 from training.config import Config
-from training.dry_run import compiled_on_gpu
+from training.dry_run import compiled_on_gpu, fused_on_gpu
 from training.monitor.monitors import steps_compared
 from training.rehearsal import liger
 
@@ -86,11 +86,11 @@ def with_known_kernels(config: Config) -> Config:
     installed here, what its loss fuses is launched one by one; without triton backward passes are
     compiled too.
     """
-    kernels = compiled_on_gpu(config) and config.train.compile != "aot_eager"
-    train = replace(config.train, compile="aot_eager" if kernels else None)
+    compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
+    train = replace(config.train, compile="aot_eager" if compiled else None)
     if train.fused_backward == "auto":
-        plain = config.model.attention_backend != "transformer_engine"
-        train = replace(train, fused_backward="triton" if plain and has_triton() else None)
+        kernels = fused_on_gpu(config) and has_triton()
+        train = replace(train, fused_backward="triton" if kernels else None)
     if not liger.installed():
         train = replace(train, fused_loss=None)
     # PyTorch's kernel moves and multiplies the same, and its package is not needed.
