@@ -15,11 +15,11 @@ runs.jsonl when all is done, results.json with `complete: false` whenever a part
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
-with Student's 95% interval over the seeds: `level` where it holds 0. A run whose loss was no longer
-finite counts as failed, and so does its variant. Nothing is said of a variant whose chosen setting
-lies at an end of its grid. Keys in which a variant also differs from the one that it is compared
-with, beside those that are tuned, in `overrides` or in `differs`, are named at the start and in
-table.md.
+with Student's 95% interval over the seeds: `level` if the whole interval is within `level_within`
+(0.02 nats) of 0, `cannot tell` if a wider interval contains 0. A run whose loss was no longer
+finite counts as failed, and so does its variant. A variant whose chosen setting is at an end of its
+grid is `refused`. Keys in which a variant also differs from the one that it is compared with, other
+than those that are tuned, in `overrides` or in `differs`, are named at the start and in table.md.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
 candidates of a stage are trained for a `share` of the length that `full` says, the best `keep` for

@@ -138,8 +138,10 @@ class Variant(Section):
 class Study(Section):
     """Variants to compare, over the same seeds and with the same `overrides` first.
 
-    full         integer settings of a run of full length; shorter ones have them times their share
-    environment  variables of every run's process, some of `VARIABLES`
+    full          integer settings of a run of full length; shorter runs have them times their share
+    environment   variables of every run's process, some of `VARIABLES`
+    level_within  nats per token: largest difference that counts as none. A verdict is `level` if
+                  the whole 95% interval is at most this far from 0
     """
 
     title: str
@@ -148,6 +150,7 @@ class Study(Section):
     overrides: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     full: dict[str, int] = field(default_factory=dict)
+    level_within: float = 0.02
     search: Search | None = None
     curve: Curve | None = None
     tuned_in: TunedIn | None = None
@@ -205,6 +208,8 @@ def _problems(study: Study) -> list[str]:
         found += _budget_problems(study)
     if study.curve is not None and study.curve.variant not in study.variants:
         found.append(f"curve.variant must be one of the variants, got {study.curve.variant}")
+    if not 0 <= study.level_within < math.inf:
+        found.append(f"level_within must be finite and at least 0, got {study.level_within}")
     if (study.search or study.curve) and not study.full:
         found.append("full must say the length of a run where others are trained for a share of it")
     return found

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from scripts.studies.schema import first_key, settings
+from scripts.studies.schema import Study, first_key, settings
 from training.errors import InputError
 from training.json_file import check_shape, read_json
 from training.report.table import markdown_table
@@ -33,6 +33,7 @@ LATER: Final = {
     "trials": [TRIAL],
     "rows": [{"variant": str, "losses": [NUMBER], "runs": [str]}],
     "points": [{"share": int | float, "losses": [NUMBER]}],
+    "level_within": int | float,
 }
 """Shape of results.json, for `check_shape`: of each, and of one with the results of a part."""
 
@@ -106,9 +107,10 @@ def comparison(results: Results) -> pd.DataFrame:
         other = against[name]
         if other is not None:
             line |= {"against": other, **paired(losses[name] - losses[other])}
-            line["verdict"] = verdict(line, [*ended.get(name, []), *ended.get(other, [])])
+            both = [*ended.get(name, []), *ended.get(other, [])]
+            line["verdict"] = verdict(line, both, results.get("level_within", Study.level_within))
         elif ended.get(name):
-            line["verdict"] = verdict(line, ended[name])
+            line["verdict"] = refused(ended[name])
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -140,17 +142,25 @@ def paired(differences: pd.Series) -> dict[str, float]:
     }  # fmt: skip
 
 
-def verdict(line: Mapping[str, Any], ended: Sequence[str]) -> str:
-    """Return what a difference says; nothing where a setting lies at the end of its grid."""
+def refused(ended: Sequence[str]) -> str:
+    """Return the verdict on chosen settings that are at the end of their grids."""
+    return f"refused: {'; '.join(dict.fromkeys(ended))}"
+
+
+def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) -> str:
+    """Return the verdict on a difference: `level` if its whole interval is within `level_within` of
+    0, `cannot tell` if a wider interval contains 0."""
     if ended:
-        return f"refused: {'; '.join(dict.fromkeys(ended))}"
+        return refused(ended)
     if math.isnan(line["difference"]):
         return "a run failed"
     if math.isnan(line["low"]):
         return "one seed"
-    if line["low"] <= 0 <= line["high"]:
-        return "level"
-    return "lower" if line["high"] < 0 else "higher"
+    if line["low"] > 0:
+        return "higher"
+    if line["high"] < 0:
+        return "lower"
+    return "level" if max(-line["low"], line["high"]) <= level_within else "cannot tell"
 
 
 def grid_ends(results: Results) -> dict[str, list[str]]:

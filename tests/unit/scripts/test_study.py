@@ -213,6 +213,7 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
     [
         ({"seeds": [1, 1]}, "seeds must be one or more different ones, got [1, 1]"),
         ({"variants": {"a": {"config": "x", "against": "b"}}}, "a is against b, which is no"),
+        ({"level_within": -0.1}, "level_within must be finite and at least 0, got -0.1"),
         ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
         ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
     ],

@@ -37,17 +37,29 @@ def test_differences_are_paired_by_seed():
     ends = (expected - 4.303 * error, expected + 4.303 * error)
     assert (second["low"], second["high"]) == pytest.approx(ends)
     assert (
-        "| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | -0.4484 to +0.0484 | a | level |"
+        "| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | -0.4484 to +0.0484 | a | cannot tell |"
         in markdown(results)
     )
 
 
 @pytest.mark.parametrize(
     ("b", "verdict"),
-    [([1.9, 2.9, 3.89], "lower"), ([2.1, 3.1, 4.11], "higher"), ([1.9, 3.1, 4.0], "level")],
+    [
+        ([1.9, 2.9, 3.89], "lower"),
+        ([2.1, 3.1, 4.11], "higher"),
+        ([1.999, 3.001, 4.0], "level"),
+        ([1.9, 3.1, 4.0], "cannot tell"),
+        ([1.98, 2.98, 3.999], "cannot tell"),  # -0.013, -0.040 to +0.014: one end is too far
+    ],
 )
-def test_a_difference_is_level_where_its_interval_holds_0(b, verdict):
+def test_only_a_narrow_interval_around_0_is_level(b, verdict):
     assert comparison(study([2.0, 3.0, 4.0], b))["verdict"][1] == verdict
+
+
+@pytest.mark.parametrize(("level_within", "verdict"), [(0.002, "cannot tell"), (0.5, "level")])
+def test_a_study_sets_the_difference_that_counts_as_none(level_within, verdict):
+    results = study([2.0, 3.0, 4.0], [1.999, 3.001, 4.0], level_within=level_within)
+    assert comparison(results)["verdict"][1] == verdict
 
 
 def test_a_failed_run_fails_its_variant():
