@@ -1,0 +1,350 @@
+"""Time of a step of the optimizers, next to torch.optim and other libraries.
+
+    python scripts/bench/steps.py --sets 32x64x1024 1x1024x1024 --peers FOLDER --json result.json
+    python scripts/bench/steps.py --config configs/llama1b_sso.yaml --shares 1 8 --graph
+    torchrun --nproc-per-node 2 scripts/bench/steps.py --sets 12x256x256 --peers FOLDER
+
+The matrices are those of `--sets` (COUNTxROWSxCOLS, several with commas), or of a recipe: those of
+the fullest rank of each number of ranks in `--shares`. With a recipe our rules have its settings
+and its msign, bfloat16 weights and float32 masters; without one, the library's defaults, and
+"equal" is five steps of msign in bfloat16, as the peers have them. All else has float32 weights.
+
+`--peers` names a folder with checkouts of other projects under these names, any of which may be
+missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
+(NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz, its Muon over
+torch's products). On a GPU each uses its own kernels.
+
+All optimizers step equal weights on equal gradients, in turn, with one thread. A cell is the median
+of processor time, on a GPU of the device's time, next to that of the host. Under torchrun the
+weights are sharded over all ranks by rows, as by FSDP2, and ours and dion's step them: the mean of
+the ranks' processor time, and the bytes that all ranks send.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from models.engine import import_engine
+
+import_engine()
+
+from scripts.bench.measure import in_turn, print_table, record, timed, write_json
+from scripts.command import add_json, command, whole_number
+from spectral import CapturedStep, SpectralOptimizer
+from spectral.power_iteration import cold_start
+from spectral.sharded.placement import Work, place
+from training.build import config_assignments, config_units
+from training.config import Config, load_config
+from training.errors import InputError
+
+CPU = torch.device("cpu")
+PLAIN: Final[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
+EQUAL: Final[dict[str, Any]] = {"steps": 5, "msign_dtype": "bfloat16"}
+SETS = (
+    "32x64x1024", "1x1024x1024", "2x2816x1024", "1x1024x2816", "4x1024x4096",
+    "10x1000x1000", "50x256x256", "200x64x64",
+)  # fmt: skip
+PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
+    "dion Muon": ("dion", "dion", "Muon", {"nesterov": True}, "use_triton"),
+    "KellerJordan Muon": ("keller_jordan", "muon", "SingleDeviceMuon", {}, None),
+    "Emerging-Optimizers Muon": (
+        "emerging_optimizers", "emerging_optimizers.orthogonalized_optimizers", "Muon",
+        {"nesterov": True}, "use_syrk",
+    ),
+    "gram-newton-schulz Muon": (
+        "gram_newton_schulz", "gram_newton_schulz", "Muon", {}, "ns_use_kernels",
+    ),
+}  # fmt: skip
+"""Checkout, module, class, settings of each library, and what turns on its kernels for GPUs."""
+RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
+MSIGN = ("schedule", "steps", "msign_dtype")
+"""Fields that all rules of matrices have, and that decide most of what they cost."""
+WARM_UP = 3
+"""Steps of a side before it is measured: a graph is recorded in the third."""
+ALIGNMENT = 0.6
+"""Times min(shape)^-1/2: the gradient's part along the weight's top singular pair Theta, with which
+the solver meets |f(0)| = 0.5 as in training. Unaligned gradients flatter every solver."""
+
+Shapes = list[tuple[int, ...]]
+Make = Callable[[list[Parameter]], torch.optim.Optimizer]
+
+
+def library_options() -> dict[str, dict[str, Any]]:
+    """Options of our rules by name: the defaults, and what makes rules with msign equal."""
+    options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
+    for rule in ("muon", "muon_sphere", "spectral_sphere"):
+        options[f"{rule}, equal"] = {"rule": rule, **EQUAL}
+    options["spectral_sphere, equal"]["tolerance"] = 5e-3
+    return options
+
+
+def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
+    """Options of our rules by name: those of the recipe, with the msign of its own rule.
+
+    Raises InputError for a rule that cannot take that msign.
+    """
+    optimizer, options = config.optimizer, {}
+    main = vars(optimizer.rule(optimizer.matrix.rule))
+    for name in RULES:
+        rule = optimizer.rule(name)
+        shared = {key: main[key] for key in MSIGN if key in main and key in vars(rule)}
+        try:
+            rule = replace(rule, **shared)
+        except ValueError as error:
+            raise InputError(
+                f"rule {name} cannot take the msign of rule {optimizer.matrix.rule}: {error}"
+            ) from None
+        options[name] = {"rule": name, "master_weights": True, **asdict(rule)}
+    return options
+
+
+def torch_optimizers(msign_steps: int) -> dict[str, Make]:
+    """The optimizers of torch, by name."""
+    return {
+        "torch AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True, **PLAIN),
+        "torch Muon": lambda p: torch.optim.Muon(p, ns_steps=msign_steps, **PLAIN),
+    }
+
+
+def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
+    """The Muon of each checkout in `folder`, by name; says which are missing."""
+    if folder is None:
+        return {}
+    makers: dict[str, Make] = {}
+    for name, (checkout, module, attribute, settings, kernels) in PEERS.items():
+        if not (folder / checkout).is_dir():
+            print(f"{name} left out: no {folder / checkout}")
+            continue
+        sys.path.insert(0, str((folder / checkout).resolve()))
+        try:
+            kind = getattr(import_module(module), attribute)
+        except (ImportError, SyntaxError) as error:
+            print(f"{name} left out: {error}")
+            continue
+        own_kernels = {kernels: device.type == "cuda"} if kernels else {}
+        makers[name] = partial(kind, **PLAIN, **settings, **own_kernels)
+    return makers
+
+
+def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Weights of spectral norm sqrt(rows / cols) and gradients, `[count, rows, cols]`, aligned as
+    in training."""
+    rows, cols = shape
+    generator = torch.Generator(device).manual_seed(rows * cols)
+    weight = torch.randn(count, rows, cols, generator=generator, device=device)
+    sigma, u, v = cold_start(weight)
+    weight *= (rows / cols) ** 0.5 / sigma[:, None, None]
+    gradient = torch.randn(weight.shape, generator=generator, device=device)
+    gradient /= (rows * cols) ** 0.5
+    gradient += ALIGNMENT / min(rows, cols) ** 0.5 * u[:, :, None] * v[:, None]
+    return weight, gradient
+
+
+class Side:
+    """An optimizer on its own weights, equal to those of every other side.
+
+    With a mesh the weights are sharded over its ranks by rows. `graph` records the step as a CUDA
+    graph.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        make: Make,
+        device: torch.device,
+        *,
+        mesh: DeviceMesh | None = None,
+        dtype: torch.dtype = torch.float32,
+        graph: bool = False,
+    ) -> None:
+        self.device, self.sharded = device, mesh is not None
+        weights = []
+        for shape, count in Counter(shapes).items():
+            for pair in zip(*aligned(count, shape, device), strict=True):
+                whole = [matrix.to(dtype) for matrix in pair]
+                if mesh is not None:
+                    whole = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in whole]
+                weights.append(Parameter(whole[0]))
+                weights[-1].grad = whole[1]
+        optimizer = make(weights)
+        graphed = graph and isinstance(optimizer, SpectralOptimizer)
+        self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
+
+    def turn(self) -> tuple[float, float]:
+        """Take a step; return its milliseconds, of the mean rank, and those of the host."""
+        if not self.sharded:
+            synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+            return timed(self.step, self.device, synchronize)
+        dist.barrier()
+        spent = torch.tensor(timed(self.step, CPU)[0])
+        dist.all_reduce(spent)
+        mean = float(spent) / dist.get_world_size()
+        return mean, mean
+
+    def sent(self) -> float:
+        """Take a step; return the bytes that all ranks send."""
+        with torch.compiler.set_stance("force_eager"), Traffic() as traffic:  # type: ignore[no-untyped-call]
+            self.step()
+        total = torch.tensor(float(traffic.sent))
+        dist.all_reduce(total)
+        return float(total)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that this rank sends to others in all-to-alls and all-gathers."""
+
+    sent = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation; of a collective the second argument is what it sends."""
+        name, size = func.name(), dist.get_world_size()
+        if name == "c10d::alltoall_base_":
+            kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
+            self.sent += (args[1].numel() - kept) * args[1].element_size()
+        elif name == "c10d::alltoall_":
+            self.sent += sum(x.nbytes for i, x in enumerate(args[1]) if i != dist.get_rank())
+        elif name.startswith("c10d::") and "allgather" in name:
+            sent = args[1] if isinstance(args[1], Tensor) else args[1][0]
+            self.sent += sent.nbytes * (size - 1)
+        return func(*args, **(kwargs or {}))
+
+
+def parsed_shapes(text: str) -> Shapes:
+    """Parse COUNTxROWSxCOLS[,...] into the shape of every weight."""
+    shapes: Shapes = []
+    for part in text.split(","):
+        try:
+            count, rows, cols = map(int, part.split("x"))
+        except ValueError:
+            raise InputError(f"--sets must be COUNTxROWSxCOLS, got {text}") from None
+        shapes += count * [(rows, cols)]
+    return shapes
+
+
+def fullest_share(config: Config, ranks: int) -> Shapes:
+    """The matrices of the rank with the largest load of `ranks`, as a run places them."""
+    assign = config_assignments(config)
+    matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
+    works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
+    placed = place("auto", works, ranks)
+    fullest = placed.loads.index(max(placed.loads))
+    return [unit.shape for name, unit in matrices.items() if placed.owners[name] == fullest]
+
+
+def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) -> dict[str, Any]:
+    """Median milliseconds of a step by optimizer, and bytes of one on several ranks."""
+    device, mesh = torch.device(options.device), None
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ours = library_options() if config is None else recipe_options(config)
+    shared = {**PLAIN, "nonfinite": "skip", "lr": torch.tensor(PLAIN["lr"], device=device)}
+    dtype = torch.float32 if config is None else torch.bfloat16
+    sides = {}
+    for name, settings in ours.items():
+        if settings["rule"] not in options.rules:
+            continue
+        if mesh is not None and name.endswith("equal"):
+            settings["exchange_dtype"] = torch.bfloat16
+        make = partial(SpectralOptimizer, **{**(shared if options.graph else PLAIN), **settings})
+        sides[name] = Side(shapes, make, device, mesh=mesh, dtype=dtype, graph=options.graph)
+    others = peers(options.peers, device)
+    if mesh is None:
+        msign_steps = 5 if config is None else ours["muon"]["steps"]
+        others |= torch_optimizers(msign_steps)
+    else:
+        others = {
+            name: partial(make, distributed_mesh=mesh)  # type: ignore[call-arg]
+            for name, make in others.items()
+            if name == "dion Muon"
+        }
+    sides |= {name: Side(shapes, make, device, mesh=mesh) for name, make in others.items()}
+    turns = in_turn({name: side.turn for name, side in sides.items()}, options.repeats, WARM_UP)
+    return {name: figures(sides[name], spent) for name, spent in turns.items()}
+
+
+def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The figures of an optimizer."""
+    whole, host = (statistics.median(times) for times in zip(*turns, strict=True))
+    row = {"ms": whole}
+    if side.device.type == "cuda":
+        row["host ms"] = host
+    if side.sharded:
+        row["bytes"] = side.sent()
+    return row
+
+
+def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]]:
+    """The matrices to step, and the recipe that they come from, by name."""
+    if options.config is None:
+        return {text: (parsed_shapes(text), None) for text in options.sets}
+    # A vocabulary, so that no data is needed: seldom are its weights those of a matrix rule.
+    config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
+    return {
+        f"{config.run.name}, fullest of {ranks}": (fullest_share(config, ranks), config)
+        for ranks in options.shares
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of weights")
+    parser.add_argument("--config", type=Path, help="YAML file of a recipe, instead of --sets")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of the recipe")
+    parser.add_argument(
+        "--shares", type=whole_number(), nargs="+", default=[1, 8], help="default: 1 8"
+    )
+    parser.add_argument("--peers", type=Path, help="folder of checkouts")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument("--repeats", type=whole_number(), default=10, help="steps (default: 10)")
+    parser.add_argument("--graph", action="store_true", help="run our steps as CUDA graphs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_json(parser)
+    return parser.parse_intermixed_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row for each optimizer, and write them."""
+    options = parse(arguments)
+    ranks, device = int(os.environ.get("WORLD_SIZE", "1")), torch.device(options.device)
+    if ranks > 1 and device.type != "cpu":
+        raise InputError(f"--device must be cpu under torchrun, got {device}")
+    if options.graph and device.type != "cuda":
+        raise InputError(f"--graph needs CUDA, got device {device}")
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    results: dict[str, Mapping[str, Any]] = {}
+    for case, (shapes, config) in cases(options).items():
+        results[case] = measure(shapes, options, config)
+        if ranks == 1 or dist.get_rank() == 0:
+            print_table([{case: name, **row} for name, row in results[case].items()])
+    if ranks == 1 or dist.get_rank() == 0:
+        content = {"ranks": ranks, "figures": results}
+        write_json(options.json, record("scripts/bench/steps.py", arguments, device, content))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
