@@ -41,4 +41,4 @@ def test_losses_and_weights_are_those_of_autograd(
         assert len(found["loss"]) == STEPS
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert found["norm"][0] == pytest.approx(expected["norm"][0], rel=1e-5)
-        torch.testing.assert_close(found["units"], expected["units"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found["units"], expected["units"], rtol=1e-5, atol=5e-6)
