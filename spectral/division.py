@@ -1,4 +1,4 @@
-"""How a parameter is divided into matrices.
+"""How a parameter is divided into matrices, and each of them as an optimizer steps it.
 
 A spectral rule steps one matrix `[rows, cols]` at a time, `rows` being outputs: one head's query, a
 gate, one expert's down projection. Models keep several of them in one parameter, or transposed. A
@@ -6,15 +6,20 @@ division says, as data, where each matrix lies.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import accumulate, pairwise, product
 from math import prod
 from numbers import Integral
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+from .local_part import local_of
+from .rules.base import Rule
 
 Box = tuple[range, ...]
 """A part of a tensor: a range of places on each of its axes, whose step may exceed 1."""
@@ -55,20 +60,17 @@ class Division:
             return cls()
         if not isinstance(value, Mapping):
             raise TypeError(f"units must be a mapping such as {{'rows': [64]}}, got {value!r}")
-        unknown = value.keys() - cls.__dataclass_fields__.keys()
-        if unknown:
+        if unknown := value.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"units has no key {', '.join(sorted(unknown))}")
         rows = value.get("rows", ())
         if not isinstance(rows, Sequence) or not all(map(_is_count, rows)):
             raise ValueError(f"rows of units must be a list of positive integers, got {rows!r}")
-        counts = {key: value[key] for key in ("stride", "groups") if key in value}
-        for key, count in counts.items():
-            if not _is_count(count):
-                raise ValueError(f"{key} of units must be a positive integer, got {count!r}")
-            counts[key] = int(count)
-        for key in ("transposed", "stacked"):
-            if not isinstance(value.get(key, False), bool):
-                raise ValueError(f"{key} of units must be True or False, got {value[key]!r}")
+        for key, given in value.items():
+            flag = key in ("transposed", "stacked")
+            if key != "rows" and not (isinstance(given, bool) if flag else _is_count(given)):
+                wanted = "True or False" if flag else "a positive integer"
+                raise ValueError(f"{key} of units must be {wanted}, got {given!r}")
+        counts = {key: int(value[key]) for key in ("stride", "groups") if key in value}
         return cls(**{**value, **counts, "rows": tuple(map(int, rows))})
 
     def settings(self) -> dict[str, Any]:
@@ -151,14 +153,7 @@ def _is_count(value: Any) -> bool:
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
     """Return the part `box` of a tensor, a view."""
-    for axis, places in enumerate(box):
-        if len(places) != tensor.shape[axis]:
-            if places.step == 1:
-                tensor = tensor.narrow(axis, places.start, len(places))
-            else:
-                every = slice(places.start, places.stop, places.step)
-                tensor = tensor[(*[slice(None)] * axis, every)]
-    return tensor
+    return tensor[tuple(slice(p.start, p.stop, p.step) for p in box)]
 
 
 def span_of(start: int, length: int) -> range:
@@ -187,9 +182,109 @@ def intersection(box: Box, contiguous: Box) -> Box | None:
 
 def relative(box: Box, outer: Box) -> Box:
     """Return `box` by its place within `outer`, whose step each of its own is a multiple of."""
-    return tuple(_relative(*pair) for pair in zip(box, outer, strict=True))
+
+    def within(places: range, whole: range) -> range:
+        start, step = (places.start - whole.start) // whole.step, places.step // whole.step
+        return range(start, start + step * len(places), step)
+
+    return tuple(map(within, box, outer))
 
 
-def _relative(places: range, outer: range) -> range:
-    start, step = (places.start - outer.start) // outer.step, places.step // outer.step
-    return range(start, start + step * len(places), step)
+class Entry(NamedTuple):
+    """Where a unit's part of an entry of the state lies, of one that belongs to units as a whole.
+
+    Such an entry is kept flat, one unit after the other.
+    """
+
+    start: int
+    shape: torch.Size
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in the entry."""
+        return (span_of(self.start, self.shape.numel()),)
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return the unit's part, a view."""
+        if value.numel() == self.shape.numel():
+            return value.view(self.shape)
+        return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
+
+
+@cache
+def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Size]:
+    """Return the shapes of the state of a unit that belong to it as a whole.
+
+    The others have an element for each of the weight.
+    """
+    state = rule.init_state(torch.empty(1, *shape, dtype=dtype, device="meta"))
+    elementwise = (
+        rule.elementwise_state
+        if rule.whole_matrix
+        else [name for name, value in state.items() if value.shape == (1, *shape)]
+    )
+    return {name: value.shape[1:] for name, value in state.items() if name not in elementwise}
+
+
+@dataclass(frozen=True)
+class SteppedUnit:
+    """A part of a parameter that is stepped as one: under an elementwise rule, all that lies here.
+
+    division   of the parameter
+    box        where the unit lies in the parameter
+    shape      of the unit: `[rows, cols]` or `[n]`
+    entries    of the state that belong to the unit as a whole
+    """
+
+    parameter: Tensor
+    division: Division
+    box: Box
+    shape: torch.Size
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def of(cls, parameter: Tensor, rule: Rule, division: Division) -> list[Self]:
+        """Return the units of a parameter under `rule`."""
+        whole = parameter.shape
+        if not rule.whole_matrix:
+            division, whole = Division(), local_of(parameter).shape
+        units, ends = [], Counter[str]()
+        for box, shape in zip(division.boxes(whole), division.shapes(whole), strict=True):
+            names = entry_shapes(rule, shape, parameter.dtype)
+            entries = {name: Entry(ends[name], entry) for name, entry in names.items()}
+            ends.update({name: entry.numel() for name, entry in names.items()})
+            units.append(cls(parameter, division, box, torch.Size(shape), entries))
+        return units
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What units that are stacked have in common."""
+        return self.shape, self.parameter.dtype, self.parameter.device
+
+    def matrix(self, part: Tensor) -> Tensor:
+        """Return the part of the parameter in `box` as the unit, a view where there is one."""
+        return self.division.matrix(part)
+
+    def part(self, unit: Tensor) -> Tensor:
+        """Return the unit as the part of the parameter in `box`, a view where there is one."""
+        return self.division.part(unit, sizes_of(self.box))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the unit's part of a tensor like the parameter, a view where there is one."""
+        return self.matrix(narrowed(tensor, self.box))
+
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """Copy the unit to its part of a tensor like the parameter, unless it lies there."""
+        if value.data_ptr() != self.read(tensor).data_ptr():
+            narrowed(tensor, self.box).copy_(self.part(value))
+
+    def entry(self, name: str, value: Tensor) -> Tensor:
+        """Return the unit's part of an entry of the state, a view where there is one."""
+        return self.entries[name].of(value) if name in self.entries else self.read(value)
+
+    def write_entry(self, name: str, entry: Tensor, value: Tensor) -> None:
+        """Copy the unit's part of an entry of the state to it, unless it lies there."""
+        if name not in self.entries:
+            self.write(entry, value)
+        elif (part := self.entries[name].of(entry)).data_ptr() != value.data_ptr():
+            part.copy_(value)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .division import Division
+from .division import Division, SteppedUnit
 from .local_part import local_of, placed_like
 from .rules.base import Rule, State
-from .stepped_unit import SteppedUnit
 
 HALF = {torch.bfloat16, torch.float16}
 MASTER = "master"

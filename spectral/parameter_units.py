@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .division import SteppedUnit
 from .local_part import local_gradient, local_of
 from .parameter_state import MASTER, entry_names
 from .rules import Report, Rule, Stack, State, Step
-from .stepped_unit import SteppedUnit
 from .stepping import Units, accumulate
 
 

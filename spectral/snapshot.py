@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .division import Division
+from .division import Division, SteppedUnit
 from .grouped import grouped
 from .local_part import is_dtensor, local_of
 from .parameter_groups import listed_in, members_of, rule_of
 from .parameter_state import MASTER, entry_names
 from .rules import AdamWRule, Rule, State
 from .rules.adamw import ENTRIES
-from .stepped_unit import SteppedUnit
 
 Columns = dict[tuple[torch.dtype, torch.device], list[list[Tensor]]]
 """By dtype and device of weights: parameters, weights, and each entry of their states."""
