@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.config import InitConfig
 from models.units import Unit
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from spectral.power_iteration import cold_start
 from spectral.sphere import radius
 

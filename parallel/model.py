@@ -38,7 +38,7 @@ from parallel.storage.gradients import GradientReducer
 from parallel.storage.parameter_names import named_parameters
 from parallel.storage.stage_units import declare_stage_units, units_of_domain
 from parallel.storage.weight_products import sum_in_products_
-from spectral.grouped import grouped
+from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 """Turns token losses `[b, s]`, with a z-loss `[2, b, s]` (`DecoderModel`), into the micro-batch's

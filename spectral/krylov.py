@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .joined_stacks import apart, images, preimages, together
+from .batching import apart, images, preimages, together
 from .kernels.dispatch import VECTORS, device_name, small_problem
 
 CYCLE = 5

@@ -1,8 +1,11 @@
-"""This rank's part of tensors that may be sharded, without importing what knows of ranks."""
+"""This rank's part of parameters and gradients that may be sharded, without torch.distributed."""
 
 import sys
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +28,41 @@ def local_gradient(parameter: Tensor) -> Tensor:
     if is_dtensor(parameter) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
         grad = grad.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return local_of(grad)
+
+
+def gradients_of(
+    parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
+) -> list[Tensor]:
+    """Return the gradients of the parameters that have one, this rank's parts if `sharded`.
+
+    `shapes` are those of the parameters. Raises ValueError for gradients that no step can be taken
+    with.
+    """
+    each = [p.grad for p in parameters]
+    grads = [grad for grad in each if grad is not None]
+    if len(grads) < len(each):
+        given = [grad is not None for grad in each]
+        parameters, shapes = [*compress(parameters, given)], [*compress(shapes, given)]
+    dense = {grad.layout for grad in grads} <= {torch.strided}
+    if not dense or [grad.shape for grad in grads] != shapes:
+        for grad, shape in zip(grads, shapes, strict=True):
+            _check(grad, shape)
+    if not sharded:
+        return grads
+    if [*map(is_dtensor, grads)] != [*map(is_dtensor, parameters)]:
+        raise ValueError("the gradient of a DTensor, and of no other, must be a DTensor")
+    return [*map(local_of, grads)]
+
+
+def _check(grad: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError for a gradient with which a parameter of a shape cannot be stepped."""
+    if grad.layout is not torch.strided:
+        raise ValueError(f"gradients must be dense, got {grad.layout}")
+    if grad.shape != shape:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(shape)} must be of that shape, got "
+            f"{tuple(grad.shape)}"
+        )
 
 
 def whole_of(tensor: Tensor) -> Tensor:

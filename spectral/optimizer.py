@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from .batching import copy_all_, grouped
+from .device_values import are_finite, surely_finite
 from .division import Division
-from .gradients import are_finite, gradients_of
-from .grouped import grouped
-from .host_values import surely_finite
 from .ieee_products import ieee_products
-from .local_part import is_dtensor, local_gradient, local_of, placed_like
+from .local_part import gradients_of, is_dtensor, local_gradient, local_of, placed_like
 from .options import FIXED, check_options, describe, fields_of, rate_of, rename_, signature_of
 from .parameter_groups import (
     Kind,
@@ -57,7 +56,6 @@ from .parameter_units import parameter_units
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.accepted_values import check_value
 from .rules.base import Rate, check_fields, check_rates, decay_problem
-from .sharded.copies import copy_all_
 from .snapshot import Columns, Snapshot, same
 from .stepping import step_units
 

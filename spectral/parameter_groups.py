@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .device_values import are_finite
 from .division import Division
-from .gradients import are_finite
 from .local_part import local_of
 from .parameter_state import MASTER, complete_numbers, entry_names, entry_problems, entry_shapes
 from .rules import RULES, Rule

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .batching import grouped
 from .division import Division, narrowed
 from .effective_weight import Preconditioner
-from .grouped import grouped
 from .ieee_products import without_autocast
 from .known_weights import KnownWeights
 from .local_part import is_dtensor, placed_as, whole_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .host_values import is_known
-from .joined_stacks import apart, together
+from .batching import apart, together
+from .device_values import is_known
 from .kernels.library import product
 from .schedules import (
     GRAM_GAIN,

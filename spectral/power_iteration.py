@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .constant_result import constant_result
-from .host_values import is_known
-from .joined_stacks import apart, images, together
+from .batching import apart, images, together
+from .device_values import constant_result, is_known
 from .kernels.dispatch import device_name, small_problem
 from .krylov import DEPENDENT, krylov_basis, length, orthonormal, unit
 from .polar import cache_slices, normalized

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from .constant_result import constant_result
+from .device_values import constant_result
 
 Coefficients = tuple[float, float, float]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .batching import grouped
 from .division import Division, SteppedUnit
-from .grouped import grouped
 from .local_part import is_dtensor, local_of
 from .parameter_groups import listed_in, members_of, rule_of
 from .parameter_state import MASTER, entry_names

@@ -11,10 +11,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .batching import copy_all_
 from .kernels.dispatch import device_name, listed
 from .polar import workspace, workspace_units
 from .rules.base import Report, Rule, Stack, State
-from .sharded.copies import copy_all_
 
 Batch = list[tuple[int, slice]]
 """What a rule steps in one call: units of each group, by the group's index."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import tangent_model
-from .joined_stacks import apart, together
+from .batching import apart, together
 from .polar import Polar, cache_slices, divide_, is_tall, newton_schulz, polars_of
 from .schedules import Coefficients, coefficients
 from .tangent_model import Model, is_wide

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .constant_result import constant, constant_result
-from .host_values import is_known
-from .joined_stacks import apart, images, preimages, together
+from .batching import apart, images, preimages, together
+from .device_values import constant, constant_result, is_known
 from .kernels.dispatch import device_name, small_problem
 from .krylov import DEPENDENT, orthonormal, unit
 from .polar import CACHE_ELEMENTS, workspace_units

@@ -20,8 +20,8 @@ from torch.nn.utils import parametrize
 
 from models.pc_config import PCConfig
 from models.units import Unit
+from spectral.batching import grouped
 from spectral.effective_weight import Preconditioner
-from spectral.grouped import grouped
 from spectral.pc_layers import EffectiveWeight
 
 GAMMA = ".gamma"

@@ -40,8 +40,8 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.bucket_layout import Span
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.parameter_names import named_buffers
+from spectral.batching import grouped
 from spectral.division import Box, sizes_of, span_of
-from spectral.grouped import grouped
 
 SCHEMA = 1
 """Version of keys and shapes; increased when older checkpoints become unreadable."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.comm.collectives import Pending, from_all, gather, named
-from spectral.grouped import grouped
+from spectral.batching import grouped
 
 SHOWN = 8
 """Ranks that are named for one value."""

@@ -20,7 +20,7 @@ from parallel.comm.collectives import CommVolume
 from parallel.optimizer.exchange import StackMemory, plan_transfers, stage_exchange
 from parallel.optimizer.inspection import inspection_rounds
 from parallel.optimizer.optimizer import DistributedOptimizer
-from spectral.grouped import grouped
+from spectral.batching import grouped
 
 MOMENTUM: Final = "momentum"
 """Name of the momentum in the state of every rule that keeps one."""

@@ -34,9 +34,8 @@ from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
-from spectral.grouped import grouped
+from spectral.batching import add_all_, copy_all_, grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
-from spectral.sharded.copies import add_all_, copy_all_
 from spectral.sharded.exchange import Exchange, local_pairs
 from spectral.stepping import accumulate, elements_of, step_units
 

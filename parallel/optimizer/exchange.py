@@ -18,8 +18,8 @@ from models.units import ALL, Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.storage.bucket_layout import BucketLayout
+from spectral.batching import add_all_, copy_all_
 from spectral.division import span_of
-from spectral.sharded.copies import add_all_, copy_all_
 from spectral.sharded.exchange import Exchange, Held, Part, Transfer, local_pairs, unpacked
 
 TensorMode = Literal["owner", "shardwise"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from models.units import Unit
 from parallel.storage.bucket_layout import BucketLayout
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from spectral.sharded.placement import longest_processing_time
 
 

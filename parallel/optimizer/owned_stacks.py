@@ -9,7 +9,7 @@ from models.units import Unit
 from parallel.optimizer.exchange import StackMemory, UnitTransfer
 from parallel.optimizer.routing import Assignment
 from parallel.storage.buffers import Buffers
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from spectral.rules.base import Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange
 from spectral.stepping import Units

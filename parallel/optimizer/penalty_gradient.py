@@ -25,9 +25,9 @@ from parallel.optimizer.exchange import (
 )
 from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.domain_model import DomainModel
+from spectral.batching import grouped
 from spectral.division import span_of
 from spectral.gram_penalty import gram_penalty_and_grad
-from spectral.grouped import grouped
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 SUMS = 5

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.units import Unit
-from spectral.grouped import grouped
+from spectral.batching import grouped
 
 Cut = Literal["rows", "cols"] | None
 """What tensor parallelism cuts: a column-parallel weight by rows, a row-parallel one by cols."""

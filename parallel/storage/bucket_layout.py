@@ -31,7 +31,7 @@ from parallel.storage.grouping import (
     set_apart,
 )
 from parallel.storage.packing import Item, pack
-from spectral.grouped import grouped
+from spectral.batching import grouped
 
 Storage = Literal["auto", "even", "owner"]
 Elementwise = Callable[[Unit], bool]

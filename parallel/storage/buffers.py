@@ -7,7 +7,7 @@ from torch import Tensor
 
 from parallel.comm.groups import Axis
 from parallel.storage.bucket_layout import BucketLayout
-from spectral.sharded.copies import copy_all_
+from spectral.batching import copy_all_
 
 
 class Buffers:

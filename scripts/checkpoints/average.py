@@ -15,7 +15,7 @@ from models.units import Unit
 from scripts.checkpoints.weights_only import write_state
 from scripts.data.folder import AtomicFolder
 from scripts.huggingface.export import check_free, check_room, raise_problems
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from spectral.power_iteration import COLD_STEPS, top_singular
 from training.assignments import unit_options
 from training.build import config_assignments

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.experiments.check import Check
 from scripts.experiments.experiment import Result, result_of, write_json
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from training.report.table import markdown_table, table
 
 HEADINGS = ("experiment", "figure", "measured", "expected", "from", "")

@@ -28,7 +28,7 @@ from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE
 from scripts.huggingface.verify import offline
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from training.checkpoint import files as checkpoint
 from training.checkpoint.stored_tensors import named
 from training.config import Config, load_config, to_yaml

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..joined_stacks import together
+from ..batching import together
 from . import library
 from .dispatch import Operation, Tile, choose, device_name, has_triton, listed
 

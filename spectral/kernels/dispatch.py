@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..constant_result import constant_result
+from ..device_values import constant_result
 
 Operation = Literal["gram", "commuting", "polynomial", "grouped"]
 OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped")

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..grouped import grouped
+from ..batching import grouped
 from .base import Report, Rule, Stack, State, Step, decay_, require, require_fraction
 
 ENTRIES = ("momentum", "variance", "step")

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from ..batching import together
 from ..cost import ELEMENTWISE_FLOPS
-from ..joined_stacks import together
 from .accepted_values import check_value
 
 State = dict[str, Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..host_values import unless_all
+from ..device_values import unless_all
 from ..polar import CACHE_ELEMENTS, cache_slices
 from .base import Rule, State, require, require_fraction
 

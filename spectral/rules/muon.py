@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..host_values import unless_all
-from ..joined_stacks import apart, numbers, together
+from ..batching import apart, numbers, together
+from ..device_values import unless_all
 from ..polar import Polar, cache_slices, newton_schulz
 from ..schedules import coefficients
 from ..sphere import SCALES

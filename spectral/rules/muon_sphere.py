@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..batching import apart, numbers, together
 from ..cost import tangent_cost, triplet_cost
-from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, newton_schulz, normalized_
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from ..schedules import coefficients

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..joined_stacks import apart
+from ..batching import apart
 from ..polar import Polar
 from ..schedules import coefficients
 from ..tangent import EVALUATIONS, Solver, bisected

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batching import copy_all_
 from ..division import Box, narrowed, numel_of
-from .copies import copy_all_
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
 """Sends `[elements]`, given the numbers of elements to receive from and to send to each rank, and

@@ -17,14 +17,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..batching import copy_all_, grouped
+from ..device_values import surely_finite, unless_all
 from ..division import Box, Division, SteppedUnit, numel_of, relative, sizes_of
-from ..grouped import grouped
-from ..host_values import surely_finite, unless_all
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State
 from ..rules.base import decay_
 from ..stepping import Units, step_units
-from .copies import copy_all_
 from .dtensors import TensorLayout, flat_layout, flat_state, layout_of
 from .exchange import Exchange, Part, Transfer, local_pairs, unpacked
 from .placement import Placement, Work, place

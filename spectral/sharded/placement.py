@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..grouped import grouped
+from ..batching import grouped
 
 Strategy = Literal["auto", "ping_pong"]
 """How owners are chosen; see `place`."""

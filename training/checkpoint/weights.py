@@ -8,7 +8,7 @@ from torch import Tensor
 from models.blocks.in_graph_pc import GAMMA
 from models.size import all_units
 from models.units import Unit
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from training.assignments import unit_options
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.stored_tensors import StoredTensors, named

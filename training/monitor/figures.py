@@ -14,8 +14,8 @@ from torch import Tensor
 
 from models.pc_config import BLOCKS
 from spectral import measures
-from spectral.grouped import grouped
-from spectral.host_values import is_known
+from spectral.batching import grouped
+from spectral.device_values import is_known
 from training.monitor.moments import Moments, cosine, moments, of_matrices, split
 
 ROOT_SHIFT = 1e-10

@@ -16,7 +16,7 @@ from parallel.plan.devices import device_called
 from parallel.plan.planner import Plan
 from parallel.plan.roofline import EIGEN_ROW, product_seconds
 from parallel.plan.step_shape import StepShape
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from spectral.measures import POLAR_STEPS, TOP_STEPS
 from training.assignments import unit_options
 from training.config import Config

@@ -11,7 +11,7 @@ from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import rule_seconds
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from spectral.rules import RULES
 from training.build import config_routes
 from training.config import Config

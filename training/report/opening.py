@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from models.size import model_size
-from spectral.grouped import grouped
+from spectral.batching import grouped
 from training.config import Config
 from training.config.optimizer import groups_of
 from training.errors import printable

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from spectral import AdamW, Muon, SpectralOptimizer
-from spectral.gradients import are_finite
-from spectral.host_values import surely_finite
+from spectral.device_values import are_finite, surely_finite
 
 
 def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spectral.host_values import unless_all
+from spectral.device_values import unless_all
 from spectral.rules import (
     RULES,
     MomentumRule,

@@ -1,16 +1,29 @@
-"""Stacks of matrices with equal rows and different columns as one batch.
+"""Batches: items with equal keys, stacks of matrices with equal rows, copies in few launches.
 
-What does not depend on the columns is a tensor `[sum of batches, ...]`, computed once for all
-stacks; products with the matrices, `[batch, rows, cols]` each, are launched for each stack.
+Stacks of matrices with equal rows and different columns are one batch: what does not depend on the
+columns is a tensor `[sum of batches, ...]`, computed once for all stacks; products with the
+matrices, `[batch, rows, cols]` each, are launched for each stack.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .constant_result import constant
+from .device_values import constant
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items by their key, keys in the order of their first items."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def together(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -46,3 +59,20 @@ def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
     """
     repeated = ((value,) * len(stack) for value, stack in zip(values, stacks, strict=True))
     return constant(tuple(chain.from_iterable(repeated)), stacks[0].dtype, stacks[0].device)
+
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+
+def copy_all_(pairs: Pairs) -> None:
+    """Copy to the first of each pair from the second; launched together."""
+    if lists := [*zip(*pairs, strict=True)]:
+        targets, sources = lists
+        torch._foreach_copy_(targets, sources)
+
+
+def add_all_(pairs: Pairs) -> None:
+    """Add to the first of each pair the second, of the same dtype; launched together."""
+    if lists := [*zip(*pairs, strict=True)]:
+        targets, terms = lists
+        torch._foreach_add_(targets, terms)

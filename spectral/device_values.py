@@ -1,0 +1,104 @@
+"""Values on devices: constants that are copied once, and what the host may read without a wait."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from itertools import compress
+from math import isfinite
+from operator import not_
+from typing import ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+MOST_RESULTS = 4096
+
+
+class Constant(Protocol[P, R]):
+    """A function whose results are kept."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result, computed at the first call with these arguments."""
+
+    def cache_clear(self) -> None:
+        """Forget all results."""
+
+
+def constant_result(function: Callable[P, R]) -> Constant[P, R]:
+    """Keep the results of a function, and mark it as `torch.compiler.assume_constant_result` does.
+
+    That one imports the compiler, which takes as long as all of torch. Tensors among the results
+    are copied to their device once: a step that copied them would wait for the copy and could not
+    be recorded as a CUDA graph. They are not to be written to.
+    """
+    cached = lru_cache(MOST_RESULTS)(function)
+
+    @wraps(function)
+    def result(*args: P.args, **kwargs: P.kwargs) -> R:
+        return cached(*args, **kwargs)  # type: ignore[arg-type]
+
+    result._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    result.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return result  # type: ignore[return-value]
+
+
+@constant_result
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor; not to be written to."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+SMALL = 2**12
+"""Bytes up to which copying a tensor takes less time than a call for its norm."""
+
+
+def is_known(*tensors: Tensor) -> bool:
+    """Return whether reading values does not wait: on a CPU, outside of a compiled graph."""
+    # A fake tensor, for one, has no value.
+    plain = {*map(type, tensors)} <= {Tensor} and all(x.is_cpu for x in tensors)
+    return plain and not torch.compiler.is_compiling()
+
+
+def unless_all(predicate: Tensor | None) -> Tensor | None:
+    """Return `predicate`, or None where the host knows at no cost that all of it is True.
+
+    With None, passes over memory that only keep what they find are left out.
+    """
+    if predicate is None or not is_known(predicate):
+        return predicate
+    return None if bool(predicate.all()) else predicate
+
+
+def surely_finite(tensors: list[Tensor]) -> bool:
+    """Return whether the host knows without a wait that all elements are finite.
+
+    By norms, which NaN and infinity do not leave finite; those of huge numbers may not be either. A
+    norm takes half the time of extremes, and a twentieth of that of `isfinite`.
+    """
+    if not is_known(*tensors):
+        return False
+    sizes = [x.nbytes for x in tensors]
+    if min(sizes) <= SMALL:
+        small = [size <= SMALL for size in sizes]
+        joined = torch._utils._flatten_dense_tensors([*compress(tensors, small)])
+        tensors = [joined, *compress(tensors, map(not_, small))]
+    return isfinite(torch.stack(torch._foreach_norm(tensors)).sum())
+
+
+def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """Return whether all elements are finite, a 0-d bool on `device`, None for that of the first.
+
+    By the extremes, which no size of the others makes overflow, as it would a norm.
+    """
+    device = tensors[0].device if device is None else device
+    filled = [tensor for tensor in tensors if tensor.numel()]  # others have no extremes
+    if not filled:
+        return torch.ones((), dtype=torch.bool, device=device)
+    if device.type == "cpu":
+        extremes = [x for tensor in filled for x in torch.aminmax(tensor)]
+    else:
+        extremes = list(torch._foreach_norm(filled, math.inf))
+    return torch.stack([x.to(device, torch.float64) for x in extremes]).isfinite().all()
