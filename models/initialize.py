@@ -13,7 +13,7 @@ from torch import Tensor
 from models.config import InitConfig
 from models.units import Unit
 from spectral.batching import grouped
-from spectral.power_iteration import cold_start
+from spectral.singular_triplets import cold_start
 from spectral.sphere import radius
 
 RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")

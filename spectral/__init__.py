@@ -16,8 +16,8 @@ from .optimizer import (
 from .parameter_split import ParameterSplit, split_parameters
 from .pc_layers import PCLinear, merge_, preconditioned
 from .polar import msign
-from .power_iteration import top_singular
 from .qk_clip import clip_qk_
+from .singular_triplets import top_singular
 from .tangent import solve_multiplier
 
 __version__ = "0.2.0"

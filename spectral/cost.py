@@ -7,11 +7,9 @@ the currency of placement; how long they take is modelled by parallel/plan/roofl
 
 import torch
 
-from .krylov import cycle
-from .polar import prefers_gram
+from .polar import coefficients, prefers_gram, restart_steps
 from .positive_definite import BLOCK, JOINED, blocks_of
-from .power_iteration import basis_size
-from .schedules import coefficients, restart_steps
+from .singular_triplets import basis_size, cycle
 from .tangent_model import SPACES, TRIANGLE
 
 ELEMENTWISE_FLOPS = 16

@@ -25,7 +25,7 @@ from .cost import product_flops, triplet_cost
 from .differentiation import differentiable_once, wide_matrices
 from .ieee_products import without_autocast
 from .odd_polynomial import Level, apply_stage, inner, stage_vjp, stages
-from .power_iteration import cold_start, top_singular
+from .singular_triplets import cold_start, top_singular
 
 SpectralNorm = Literal["stream", "none"]
 

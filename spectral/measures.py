@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .polar import msign
-from .power_iteration import cold_start
+from .singular_triplets import cold_start
 
 TOP_STEPS = 24
 """Block Krylov steps that find the largest eigenvalue of a Gram matrix."""

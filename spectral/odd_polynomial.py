@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .schedules import SCHEDULES
+from .polar import SCHEDULES
 
 Stage = tuple[float, ...]  # coefficients of x, x^3, x^5, ... of one odd polynomial
 Level = int | str | Sequence[float]

@@ -20,8 +20,16 @@ from torch import Tensor
 
 from . import tangent_model
 from .batching import apart, together
-from .polar import Polar, cache_slices, divide_, is_tall, newton_schulz, polars_of
-from .schedules import Coefficients, coefficients
+from .polar import (
+    Coefficients,
+    Polar,
+    cache_slices,
+    coefficients,
+    divide_,
+    is_tall,
+    newton_schulz,
+    polars_of,
+)
 from .tangent_model import Model, is_wide
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `shifted`.

@@ -26,10 +26,9 @@ from . import kernels
 from .batching import apart, images, preimages, together
 from .device_values import constant, constant_result, is_known
 from .kernels.dispatch import device_name, small_problem
-from .krylov import DEPENDENT, orthonormal, unit
-from .polar import CACHE_ELEMENTS, workspace_units
+from .polar import CACHE_ELEMENTS, Coefficients, workspace_units
 from .positive_definite import blocks_of, factorized_, solve
-from .schedules import Coefficients
+from .singular_triplets import DEPENDENT, orthonormal, unit
 
 NODES = 48
 RIDGE = 1e-13

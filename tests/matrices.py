@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from spectral.schedules import coefficients
+from spectral.polar import coefficients
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

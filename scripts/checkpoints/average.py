@@ -16,7 +16,7 @@ from scripts.checkpoints.weights_only import write_state
 from scripts.data.folder import AtomicFolder
 from scripts.huggingface.export import check_free, check_room, raise_problems
 from spectral.batching import grouped
-from spectral.power_iteration import COLD_STEPS, top_singular
+from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import unit_options
 from training.build import config_assignments
 from training.checkpoint import files as checkpoint

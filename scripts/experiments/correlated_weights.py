@@ -12,7 +12,7 @@ from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, draw_lines, new_figure
 from spectral.measures import correlation
-from spectral.power_iteration import cold_start
+from spectral.singular_triplets import cold_start
 
 
 @dataclass(frozen=True)

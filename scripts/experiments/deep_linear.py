@@ -15,7 +15,7 @@ from scripts.experiments.regression import gaussian
 from scripts.plots.style import draw_lines, new_figure
 from spectral.effective_weight import Preconditioner
 from spectral.measures import modified_condition_number, singular_values
-from spectral.power_iteration import top_singular
+from spectral.singular_triplets import top_singular
 
 
 @dataclass(frozen=True)

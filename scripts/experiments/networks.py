@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from scripts.experiments.check import Check, at_most
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, stable_rank
-from spectral.power_iteration import top_singular
+from spectral.singular_triplets import top_singular
 
 Activation = Literal["relu^2", "swiglu"]
 HIDDEN = (1, 2)

@@ -23,7 +23,7 @@ from spectral import AdamW, Muon
 from spectral.effective_weight import Preconditioner
 from spectral.measures import nuclear_rank
 from spectral.odd_polynomial import Level, evaluate
-from spectral.power_iteration import top_singular
+from spectral.singular_triplets import top_singular
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.plots.style import COLORS, draw_lines, new_figure
 from spectral import msign, solve_multiplier
 from spectral.measures import singular_values
-from spectral.power_iteration import cold_start
+from spectral.singular_triplets import cold_start
 from spectral.tangent import TangentSolution
 
 

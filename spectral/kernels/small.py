@@ -1,8 +1,8 @@
 """Triton kernels of the small problems of each matrix: one program does all of one, in float64.
 
-Their library forms, `_top_eigenvector` of `spectral.power_iteration`, `root` of
-`spectral.tangent_model` and `orthonormal` of `spectral.krylov`, are seven to forty operations on a
-few numbers or vectors each, which a device spends on launching them.
+Their library forms, `_top_eigenvector` and `orthonormal` of `spectral.singular_triplets` and `root`
+of `spectral.tangent_model`, are seven to forty operations on a few numbers or vectors each, which a
+device spends on launching them.
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..polar import newton_schulz
-from ..schedules import coefficients
+from ..polar import coefficients, newton_schulz
 from .base import Report, Stack, State
 from .momentum import momentum_of
 from .muon import matrix_shape

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cost import msign_cost
-from ..polar import Polar, normalized_, polars_of
-from ..schedules import SCHEDULES, coefficients
+from ..polar import SCHEDULES, Polar, coefficients, normalized_, polars_of
 from .accepted_values import require_choice
 from .base import Rule, require
 
@@ -23,7 +22,7 @@ class MsignRule(Rule):
     whole_matrix: ClassVar[bool] = True
 
     schedule: str = "polar_express"
-    """Polynomials of msign, a key of `spectral.schedules.SCHEDULES`."""
+    """Polynomials of msign, a key of `spectral.polar.SCHEDULES`."""
     steps: int = 8
     """Steps of msign, at least 1."""
     msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -11,8 +11,7 @@ from torch import Tensor
 from .. import kernels
 from ..batching import apart, numbers, together
 from ..device_values import unless_all
-from ..polar import Polar, cache_slices, newton_schulz
-from ..schedules import coefficients
+from ..polar import Polar, cache_slices, coefficients, newton_schulz
 from ..sphere import SCALES
 from .base import (
     Report,

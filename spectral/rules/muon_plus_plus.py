@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..cost import triplet_cost
 from ..measures import correlation
-from ..polar import Polar, newton_schulz
-from ..power_iteration import cold_start, top_singular
-from ..schedules import coefficients
+from ..polar import Polar, coefficients, newton_schulz
+from ..singular_triplets import cold_start, top_singular
 from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Rate, Report, Stack, State, decay_, require, store_

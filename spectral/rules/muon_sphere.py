@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..batching import apart, numbers, together
 from ..cost import tangent_cost, triplet_cost
-from ..polar import is_tall, newton_schulz, normalized_
-from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
-from ..schedules import coefficients
+from ..polar import coefficients, is_tall, newton_schulz, normalized_
+from ..singular_triplets import BLOCK, NEARBY, cold_start, top_pairs
 from ..sphere import dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, tolerance_for
 from .base import (

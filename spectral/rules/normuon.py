@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polar import Polar, newton_schulz
-from ..schedules import coefficients
+from ..polar import Polar, coefficients, newton_schulz
 from .base import Report, Stack, State, require_fraction, store_, taken
 from .momentum import momentum_of
 from .muon import MuonRule, matrix_shape

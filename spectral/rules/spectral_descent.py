@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..polar import Polar, newton_schulz
-from ..schedules import coefficients
+from ..polar import Polar, coefficients, newton_schulz
 from .base import Report, Stack, State, decay_, refused, require, subtract_, taken
 from .msign_rule import MsignRule
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..batching import apart
-from ..polar import Polar
-from ..schedules import coefficients
+from ..polar import Polar, coefficients
 from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Report, Stack, State
 from .momentum import momentum_of

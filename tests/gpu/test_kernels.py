@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral import msign, power_iteration, solve_multiplier, tangent_model
+from spectral import msign, singular_triplets, solve_multiplier, tangent_model
 from spectral.kernels import dispatch, library
-from spectral.polar import normalized, polars_of
+from spectral.polar import coefficients, normalized, polars_of
 from spectral.rules import RULES
 from spectral.rules.base import take_step
-from spectral.schedules import coefficients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(2, 64), (1, 257), (3, 1000), (1, 128), (1, 5)]
@@ -77,7 +76,7 @@ def test_msign_is_as_accurate_as_its_dtype(
 def test_the_direction_on_the_sphere_is_tangent(shape: tuple[int, int, int]) -> None:
     """|f| of SSO's direction, by its float32 steps and the tolerance of its paper's recipes."""
     x = torch.randn(shape, device="cuda")
-    sigma, u, v = power_iteration.cold_start(torch.randn(shape, device="cuda"))
+    sigma, u, v = singular_triplets.cold_start(torch.randn(shape, device="cuda"))
     x += 20 * u[:, :, None] * v[:, None]
     tangent = solve_multiplier(x / torch.linalg.matrix_norm(x, keepdim=True), u, v, tolerance=2e-4)
     f = torch.einsum("bm,bmn,bn->b", u.double(), tangent.direction.double(), v.double())
@@ -88,8 +87,8 @@ def test_the_direction_on_the_sphere_is_tangent(shape: tuple[int, int, int]) -> 
 def test_the_top_eigenvector_equals_that_of_the_library(size: int) -> None:
     x = torch.randn(5, size, 2 * size, dtype=torch.float64)
     t = x @ x.mT
-    found = power_iteration._top_eigenvector(t.cuda()).cpu()
-    torch.testing.assert_close(found, power_iteration._top_eigenvector(t), rtol=0, atol=1e-10)
+    found = singular_triplets._top_eigenvector(t.cuda()).cpu()
+    torch.testing.assert_close(found, singular_triplets._top_eigenvector(t), rtol=0, atol=1e-10)
 
 
 def test_the_root_of_a_model_equals_that_of_the_library() -> None:

@@ -6,9 +6,9 @@ Started like tests/kernels/interpreted.py.
 import pytest
 import torch
 
-from spectral import krylov, power_iteration, tangent_model
+from spectral import singular_triplets, tangent_model
 from spectral.kernels import small
-from spectral.power_iteration import SQUARINGS, TINY
+from spectral.singular_triplets import SQUARINGS, TINY
 from spectral.tangent_model import GRID, Model
 
 
@@ -22,7 +22,7 @@ def test_top_eigenvector(batch: int, size: int) -> None:
     x = torch.randn(batch, size, 2 * size, dtype=torch.float64) * 1e-3
     t = x @ x.mT
     found = top_eigenvector(t)
-    torch.testing.assert_close(found, power_iteration._top_eigenvector(t), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, singular_triplets._top_eigenvector(t), rtol=0, atol=1e-12)
     overlap = (found * torch.linalg.eigh(t).eigenvectors[..., -1]).sum(-1).abs()
     torch.testing.assert_close(overlap, torch.ones_like(overlap))
 
@@ -95,18 +95,22 @@ def test_orthonormal_vectors(batch: int, count: int, n: int, dtype: torch.dtype)
     x = torch.randn(batch, count, n, dtype=torch.float64)
     x[:, 1:] = x[:, :1] + 0.1 * x[:, 1:]
     x = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).to(dtype)
-    dependent = krylov.DEPENDENT[dtype]
+    dependent = singular_triplets.DEPENDENT[dtype]
     found = small.orthonormal(x, dependent)
     assert found.dtype == dtype
     bound = 1e-6 if dtype == torch.float32 else 1e-9
-    torch.testing.assert_close(found, krylov.orthonormal(x, dependent), rtol=0, atol=bound)
+    torch.testing.assert_close(
+        found, singular_triplets.orthonormal(x, dependent), rtol=0, atol=bound
+    )
 
 
 def test_dependent_and_zero_vectors_become_zero() -> None:
     x = torch.eye(5, 8, dtype=torch.float64)[None].repeat(2, 1, 1).mT.contiguous().mT
     x[0, 2], x[0, 3], x[1, 0] = x[0, 0], 0, 0
-    found = small.orthonormal(x, krylov.DEPENDENT[torch.float64])
-    torch.testing.assert_close(found, krylov.orthonormal(x, krylov.DEPENDENT[torch.float64]))
+    found = small.orthonormal(x, singular_triplets.DEPENDENT[torch.float64])
+    torch.testing.assert_close(
+        found, singular_triplets.orthonormal(x, singular_triplets.DEPENDENT[torch.float64])
+    )
     assert not found[0, 2:4].any() and not found[1, 0].any()
     assert found[0, 4].norm() == pytest.approx(1)
     assert small.orthonormal(x[:0], 1e-13).shape == (0, 5, 8)

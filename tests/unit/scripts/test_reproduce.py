@@ -34,9 +34,8 @@ from scripts.experiments.experiment import perform, result_of
 from scripts.experiments.registry import EXPERIMENTS
 from scripts.reproduce import main
 from spectral import measures, msign, odd_polynomial
-from spectral.polar import Polar
+from spectral.polar import SCHEDULES, Polar
 from spectral.rules import MuonPlusPlusRule, SpectralDescentRule, muon_plus_plus
-from spectral.schedules import SCHEDULES
 
 pytestmark = pytest.mark.slow
 

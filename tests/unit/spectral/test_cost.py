@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from spectral import positive_definite, power_iteration, tangent_model
+from spectral import positive_definite, singular_triplets, tangent_model
 from spectral.cost import ELEMENTWISE_FLOPS, factorization_cost, gram_cost, msign_cost
 from spectral.effective_weight import Preconditioner
 from spectral.polar import msign
@@ -116,7 +116,7 @@ def test_an_early_exit_costs_its_expected_evaluations():
 @pytest.mark.parametrize("shape", [(40, 40), (200, 64), (64, 200)])
 @pytest.mark.parametrize("level", [1, 4, "over_flattening"])
 def test_preconditioning_is_counted_as_it_runs(shape, level, monkeypatch):
-    monkeypatch.setattr(power_iteration, "EXACT_ROWS", 0)  # costs are those of a GPU
+    monkeypatch.setattr(singular_triplets, "EXACT_ROWS", 0)  # costs are those of a GPU
     preconditioner = Preconditioner(level=level, steps=4)
     weight, gradient = torch.randn(2, 1, *shape)
     u, v = preconditioner.cold_pair(weight)

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spectral.polar import msign
-from spectral.schedules import SCHEDULES, coefficients, largest_value
+from spectral.polar import SCHEDULES, coefficients, largest_value, msign
 
 DTYPES = [torch.bfloat16, torch.float16]
 STEPS = 8

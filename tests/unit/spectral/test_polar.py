@@ -7,11 +7,13 @@ from torch import Tensor
 from spectral import msign
 from spectral.polar import (
     CACHE_ELEMENTS,
+    SCHEDULES,
+    coefficients,
     normalized,
     normalized_,
     prefers_gram,
+    restart_steps,
 )
-from spectral.schedules import SCHEDULES, coefficients, restart_steps
 from tests.matrices import gaussian, msign_by_svd, scalar_map, spectrum
 
 # Columns with which msign takes each form, of matrices with so many rows.

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.polar import CACHE_ELEMENTS, is_bounded
+from spectral.polar import CACHE_ELEMENTS, SCHEDULES, coefficients, is_bounded, largest_value
 from spectral.rules import RULES, Rule
 from spectral.rules.base import refused, take_step, taken
-from spectral.schedules import SCHEDULES, coefficients, largest_value
 from spectral.sphere import spectral_init_
 
 BATCH, ROWS, COLS = 3, 12, 40

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spectral import msign, positive_definite, solve_multiplier, tangent_model
-from spectral.schedules import coefficients
+from spectral.polar import coefficients
 from spectral.tangent import Solver, TangentProblem, TangentSolution, default_evaluations
 from spectral.tangent_model import SPACES, Space, build, root, value
 from tests.matrices import gaussian, msign_by_svd, spectrum

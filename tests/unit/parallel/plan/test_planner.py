@@ -15,8 +15,8 @@ from parallel.plan.memory import activation_bytes
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.storage.stage_units import declare_stage_units
-from spectral.power_iteration import NEARBY
 from spectral.rules import RULES
+from spectral.singular_triplets import NEARBY
 from tests.paths import ROOT
 from tests.stepped_models import assign_to
 from training.assignments import assignments

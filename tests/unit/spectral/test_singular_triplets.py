@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral import power_iteration, top_singular
-from spectral.power_iteration import (
+from spectral import singular_triplets, top_singular
+from spectral.singular_triplets import (
     COLD_STEPS,
     NEARBY,
     _generic,
@@ -20,8 +20,8 @@ from tests.step_trace import Operations
 
 @pytest.fixture(autouse=True, params=["iterated", "exact"])
 def exact_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    rows = {"iterated": 0, "exact": power_iteration.EXACT_ROWS}
-    monkeypatch.setattr(power_iteration, "EXACT_ROWS", rows[request.param])
+    rows = {"iterated": 0, "exact": singular_triplets.EXACT_ROWS}
+    monkeypatch.setattr(singular_triplets, "EXACT_ROWS", rows[request.param])
     yield
 
 
