@@ -8,9 +8,8 @@ the currency of placement; how long they take is modelled by parallel/plan/roofl
 import torch
 
 from .polar import coefficients, prefers_gram, restart_steps
-from .positive_definite import BLOCK, JOINED, blocks_of
 from .singular_triplets import basis_size, cycle
-from .tangent_model import SPACES, TRIANGLE
+from .tangent_model import BLOCK, JOINED, SPACES, TRIANGLE, blocks_of
 
 ELEMENTWISE_FLOPS = 16
 """Per element: momentum, decay, update and their norms; AdamW is within a factor of 1.5."""

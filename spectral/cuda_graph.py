@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .optimizer import SpectralOptimizer
-from .parameter_groups import rule_of
+from .parameter_state import rule_of
 from .rules.base import waiting_field
 
 WARM_UP = 2

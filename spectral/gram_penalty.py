@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .differentiation import differentiable_once, wide_matrices
+from .effective_weight import differentiable_once, wide_matrices
 
 Side = Literal["in", "out"]
 Normalize = Literal["frobenius", "size"]

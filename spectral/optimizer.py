@@ -30,32 +30,29 @@ from .division import Division
 from .ieee_products import ieee_products
 from .local_part import gradients_of, is_dtensor, local_gradient, local_of, placed_like
 from .options import FIXED, check_options, describe, fields_of, rate_of, rename_, signature_of
-from .parameter_groups import (
+from .parameter_split import ParameterSplit, check_name
+from .parameter_state import (
+    MASTER,
     Kind,
     Member,
     check_entries,
     check_kinds,
-    forget,
-    kinds_of,
-    listed_in,
-    members_of,
-    rule_of,
-    saved_problem,
-)
-from .parameter_split import ParameterSplit, check_name
-from .parameter_state import (
-    MASTER,
     complete_numbers,
     entry_names,
     follow,
     follow_weight,
+    forget,
     initial_state,
+    kinds_of,
+    listed_in,
     loaded,
+    members_of,
+    rule_of,
+    saved_problem,
 )
 from .parameter_units import parameter_units
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
-from .rules.accepted_values import check_value
-from .rules.base import Rate, check_fields, check_rates, decay_problem
+from .rules.base import Rate, check_fields, check_rates, check_value, decay_problem
 from .snapshot import Columns, Snapshot, same
 from .stepping import step_units
 

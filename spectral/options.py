@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from .rules import RULES
-from .rules.accepted_values import nearest
+from .rules.base import nearest
 
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "adamw": {"lr": 1e-3},

@@ -15,8 +15,7 @@ from torch import Tensor
 from .batching import grouped
 from .division import Division, SteppedUnit
 from .local_part import is_dtensor, local_of
-from .parameter_groups import listed_in, members_of, rule_of
-from .parameter_state import MASTER, entry_names
+from .parameter_state import MASTER, entry_names, listed_in, members_of, rule_of
 from .rules import AdamWRule, Rule, State
 from .rules.adamw import ENTRIES
 

@@ -11,7 +11,7 @@ from parallel.plan.devices import Device, device_named
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import step_time
-from spectral.rules.msign_rule import MsignRule
+from spectral.rules.muon import MsignRule
 from training.assignments import unit_options
 from training.build import DTYPES, config_assignments, exchange_dtype
 from training.config import Config

@@ -49,8 +49,8 @@ import_engine()
 from scripts.bench.measure import in_turn, print_table, record, timed, write_json
 from scripts.command import add_json, command, whole_number
 from spectral import CapturedStep, SpectralOptimizer
-from spectral.power_iteration import cold_start
 from spectral.sharded.placement import Work, place
+from spectral.singular_triplets import cold_start
 from training.build import config_assignments, config_units
 from training.config import Config, load_config
 from training.errors import InputError

@@ -30,7 +30,6 @@ from scripts.bench.measure import milliseconds
 from scripts.command import command
 from spectral.kernels import (
     dispatch,
-    grouped,
     library,
     symmetric,
 )
@@ -64,7 +63,7 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
         def grams() -> Tensor:
             return torch.cat([library.symmetric(stack) for stack in stacks])
 
-        return ways(grams, partial(grouped.grams, stacks), tiles)
+        return ways(grams, partial(symmetric.grams, stacks), tiles)
     r = library.symmetric(x)
     r = r / torch.linalg.matrix_norm(r, keepdim=True)
     a, b, c = 4.1, -2.9, 0.5

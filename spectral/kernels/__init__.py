@@ -23,12 +23,10 @@ def gram(*stacks: Tensor) -> Tensor:
     tile = _gram_tile(stacks)
     if tile is None:
         return together([*map(library.symmetric, stacks)])
-    if len(stacks) > 1:
-        from . import grouped
-
-        return grouped.grams(stacks, tile)
     from . import symmetric
 
+    if len(stacks) > 1:
+        return symmetric.grams(stacks, tile)
     return symmetric.product(stacks[0], stacks[0], tile)
 
 

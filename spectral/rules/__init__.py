@@ -9,13 +9,21 @@ from collections import UserDict
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-from .accepted_values import require_choice
 from .adamuon import AdaMuonRule
 from .adamw import AdamWRule
-from .base import Report, Rule, Stack, State, Step, class_problems, decay_, subtract_, take_step
-from .momentum import MomentumRule
-from .msign_rule import MsignRule
-from .muon import MuonRule, PolarRule
+from .base import (
+    Report,
+    Rule,
+    Stack,
+    State,
+    Step,
+    class_problems,
+    decay_,
+    require_choice,
+    subtract_,
+    take_step,
+)
+from .muon import MomentumRule, MsignRule, MuonRule, PolarRule
 from .muon_plus_plus import MuonPlusPlusRule
 from .muon_sphere import MuonSphereRule
 from .normuon import NorMuonRule

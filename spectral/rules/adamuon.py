@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..polar import coefficients, newton_schulz
 from .base import Report, Stack, State
-from .momentum import momentum_of
-from .muon import matrix_shape
+from .muon import matrix_shape, momentum_of
 from .normuon import EPSILON, NorMuonRule
 
 

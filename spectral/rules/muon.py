@@ -1,4 +1,8 @@
-"""Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts its subclasses share."""
+"""Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts that other rules share.
+
+From top to bottom: the mean of the gradient (`MomentumRule`), its polar factor (`MsignRule`), the
+step of the weight (`PolarRule`), Muon itself, and its algorithm on a page (`reference`).
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,22 +14,148 @@ from torch import Tensor
 
 from .. import kernels
 from ..batching import apart, numbers, together
+from ..cost import msign_cost
 from ..device_values import unless_all
-from ..polar import Polar, cache_slices, coefficients, newton_schulz
+from ..polar import (
+    CACHE_ELEMENTS,
+    SCHEDULES,
+    Polar,
+    cache_slices,
+    coefficients,
+    newton_schulz,
+    normalized_,
+    polars_of,
+)
 from ..sphere import SCALES
 from .base import (
     Report,
+    Rule,
     Stack,
     State,
     decay_,
     rate_of_stacks,
     refused,
     require,
+    require_choice,
+    require_fraction,
     subtract_,
     taken,
 )
-from .momentum import MomentumRule, momentum_of
-from .msign_rule import MsignRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumRule(Rule):
+    """A rule of whole matrices with momentum: a subclass writes `update`, from the mean."""
+
+    whole_matrix: ClassVar[bool] = True
+    elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    momentum: float = 0.95
+    """Decay of the mean of the gradient, in [0, 1)."""
+    nesterov: bool = True
+    """Step along `(1 - momentum) G + momentum M` instead of the mean M."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("momentum", self.momentum)
+
+    def init_state(self, weight: Tensor) -> State:
+        """Create the momentum, of the shape of `weight` `[batch, rows, cols]`."""
+        rule, shape = type(self).__name__, tuple(weight.shape)
+        require(
+            weight.ndim == 3, f"{rule} needs whole matrices [batch, rows, cols], got shape {shape}"
+        )
+        return {"momentum": torch.zeros_like(weight)}
+
+    def accumulate(
+        self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
+    ) -> list[Tensor]:
+        """Update the means and return what to step along; see `Rule.accumulate`."""
+        means = [state["momentum"] for state in states]
+        # Without a predicate the library joins all tensors, of which there may be many small ones.
+        if active is not None and kernels.updates([*grads, *means]):
+            from ..kernels.update import average_
+
+            for grad, mean in zip(grads, means, strict=True):
+                average_(grad, mean, self.momentum, active, nesterov=self.nesterov)
+            return list(grads)
+        slices = [
+            pair
+            for grad, mean in zip(grads, means, strict=True)
+            for pair in cache_slices(grad, mean)
+        ]
+        gate = unless_all(active)
+        # All together; a CPU does all of some while they are in its cache.
+        limit = CACHE_ELEMENTS.get(grads[0].device.type)
+        count = len(slices) if limit is None else max(1, limit // max(1, slices[0][0].numel()))
+        for first in range(0, len(slices), count):
+            gradients, momenta = map(list, zip(*slices[first : first + count], strict=True))
+            if gate is not None:
+                for g, m in zip(gradients, momenta, strict=True):
+                    torch.where(gate, g, m, out=g)
+            torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+            if self.nesterov:
+                torch._foreach_lerp_(gradients, momenta, self.momentum)
+            else:
+                torch._foreach_copy_(gradients, momenta)
+        return list(grads)
+
+
+def momentum_of(rule: MomentumRule, grad: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """Return the new mean M and what a rule steps along, of one gradient `[rows, cols]`."""
+    mu, G = rule.momentum, grad
+    M = mu * state["momentum"] + (1 - mu) * G
+    return M, mu * M + (1 - mu) * G if rule.nesterov else M
+
+
+DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MsignRule(Rule):
+    """A whole-matrix rule with the settings of `spectral.msign`."""
+
+    whole_matrix: ClassVar[bool] = True
+
+    schedule: str = "polar_express"
+    """Polynomials of msign, a key of `spectral.polar.SCHEDULES`."""
+    steps: int = 8
+    """Steps of msign, at least 1."""
+    msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the products inside msign; null keeps that of the weight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("schedule", self.schedule, tuple(SCHEDULES))
+        require(self.steps >= 1, f"steps must be at least 1, got {self.steps}")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of msign's products, None for that of the weight."""
+        return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
+
+    def cost(self, shape: Sequence[int]) -> float:
+        """Count the FLOPs of one step: elementwise passes, and `matrix_cost` of a matrix."""
+        elementwise = super().cost(shape)
+        if len(shape) < 2:
+            return elementwise
+        short, long = sorted(shape)
+        return elementwise + self.matrix_cost(short, long)
+
+    def matrix_cost(self, short: int, long: int) -> float:
+        """Count the FLOPs of the products of a step on a matrix with sides `short <= long`."""
+        return self.msign_cost(short, long)
+
+    def msign_cost(self, short: int, long: int) -> float:
+        """Count the FLOPs of one msign of a matrix with sides `short <= long`."""
+        dtype = torch.float32 if self.dtype is None else self.dtype
+        return msign_cost(short, long, steps=self.steps, dtype=dtype, schedule=self.schedule)
+
+    def polars(self, matrices: Sequence[Tensor]) -> list[Polar]:
+        """Return the polar factors of stacks `[batch, rows, cols]`, which are used up."""
+        dtype = self.dtype or matrices[0].dtype
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        return polars_of([normalized_(x, dtype) for x in matrices], polynomials, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from ..singular_triplets import cold_start, top_singular
 from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Rate, Report, Stack, State, decay_, require, store_
-from .momentum import momentum_of
-from .muon import matrix_shape, scale_
+from .muon import matrix_shape, momentum_of, scale_
 from .muon_sphere import RadiusRule
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]

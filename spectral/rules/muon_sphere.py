@@ -23,8 +23,7 @@ from .base import (
     store_,
     taken,
 )
-from .momentum import momentum_of
-from .muon import PolarRule, matrix_shape
+from .muon import PolarRule, matrix_shape, momentum_of
 
 
 @dataclass(frozen=True, kw_only=True)

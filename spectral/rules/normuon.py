@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..polar import Polar, coefficients, newton_schulz
 from .base import Report, Stack, State, require_fraction, store_, taken
-from .momentum import momentum_of
-from .muon import MuonRule, matrix_shape
+from .muon import MuonRule, matrix_shape, momentum_of
 
 EPSILON = 1e-8
 

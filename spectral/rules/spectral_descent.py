@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..polar import Polar, coefficients, newton_schulz
 from .base import Report, Stack, State, decay_, refused, require, subtract_, taken
-from .msign_rule import MsignRule
+from .muon import MsignRule
 
 
 @dataclass(frozen=True, kw_only=True)

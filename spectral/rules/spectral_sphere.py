@@ -13,8 +13,7 @@ from ..batching import apart
 from ..polar import Polar, coefficients
 from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Report, Stack, State
-from .momentum import momentum_of
-from .muon import matrix_shape
+from .muon import matrix_shape, momentum_of
 from .muon_sphere import MuonSphereRule, retracted
 
 EARLY_EXIT_EVALUATIONS = 8

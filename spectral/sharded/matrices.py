@@ -24,10 +24,9 @@ from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State
 from ..rules.base import decay_
 from ..stepping import Units, step_units
-from .dtensors import TensorLayout, flat_layout, flat_state, layout_of
 from .exchange import Exchange, Part, Transfer, local_pairs, unpacked
 from .placement import Placement, Work, place
-from .ranks import RankGroup
+from .ranks import RankGroup, TensorLayout, flat_layout, flat_state, layout_of
 
 STEP_GROUP_NUMEL = 2**26
 """Elements of the parameters that are exchanged together, unless one alone is larger."""

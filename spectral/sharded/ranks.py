@@ -1,11 +1,19 @@
-"""The ranks that share matrices, and the collectives among them."""
+"""Ranks that share parameters: their collectives, and which part of a parameter each rank holds."""
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ..division import Box, intersection, numel_of, sizes_of
+from ..local_part import local_of
 
 
 class RankGroup:
@@ -60,3 +68,116 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError(f"this rank is not a member of the device mesh {mesh}")
     return group
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Part of a tensor that each rank of a group holds.
+
+    boxes   by rank of the group
+    copies  number of the copy of the tensor of which each rank holds a part
+    """
+
+    boxes: tuple[Box, ...]
+    copies: tuple[int, ...]
+
+    def parts(self, box: Box) -> dict[int, Box]:
+        """Return what each rank holds of the part `box` of the tensor, by rank, if anything."""
+        common = ((rank, intersection(box, held)) for rank, held in enumerate(self.boxes))
+        return {rank: part for rank, part in common if part is not None}
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of one copy."""
+        return sum(
+            numel_of(box)
+            for box, copy in zip(self.boxes, self.copies, strict=True)
+            if copy == self.copies[0]
+        )
+
+
+def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """Create zeros `[elements]` that the ranks of a parameter share, as `flat_layout` says."""
+    device = local_of(parameter).device
+    local = torch.zeros(sizes_of(layout.boxes[rank]), dtype=dtype, device=device)
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, shape = parameter.device_mesh, torch.Size((layout.numel,))
+    placements = [Shard(0)] * mesh.ndim
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(1,))
+
+
+def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
+    """Return which part of a parameter each of `ranks` holds; all of it, if it is plain.
+
+    Raises ValueError for placements that leave no rank with a contiguous part.
+    """
+    if not isinstance(parameter, DTensor):
+        return _copies(parameter.shape, ranks.size)
+    layout = _layout(parameter.shape, parameter.device_mesh, parameter.placements, ranks)
+    box = layout.boxes[ranks.rank]
+    local = local_of(parameter)
+    if numel_of(box) != local.numel() or layout.numel != parameter.numel():
+        raise ValueError(
+            f"placements {parameter.placements} of a parameter of shape {tuple(parameter.shape)} "
+            f"are not supported: this rank holds {tuple(local.shape)}, expected "
+            f"{sizes_of(box)}"
+        )
+    return layout
+
+
+def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
+    """Return which part of `numel` elements beside a parameter each of `ranks` holds.
+
+    An equal one of a DTensor's; beside a plain parameter every rank has all of them.
+    """
+    if not isinstance(parameter, DTensor):
+        return _copies((numel,), ranks.size)
+    mesh = parameter.device_mesh
+    return _layout((numel,), mesh, [Shard(0)] * mesh.ndim, ranks)
+
+
+def _copies(shape: Sequence[int], size: int) -> TensorLayout:
+    return TensorLayout((tuple(map(range, shape)),) * size, tuple(range(size)))
+
+
+def _layout(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], ranks: RankGroup
+) -> TensorLayout:
+    for placement in placements:
+        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
+            raise ValueError(f"parameters must be sharded or replicated, got {placement}")
+    boxes, copies = [], []
+    for rank in ranks.ranks:
+        coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
+        boxes.append(_box(shape, tuple(mesh.shape), coordinate, placements))
+        copy = 0
+        for place, size, placement in zip(coordinate, mesh.shape, placements, strict=True):
+            if isinstance(placement, Replicate):
+                copy = copy * size + place
+        copies.append(copy)
+    return TensorLayout(tuple(boxes), tuple(copies))
+
+
+def _box(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> Box:
+    """Return the part of a tensor at one place of a mesh.
+
+    A strided shard was cut after the shards of later mesh dimensions: FSDP after tensor
+    parallelism. `torch.chunk` says where.
+    """
+    dims = range(len(placements))
+    plain = [i for i in dims if not isinstance(placements[i], _StridedShard)]
+    strided = [i for i in reversed(dims) if isinstance(placements[i], _StridedShard)]
+    box = [*map(range, shape)]
+    for i in (*plain, *strided):
+        placement = placements[i]
+        if isinstance(placement, (Shard, _StridedShard)):
+            whole = box[placement.dim]
+            size = -(-len(whole) // mesh[i])
+            box[placement.dim] = whole[size * coordinate[i] :][:size]
+    return tuple(box)

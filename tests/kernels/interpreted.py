@@ -18,12 +18,11 @@ from torch import Tensor
 
 from scripts.bench import tune
 from spectral import Muon, MuonSphere, SpectralSphere, kernels, msign
-from spectral.kernels import dispatch, grouped, library, momentum, symmetric, update
+from spectral.kernels import dispatch, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.optimizer import SpectralOptimizer
 from spectral.rules.base import take_step
-from spectral.rules.momentum import momentum_of
-from spectral.rules.muon import MuonRule, PolarRule
+from spectral.rules.muon import MuonRule, PolarRule, momentum_of
 from spectral.rules.spectral_sphere import SpectralSphereRule
 from spectral.stepping import accumulate
 
@@ -190,7 +189,7 @@ def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor 
 
 @pytest.mark.parametrize("active", [True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("shape", [(1, 7), (2, 70, 90), (1, 2 * momentum.BLOCK), (0,)])
+@pytest.mark.parametrize("shape", [(1, 7), (2, 70, 90), (1, 2 * update.BLOCK), (0,)])
 def test_momentum(shape: tuple[int, ...], nesterov: bool, active: bool) -> None:
     """Of a part of a block and of several; a skipped step keeps the mean, whatever the gradient."""
     grad, mean = torch.randn(2, *shape)
@@ -200,7 +199,7 @@ def test_momentum(shape: tuple[int, ...], nesterov: bool, active: bool) -> None:
         expected, along = momentum_of(rule, grad.double(), {"momentum": mean.double()})
     else:
         expected = along = before.double()
-    momentum.average_(grad, mean, rule.momentum, torch.tensor(active), nesterov=nesterov)
+    update.average_(grad, mean, rule.momentum, torch.tensor(active), nesterov=nesterov)
     torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(grad.double(), along, rtol=0, atol=1e-6)
     assert active or torch.equal(mean, before) and torch.equal(grad, before)
@@ -266,9 +265,9 @@ def test_optimizer_joins_shapes_by_the_kernels(
 
     dtype = {"msign_dtype": "float32"} if kind is Muon else {}  # the interpreter is slow
     joined_products: list[int] = []
-    launch = grouped.grams
+    launch = symmetric.grams
     monkeypatch.setattr(
-        grouped, "grams", lambda x, t: joined_products.append(len(x)) or launch(x, t)
+        symmetric, "grams", lambda x, t: joined_products.append(len(x)) or launch(x, t)
     )
     by_kernel = PolarRule._update_by_kernel
     with patch.object(
@@ -340,7 +339,7 @@ def test_a_wrong_result_is_never_chosen() -> None:
 def test_several_stacks_in_one_launch(sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
     stacks = [torch.randn(batch, 18, cols).to(dtype) for batch, cols in sizes]
     stacks[-1] = stacks[-1].mT.contiguous().mT
-    result = grouped.grams(stacks, TILE)
+    result = symmetric.grams(stacks, TILE)
     assert_close(result, kernels.gram(*[x.double() for x in stacks]))
     assert torch.equal(result, result.mT)
 
@@ -348,6 +347,6 @@ def test_several_stacks_in_one_launch(sizes: list[tuple[int, int]], dtype: torch
 def test_nan_stays_in_its_matrix_of_its_stack() -> None:
     stacks = [torch.randn(2, 17, 4), torch.randn(1, 17, 20)]
     stacks[0][1, 16, 2] = float("nan")
-    result = grouped.grams(stacks, TILE)
+    result = symmetric.grams(stacks, TILE)
     assert torch.equal(result.isnan(), kernels.gram(*stacks).isnan())
     assert result[1, 16].isnan().all() and not result[[0, 2]].isnan().any()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from spectral.kernels import gated, grouped, heads, momentum, small, symmetric, update
+from spectral.kernels import gated, heads, small, symmetric, update
 from spectral.kernels.dispatch import SMALL, VECTORS, Tile, candidates
 from spectral.kernels.launches import Launch, observe
 
@@ -37,9 +37,9 @@ def calls() -> dict[str, Callable[[], object]]:
         "gram tf32x3": partial(symmetric.product, wide, wide, Tile(64, 32, 4, 3, "tf32x3")),
         "gram ieee": partial(symmetric.product, wide, wide, Tile(64, 32, 8, 3, "ieee")),
         "commuting": partial(symmetric.product, square, square, FAST),
-        "grouped": partial(grouped.grams, [narrow] * grouped.STACKS, candidates("bfloat16")[0]),
+        "grouped": partial(symmetric.grams, [narrow] * symmetric.STACKS, candidates("bfloat16")[0]),
         "update": partial(update.update_, wide, narrow, rate, rate, gate, rate),
-        "momentum": partial(momentum.average_, wide, wide, 0.95, gate, nesterov=True),
+        "momentum": partial(update.average_, wide, wide, 0.95, gate, nesterov=True),
         "root": partial(small.root, block, block[0], block[0, :, 0], 2, 512),
     }
     wide, query = torch.empty(16, 4096, **HALF), torch.empty(16, 2, 16, 128, **HALF)

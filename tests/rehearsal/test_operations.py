@@ -57,7 +57,7 @@ def average_in_place() -> None:
     """What a traced call does: a kernel that reads and writes both of its tensors."""
     gradient, mean = torch.empty(2, 8, device="cuda").unbind()
     active = torch.ones((), dtype=torch.bool, device="cuda")
-    from spectral.kernels.momentum import average_
+    from spectral.kernels.update import average_
 
     with torch.profiler.record_function("optimizer"):
         average_(gradient, mean, 0.95, active, nesterov=True)

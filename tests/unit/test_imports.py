@@ -14,7 +14,7 @@ import pytest
 from tests.commands import output_of
 
 LAYERS = {"spectral": 0, "models": 1, "parallel": 2, "training": 3, "scripts": 4, "pretrain": 4}
-RANKS = ("spectral/sharded/ranks.py", "spectral/sharded/dtensors.py")
+RANKS = ("spectral/sharded/ranks.py",)
 """Files of the library that may import torch.distributed; others name ProcessGroup alone."""
 ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorboard")
 

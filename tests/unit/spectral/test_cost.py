@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from spectral import positive_definite, singular_triplets, tangent_model
+from spectral import singular_triplets, tangent_model
 from spectral.cost import ELEMENTWISE_FLOPS, factorization_cost, gram_cost, msign_cost
 from spectral.effective_weight import Preconditioner
 from spectral.polar import msign
@@ -72,9 +72,7 @@ def products(rule, shape):
 @pytest.mark.parametrize(("name", "settings"), STEPS)
 def test_a_step_costs_what_it_executes(name, settings, shape, monkeypatch):
     # Costs are those of a GPU.
-    monkeypatch.setattr(
-        positive_definite, "block_rows", lambda rows, device: positive_definite.BLOCK
-    )
+    monkeypatch.setattr(tangent_model, "block_rows", lambda rows, device: tangent_model.BLOCK)
     rule = RULES[name](**settings)
     # The cost leaves out the small dense algebra of Krylov spaces and of the solver's model.
     assert products(rule, shape) == pytest.approx(executed(rule, shape), rel=0.025)
@@ -82,12 +80,12 @@ def test_a_step_costs_what_it_executes(name, settings, shape, monkeypatch):
 
 @pytest.mark.parametrize("rows", [40, 300, 1100])
 def test_the_model_of_a_solve_costs_what_it_executes(rows, monkeypatch):
-    on_a_gpu = {"block_rows": positive_definite.BLOCK, "joined_blocks": positive_definite.JOINED}
+    on_a_gpu = {"block_rows": tangent_model.BLOCK, "joined_blocks": tangent_model.JOINED}
     for name, value in on_a_gpu.items():
-        monkeypatch.setattr(positive_definite, name, lambda *_, value=value: value)
+        monkeypatch.setattr(tangent_model, name, lambda *_, value=value: value)
     monkeypatch.setattr(tangent_model, "CPU_TRIANGLE", tangent_model.TRIANGLE)
     with FlopCounterMode(display=False, custom_mapping=FACTORIZATIONS) as counter:
-        positive_definite.factorized_(torch.eye(rows)[None])
+        tangent_model.factorized_(torch.eye(rows)[None])
         factor = counter.get_total_flops()
         tangent_model._grams([torch.zeros(1, rows, rows + 8)])
     assert factorization_cost(rows) == pytest.approx(factor)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spectral import msign, positive_definite, solve_multiplier, tangent_model
+from spectral import msign, solve_multiplier, tangent_model
 from spectral.polar import coefficients
 from spectral.tangent import Solver, TangentProblem, TangentSolution, default_evaluations
 from spectral.tangent_model import SPACES, Space, build, root, value
@@ -383,12 +383,12 @@ def test_empty_batch_and_errors() -> None:
 def test_systems_in_blocks_are_solved(
     rows: int, size: int, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(positive_definite, "block_rows", lambda rows, device: size)
-    monkeypatch.setattr(positive_definite, "joined_blocks", lambda device: joined)
+    monkeypatch.setattr(tangent_model, "block_rows", lambda rows, device: size)
+    monkeypatch.setattr(tangent_model, "joined_blocks", lambda device: joined)
     half, x = gaussian(3, rows, rows + 8), gaussian(3, 2, rows, seed=1)
     k = half @ half.mT + torch.eye(rows)
-    factor = positive_definite.factorized_(torch.triu(k))  # of which the lower triangle is not read
-    assert torch.allclose(positive_definite.solve(factor, x), torch.linalg.solve(k, x.mT).mT)
+    factor = tangent_model.factorized_(torch.triu(k))  # of which the lower triangle is not read
+    assert torch.allclose(tangent_model.solve(factor, x), torch.linalg.solve(k, x.mT).mT)
 
 
 def test_where_exact_f_jumps_over_zero_the_direction_is_the_optimum() -> None:
