@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Nothing here imports torch: Ctrl-C is listened for before that, and --help does without it.
-from parallel.errors import described
+from parallel.error_text import described
 from training.errors import (
     InputError,
     MissingSetError,

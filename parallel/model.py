@@ -32,12 +32,8 @@ from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
 from parallel.storage.bucket_layout import BucketPlanner, Storage
-from parallel.storage.buffers import Buffers
-from parallel.storage.domain_model import DomainModel
-from parallel.storage.gradients import GradientReducer
-from parallel.storage.parameter_names import named_parameters
-from parallel.storage.stage_units import declare_stage_units, units_of_domain
-from parallel.storage.weight_products import sum_in_products_
+from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer, sum_in_products_
+from parallel.storage.stage_units import declare_stage_units, named_parameters, units_of_domain
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]

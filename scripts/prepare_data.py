@@ -20,7 +20,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from parallel.errors import described, first_line
+from parallel.error_text import described, first_line
 from scripts.command import command, token_count, whole_number
 from scripts.data.catalogue import read_corpora
 from scripts.data.documents import ReadOptions

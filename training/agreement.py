@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from parallel.comm.agreement import disagreements
+from parallel.comm.collectives import disagreements
 from training.errors import InputError
 from training.machine.facts import ROOT, library_versions
 

@@ -2,7 +2,7 @@
 
 from types import TracebackType
 
-from parallel.errors import described
+from parallel.error_text import described
 
 
 class Aid:

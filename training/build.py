@@ -16,7 +16,7 @@ from models.blocks.in_graph_pc import with_gammas
 from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups, initialize
-from parallel.errors import last_line
+from parallel.error_text import last_line
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
-from parallel.errors import last_line
+from parallel.error_text import last_line
 from parallel.observe.weight_watch import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError

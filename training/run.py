@@ -9,8 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import WriterError, first_rank
-from parallel.comm.agreement import Agreement
-from parallel.comm.collectives import CollectiveError, absent_ranks, from_all
+from parallel.comm.collectives import Agreement, CollectiveError, absent_ranks, from_all
 from parallel.comm.groups import Groups
 from parallel.optimizer.build import DisagreementError
 from parallel.optimizer.optimizer import DistributedOptimizer

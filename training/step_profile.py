@@ -16,7 +16,7 @@ from torch import profiler
 
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
-from parallel.errors import described, first_line
+from parallel.error_text import described, first_line
 from training.config import Config
 from training.config.schema import ProfileConfig
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from parallel.errors import first_line
+from parallel.error_text import first_line
 
 INDEX_FILE: Final = ".metadata"
 PLAIN_FILE: Final = "common.pt"

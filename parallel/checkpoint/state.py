@@ -15,6 +15,7 @@ holds more than its own part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -24,24 +25,62 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from models.units import Unit
-from parallel.checkpoint.part import Part, part_name
 from parallel.checkpoint.safe_index import Reader, UnsafeIndexError, read_index, read_plain
 from parallel.comm.collectives import found_by_any, from_all
 from parallel.comm.groups import Axis
-from parallel.errors import last_line
+from parallel.error_text import last_line
 from parallel.model import ParallelModel
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.bucket_layout import Span
 from parallel.storage.domain_model import DomainModel
-from parallel.storage.parameter_names import named_buffers
+from parallel.storage.stage_units import named_buffers
 from spectral.batching import grouped
 from spectral.division import Box, sizes_of, span_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, whose memory `value` is: it is saved from there, and loaded into it.
+
+    key      name of the tensor in a checkpoint
+    value    `[*sizes]`
+    shape    of the whole tensor
+    offset   of the box in it
+    written  whether this rank saves it; others hold copies
+    """
+
+    key: str
+    value: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    written: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its name among the parts of a rank."""
+        return part_name(self.key, self.offset)
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Its place in the whole tensor, as torch states it."""
+        return ChunkStorageMetadata(torch.Size(self.offset), self.value.shape)
+
+
+def part_name(key: str, offset: Sequence[int]) -> str:
+    """Name, among the parts of a rank, of the part of tensor `key` at `offset`."""
+    return f"{key}{list(offset)}"
+
 
 SCHEMA = 1
 """Version of keys and shapes; increased when older checkpoints become unreadable."""

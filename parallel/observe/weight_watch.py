@@ -15,7 +15,7 @@ from parallel.model import ParallelModel
 from parallel.optimizer.build import DisagreementError
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.bucket_layout import Slot
-from parallel.storage.parameter_names import named_buffers
+from parallel.storage.stage_units import named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HASHED = 1 << 22

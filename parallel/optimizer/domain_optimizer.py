@@ -32,8 +32,7 @@ from parallel.optimizer.owned_stacks import (
 )
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
-from parallel.storage.buffers import Buffers
-from parallel.storage.domain_model import DomainModel
+from parallel.storage.domain_model import Buffers, DomainModel
 from spectral.batching import add_all_, copy_all_, grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange, local_pairs

@@ -8,7 +8,7 @@ from torch import Tensor
 from models.units import Unit
 from parallel.optimizer.exchange import StackMemory, UnitTransfer
 from parallel.optimizer.routing import Assignment
-from parallel.storage.buffers import Buffers
+from parallel.storage.domain_model import Buffers
 from spectral.batching import grouped
 from spectral.rules.base import Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange

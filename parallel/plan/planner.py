@@ -20,7 +20,7 @@ from parallel.plan.domain import DomainPlan, Owners
 from parallel.plan.memory import Memory, stage_activations
 from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
-from parallel.storage.gradients import TIED_SUM
+from parallel.storage.domain_model import TIED_SUM
 from parallel.storage.stage_units import declare_stage_units
 from spectral.sharded.placement import Placement, place
 

@@ -20,7 +20,7 @@ from parallel.plan.roofline import (
     varying_share,
 )
 from parallel.plan.step_shape import Replicas, StepShape
-from parallel.storage.grouping import default_step_groups
+from parallel.storage.packing import default_step_groups
 
 LAYER_LAUNCHES: Final = 20
 """Launches of a layer's forward pass besides its products."""

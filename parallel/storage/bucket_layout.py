@@ -24,13 +24,14 @@ from math import prod
 from typing import Literal
 
 from models.units import ALL, Unit
-from parallel.storage.grouping import (
+from parallel.storage.packing import (
+    Item,
     bucket_parameters,
     default_step_groups,
     forward_groups,
+    pack,
     set_apart,
 )
-from parallel.storage.packing import Item, pack
 from spectral.batching import grouped
 
 Storage = Literal["auto", "even", "owner"]

@@ -1,15 +1,256 @@
-"""The parameters of one domain on one rank: units, buffers, all-gathers under way."""
+"""The parameters of one domain on one rank: flat buckets of weights and gradients.
 
-from collections.abc import Sequence
+Parameters and gradients are views of the buckets, shards are slices. Gradients are accumulated in
+their buckets, and each bucket is reduced once it is complete; new weights are all-gathered.
+
+Linears add the gradients of their weights to the buckets by the products that compute them. Else
+every micro-batch writes a gradient in 16 bits, and another pass adds it to the float32 sum: 10
+bytes per parameter, and one rounding more. Megatron has the seam, for an extension of Apex.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
 
 import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+from torch.nn.utils import parametrize
 
 from models.units import Unit
-from parallel.comm.collectives import CommVolume, Pending, all_gather_
-from parallel.comm.groups import Domain
-from parallel.storage.buffers import Buffers
-from parallel.storage.gradients import GradientReducer
+from parallel.comm.collectives import CommVolume, Pending, all_gather_, all_reduce_, reduce_scatter_
+from parallel.comm.groups import Axis, Domain
+from parallel.storage.bucket_layout import BucketLayout
+from spectral.batching import copy_all_
+
+
+class Buffers:
+    """Parameter and gradient buckets of one rank.
+
+    parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view of it
+    gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
+    masters      per bucket, this rank's shard `[numel / replicas]` of the weights that the
+                 optimizer steps: a float32 copy of 16-bit parameters, or the parameters' shard
+                 itself if they are wider or if the owners of the bucket's units keep its weights
+    master       an empty tensor with the masters' device and dtype
+    """
+
+    def __init__(
+        self,
+        bucket_layout: BucketLayout,
+        parameters: Mapping[str, torch.nn.Parameter],
+        replicas: Axis,
+        *,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move the parameters' values into the buckets.
+
+        Gradients are accumulated in `gradient_dtype`; None stands for float32 with 16-bit
+        parameters and for the parameters' dtype with wider ones.
+        """
+        self.bucket_layout = bucket_layout
+        self.replicas = replicas
+        some = next(iter(parameters.values()))
+        self.parameters = [
+            torch.zeros(b.numel, dtype=some.dtype, device=some.device)
+            for b in bucket_layout.buckets
+        ]
+        wide = torch.promote_types(some.dtype, torch.float32)
+        dtype = gradient_dtype or wide
+        self.gradients = [torch.zeros_like(flat, dtype=dtype) for flat in self.parameters]
+        for bucket, values, gradients in zip(
+            bucket_layout.buckets, self.parameters, self.gradients, strict=True
+        ):
+            for slot in bucket.slots:
+                parameter = parameters[slot.parameter]
+                view = values.narrow(0, slot.offset, slot.numel).view(parameter.shape)
+                view.copy_(parameter.detach())
+                parameter.data = view
+                gradient = gradients.narrow(0, slot.offset, slot.numel).view(view.shape)
+                parameter.main_grad = gradient  # type: ignore[attr-defined]
+        self.master = some.new_empty(0, dtype=wide)
+        self.masters: list[Tensor] = []
+        self.reload_masters()
+
+    def reload_masters(self) -> None:
+        """Set the masters to the parameters' present values, for instance after initialisation."""
+        self.masters = [
+            self.shard(flat) if bucket.stepped_by_owners else self.shard(flat).to(self.master.dtype)
+            for flat, bucket in zip(self.parameters, self.bucket_layout.buckets, strict=True)
+        ]
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """View of this rank's shard of the bucket `flat`."""
+        size = flat.numel() // self.replicas.size
+        return flat.narrow(0, self.replicas.rank * size, size)
+
+    def gradient_shards(self) -> list[Tensor]:
+        """Views of this rank's shard of every gradient bucket."""
+        return [self.shard(flat) for flat in self.gradients]
+
+    def write_parameters(self, buckets: Sequence[int]) -> None:
+        """Round this rank's master shards of `buckets` into its shards of the parameters."""
+        both = [(self.parameters[bucket], self.masters[bucket]) for bucket in buckets]
+        copy_all_((self.shard(flat), master) for flat, master in both if master.dtype != flat.dtype)
+
+    def zero_gradients(self) -> None:
+        """Clear every gradient bucket."""
+        torch._foreach_zero_(self.gradients)
+
+
+TIED_SUM: Final = "sum of a tied embedding"
+"""Kind of communication between the first and the last pipeline stage."""
+
+Observer = Callable[[str, Tensor], None]
+"""Called with a parameter's name and its gradient of one micro-batch."""
+
+
+class GradientReducer:
+    """Accumulates gradients in their buckets and averages the shards over the replicas.
+
+    Megatron's schedules run all but the last micro-batch inside `no_sync` and call `finish` at the
+    end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when its
+    last gradient is there, and overlaps with the rest; otherwise all start in `finish`.
+
+    observers     by name, what is called with each micro-batch's gradient of each parameter
+    tensor_sums   units whose gradient is a sum over tensor-parallel ranks: the gains under sequence
+                  parallelism, where each rank sees its part of the sequence
+    tied          a tied embedding of which another pipeline stage holds a copy: its gradient is the
+                  sum of those of both, over `domain.ends`
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        parameters: Mapping[str, torch.nn.Parameter],
+        domain: Domain,
+        comm_volume: CommVolume,
+        *,
+        tensor_sums: Sequence[Unit] = (),
+        tied: Sequence[Unit] = (),
+        overlap: bool = True,
+    ) -> None:
+        self.buffers = buffers
+        self.domain = domain
+        self.tensor_sums = tensor_sums
+        self.tied = tied
+        self.overlap = overlap
+        self.comm_volume = comm_volume
+        self._names = [{slot.parameter for slot in b.slots} for b in buffers.bucket_layout.buckets]
+        self._pending = [set(names) for names in self._names]
+        self._handles: dict[int, Pending | None] = {}
+        self._syncing = True
+        self.observers: dict[str, Observer] = {}
+        bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._hook(name, bucket_of[name]))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of micro-batches after which no reduction starts."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def finish(self) -> None:
+        """Wait until this rank's shard of every bucket holds the mean gradient."""
+        for bucket in range(len(self._names)):
+            if bucket not in self._handles:
+                self._reduce(bucket)
+        for handle in self._handles.values():
+            if handle is not None:
+                handle.wait()
+        self._handles.clear()
+        self._pending = [set(names) for names in self._names]
+        for flat in self.buffers.gradients:
+            if self.domain.divisor > 1:
+                self.buffers.shard(flat).div_(self.domain.divisor)
+        for axis, kind, parts in self._partial:
+            self._sum(axis, kind, parts)
+
+    def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
+        def accumulate(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None:  # else its product has added it
+                for observe in self.observers.values():
+                    observe(name, gradient)
+                parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
+                parameter.grad = None
+            if self._syncing and self.overlap:
+                self._pending[bucket].discard(name)
+                if not self._pending[bucket] and bucket not in self._handles:
+                    self._reduce(bucket)
+
+        return accumulate
+
+    def _reduce(self, bucket: int) -> None:
+        self._handles[bucket] = reduce_scatter_(
+            self.buffers.gradients[bucket], self.buffers.replicas, self.comm_volume
+        )
+
+    @cached_property
+    def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
+        """What this rank's shards hold of gradients that are partial sums, views: over which ranks,
+        as what it is counted, and the views."""
+        layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
+        partial = []
+        for axis, kind, units in (
+            (self.domain.tensor, "tensor-parallel sum of gradients", self.tensor_sums),
+            (self.domain.ends, TIED_SUM, self.tied),
+        ):
+            spans = [span for unit in units for span in layout.shard_spans(unit, rank)]
+            if axis is not None and axis.size > 1 and spans:
+                flats = self.buffers.gradients
+                parts = [flats[s.bucket].narrow(0, s.start, s.length) for s in spans]
+                partial.append((axis, kind, parts))
+        return partial
+
+    def _sum(self, axis: Axis, kind: str, parts: list[Tensor]) -> None:
+        """All-reduce the parts over an axis, packed."""
+        packed = torch.cat(parts)
+        all_reduce_(packed, axis, self.comm_volume, kind)
+        torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, in its type, from operands of a type of their own."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+class WeightProducts:
+    """What Megatron calls in place of Apex's extension, by the name that it has there."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
+        """Add the gradient of a weight to `total` `[rows, cols]`, from those of the outputs
+        `[tokens, rows]` and from the `inputs` `[tokens, cols]`."""
+        add_product_(total, gradient.t(), inputs)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
+    """Let linears of `chunks` add their weights' gradients to `main_grad` themselves, or not.
+
+    Weights that are computed in the forward pass have none. The gradient that autograd sees then is
+    None.
+    """
+    layers.fused_weight_gradient_mlp_cuda = WeightProducts
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
+                module.gradient_accumulation_fusion = active and not parametrize.is_parametrized(
+                    module
+                )
 
 
 @dataclass

@@ -1,7 +1,10 @@
-"""The units of one pipeline stage, as every tensor-parallel rank of it declares them."""
+"""Units, parameters and buffers of a pipeline stage, by names that are the same on any layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.families import FAMILIES
@@ -34,3 +37,32 @@ def declare_stage_units(
 def units_of_domain(stage_units: Sequence[Sequence[Unit]], name: str) -> list[list[Unit]]:
     """Keep the units of one domain, "dense" or "expert", of each tensor-parallel rank."""
     return [[unit for unit in units if unit.domain == name] for units in stage_units]
+
+
+def named_parameters(
+    names: Callable[[torch.nn.Module, Sequence[int]], dict[str, str]],
+    modules: Sequence[torch.nn.Module],
+    specs: Sequence[ChunkSpec],
+) -> dict[str, torch.nn.Parameter]:
+    """Parameters of the chunks by declared global name."""
+    parameters: dict[str, torch.nn.Parameter] = {}
+    for module, spec in zip(modules, specs, strict=True):
+        declared = names(module, spec.layers)
+        for name, parameter in module.named_parameters():
+            parameters[declared[name]] = parameter
+    return parameters
+
+
+def named_buffers(
+    chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Persistent buffers of the chunks, which are equal on all ranks of a pipeline stage.
+
+    The name is made from that of the parameter beside it: `layers.0.router.expert_bias`.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for chunk in chunks:
+        for module in chunk.modules():
+            for name, value in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{names[id(next(module.parameters(recurse=False)))]}.{name}", value

@@ -17,9 +17,8 @@ from tqdm import tqdm
 from models.size import all_units
 from models.units import Unit
 from parallel.checkpoint.safe_index import PLAIN_FILE
-from parallel.checkpoint.save_plan import StateWriter
 from parallel.checkpoint.state import SCHEMA
-from parallel.checkpoint.state_writer import FileFacts, file_facts, write_plain
+from parallel.checkpoint.state_writer import FileFacts, StateWriter, file_facts, write_plain
 from training.assignments import unit_options
 from training.config import Config
 from training.errors import InputError

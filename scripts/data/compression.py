@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 
 import pyarrow
 
-from parallel.errors import first_line
+from parallel.error_text import first_line
 from training.errors import DataError
 from training.json_file import POINTER, UNFETCHED
 

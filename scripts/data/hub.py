@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from parallel.errors import first_line
+from parallel.error_text import first_line
 from scripts.data.text import row_text
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer

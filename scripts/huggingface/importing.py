@@ -21,7 +21,7 @@ from models.huggingface.config import (
     model_settings,
 )
 from models.huggingface.tensors import TheirTensor, their_tensors
-from parallel.errors import first_line
+from parallel.error_text import first_line
 from scripts.checkpoints.weights_only import write_state
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import first_rank
-from parallel.comm.agreement import disagreements
-from parallel.comm.collectives import CollectiveError, from_all, on_first
+from parallel.comm.collectives import CollectiveError, disagreements, from_all, on_first
 from parallel.observe.activations import gathered
 from parallel.observe.weight_watch import different
 from parallel.optimizer.build import check_agreement

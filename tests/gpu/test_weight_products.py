@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel.storage.weight_products import add_product_
+from parallel.storage.domain_model import add_product_
 
 
 def test_a_product_is_added_to_a_part_of_a_bucket(world):

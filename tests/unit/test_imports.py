@@ -21,7 +21,7 @@ ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorb
 
 FLOORS = {
     "parallel": [
-        {"disk", "errors"},
+        {"disk", "error_text"},
         {"comm"},
         {"storage"},
         {"model"},

@@ -39,7 +39,7 @@ from parallel.checkpoint.safe_index import (
 )
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import delete, replace_file, sync, sync_all
-from parallel.errors import described
+from parallel.error_text import described
 from training.checkpoint.progress import Progress
 from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, MissingRuleError, load_saved_config

@@ -12,7 +12,7 @@ from models.size import all_units
 from models.units import Unit
 from parallel.checkpoint.state_writer import first_rank
 from parallel.model import ParallelModel
-from parallel.storage.parameter_names import named_buffers
+from parallel.storage.stage_units import named_buffers
 from training.assignments import unit_options
 from training.checkpoint.files import COMPLETE, CheckpointInfo, ResumeError, read_checkpoint
 from training.checkpoint.identity import BACKENDS, changes

@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import torch
 
-from parallel.checkpoint.save_plan import StatePlanner
 from parallel.checkpoint.state_writer import (
     NotFiniteStateError,
     PendingSave,
+    StatePlanner,
     WriterError,
     Written,
     first_rank,

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.checkpoint.safe_index import Reader, read_index
-from parallel.errors import last_line
+from parallel.error_text import last_line
 from training.errors import BrokenCheckpointError
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.errors import described
+from parallel.error_text import described
 from training.errors import DataError
 from training.json_file import check_regular
 

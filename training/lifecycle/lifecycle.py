@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
-from parallel.comm.agreement import Agreement
+from parallel.comm.collectives import Agreement
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
 from training.lifecycle.preemption import REASONS, StopRequests

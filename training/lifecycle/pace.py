@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from models.size import model_size
-from parallel.comm.agreement import Agreement
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import Agreement, from_all
 from parallel.comm.groups import Groups
 from parallel.plan.devices import peak_flops
 from spectral.kernels.dispatch import device_name

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from parallel.checkpoint import state_writer
-from parallel.checkpoint.save_plan import StatePlanner
 from parallel.checkpoint.state import check_fits
+from parallel.checkpoint.state_writer import StatePlanner
 from training.monitor import figures
 from training.rehearsal.places import place
 from training.rehearsal.replacement import put, replace

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from parallel.errors import first_line
+from parallel.error_text import first_line
 from training.config import Config
 from training.report.metrics import read_metrics
 

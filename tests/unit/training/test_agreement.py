@@ -1,6 +1,6 @@
 """How it is said that ranks differ."""
 
-from parallel.comm.agreement import differing
+from parallel.comm.collectives import differing
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:

@@ -13,8 +13,7 @@ from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import matrix_unit
 from parallel.storage.bucket_layout import BucketPlanner
-from parallel.storage.grouping import STEP_ELEMENTS, default_step_groups
-from parallel.storage.packing import Item, pack
+from parallel.storage.packing import STEP_ELEMENTS, Item, default_step_groups, pack
 
 ELEMENTWISE_ROLES = ("embedding", "head", "gain")
 

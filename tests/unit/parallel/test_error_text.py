@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel.errors import first_line
+from parallel.error_text import first_line
 
 
 @pytest.mark.parametrize(
