@@ -268,7 +268,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     from parallel.checkpoint.state_writer import WriterError
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
-    from parallel.optimizer.build import DisagreementError
+    from parallel.optimizer.distributed_optimizer import DisagreementError
     from training.build import start_groups, with_vocabulary
     from training.checkpoint.saving import CheckpointError
     from training.config import check

@@ -8,6 +8,7 @@ Six wings on five floors; a wing imports only those below it, which a test holds
     storage/    where every element lies in flat buckets
     comm/       process groups and collectives
 
-No data, no config and no logging is known here. Start with model.py, then optimizer/optimizer.py;
-docs/architecture.md follows one training step through the files.
+No data, no config and no logging is known here. Start with model.py, then
+optimizer/distributed_optimizer.py; docs/architecture.md follows one training step through the
+files.
 """

@@ -2,7 +2,7 @@
 
 Products of matrices are counted as the code runs them (a multiply-add is two FLOPs). The small
 dense algebra of the Krylov spaces is left out, which matters only below about 100 rows. FLOPs are
-the currency of placement; how long they take is modelled by parallel/plan/roofline.py.
+the currency of placement; how long they take is modelled by parallel/plan/devices.py.
 """
 
 import torch

@@ -14,8 +14,7 @@ from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups
 from parallel.model import ModelOptions, ParallelModel, build_model
-from parallel.optimizer.build import build_optimizer
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer, build_optimizer
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.effective_weight import Preconditioner
 from spectral.rules import RULES, Rule

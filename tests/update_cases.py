@@ -8,7 +8,7 @@ from models.config import ModelConfig
 from models.pc_config import PCConfig
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
-from parallel.optimizer.clip_and_step import CapturedUpdate, Update
+from parallel.optimizer.distributed_optimizer import CapturedUpdate, Update
 from spectral import AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralOptimizer, SpectralSphere
 from spectral.rules import RULES
 from tests.stepped_models import assigned, stepped_model

@@ -18,8 +18,7 @@ from models.units import Unit
 from parallel.comm.groups import Groups, initialize
 from parallel.error_text import last_line
 from parallel.model import ModelOptions, ParallelModel, build_model
-from parallel.optimizer.build import build_optimizer
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer, build_optimizer
 from parallel.optimizer.routing import Assign, Route, route
 from spectral.kernels.dispatch import device_name, has_triton
 from training.agreement import program, require_agreement

@@ -13,8 +13,12 @@ from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel
 from parallel.observe.weight_watch import WeightWatch
-from parallel.optimizer.clip_and_step import CapturedUpdate, Update
-from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
+from parallel.optimizer.distributed_optimizer import (
+    CapturedUpdate,
+    DistributedOptimizer,
+    GradientNorm,
+    Update,
+)
 from spectral.ieee_products import ieee_products
 from training.checkpoint.progress import Progress
 from training.config import Config

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from parallel.checkpoint.state_writer import WriterError, first_rank
 from parallel.comm.collectives import Agreement, CollectiveError, absent_ranks, from_all
 from parallel.comm.groups import Groups
-from parallel.optimizer.build import DisagreementError
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DisagreementError, DistributedOptimizer
 from training.agreement import require_agreement
 from training.build import (
     build_data,

@@ -40,8 +40,8 @@ from parallel.comm.collectives import found_by_any, from_all
 from parallel.comm.groups import Axis
 from parallel.error_text import last_line
 from parallel.model import ParallelModel
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
-from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.bucket_layout import Span
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.stage_units import named_buffers

@@ -43,7 +43,7 @@ from parallel.checkpoint.state import SCHEMA, Part, part_name, sharded_state
 from parallel.comm.collectives import named, on_first
 from parallel.error_text import described
 from parallel.model import ParallelModel
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 class StatePlanner(DefaultSavePlanner):

@@ -12,8 +12,7 @@ from torch import Tensor
 from parallel.comm.collectives import MAX, CommVolume, all_reduce_, found_by_any
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
-from parallel.optimizer.build import DisagreementError
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DisagreementError, DistributedOptimizer
 from parallel.storage.bucket_layout import Slot
 from parallel.storage.stage_units import named_buffers
 

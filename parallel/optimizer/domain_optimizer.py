@@ -16,22 +16,22 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm.groups import Domain
-from parallel.comm.streams import Streams
-from parallel.optimizer.exchange import (
-    StackMemory,
-    UnitTransfer,
-    add_sent_,
-    stage_exchange,
-)
 from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import (
     OwnedStack,
+    StackMemory,
+    Streams,
     gathered_weights,
     owned_stacks,
     stepped_units,
 )
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
+from parallel.optimizer.unit_transfer import (
+    UnitTransfer,
+    add_sent_,
+    stage_exchange,
+)
 from parallel.storage.domain_model import Buffers, DomainModel
 from spectral.batching import add_all_, copy_all_, grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel.optimizer.exchange import (
+from parallel.optimizer.owned_stacks import OwnedStack, cut_all_, gathered_weights, owned_stacks
+from parallel.optimizer.routing import Assign, PCAssignment
+from parallel.optimizer.unit_transfer import (
     UnitTransfer,
-    cut_all_,
     replace_,
     stage_exchange,
 )
-from parallel.optimizer.owned_stacks import OwnedStack, gathered_weights, owned_stacks
-from parallel.optimizer.routing import Assign, PCAssignment
 from parallel.storage.domain_model import DomainModel
 from spectral.division import narrowed
 from spectral.rules.base import Rate, Report, Stack, State, Step

@@ -1,18 +1,111 @@
-"""What an owner keeps of the matrices it steps: stacks of units of equal shape and rates."""
+"""Stacks of units of equal shape and rates: the state and memory that their owner has for them.
 
-from collections.abc import Callable, Iterator, Sequence
+Stacks that do not depend on each other may be stepped on parallel streams of a GPU.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
+import torch
 from torch import Tensor
 
-from models.units import Unit
-from parallel.optimizer.exchange import StackMemory, UnitTransfer
+from models.units import ALL, Unit
 from parallel.optimizer.routing import Assignment
+from parallel.optimizer.unit_transfer import UnitTransfer
 from parallel.storage.domain_model import Buffers
 from spectral.batching import grouped
 from spectral.rules.base import Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange
 from spectral.stepping import Units
+
+Item = TypeVar("Item")
+
+STREAMS: Final = 4
+
+LARGE: Final = 1 << 21
+"""Elements of matrices that fill a GPU by themselves: a product of 128 x 128 has 128 tiles."""
+
+
+class Streams:
+    """Streams for work that does not depend on each other.
+
+    Small stacks of small matrices leave most of a GPU idle, so they take turns on the streams,
+    which start after what the current one has done and which it waits for at the end; so the whole
+    can be recorded as a CUDA graph. Large ones stay on the current stream: on another they gain
+    nothing, and PyTorch's allocator would keep a pool of their scratch for each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = [
+            torch.cuda.Stream(device) for _ in range(STREAMS if device.type == "cuda" else 0)
+        ]
+
+    def spread(self, items: Sequence[Item], elements: Callable[[Item], int]) -> Iterator[Item]:
+        """Yield the items, of so many elements of matrices, each while its stream is the current
+        one.
+
+        Later work on the stream that is current now sees the results.
+        """
+        if not self.streams or len(items) < 2:
+            yield from items
+            return
+        current = torch.cuda.current_stream()
+        began = current.record_event()
+        used = 0
+        for item in items:
+            if elements(item) >= LARGE:
+                yield item
+                continue
+            stream = self.streams[used % len(self.streams)]
+            used += 1
+            stream.wait_event(began)
+            with torch.cuda.stream(stream):
+                yield item
+        # A stream without an item is not part of a capture, so a capture must not wait for it.
+        for stream in self.streams[:used]:
+            current.wait_stream(stream)
+
+
+class StackMemory:
+    """Memory for the pieces of stacks of units, each stack in one block.
+
+    Attributes:
+        pieces: `[elements]` of each unit, by name; views.
+    """
+
+    def __init__(
+        self, stacks: Iterable[Sequence[UnitTransfer]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate memory for the units of `stacks`, each of units of one shape."""
+        self.dtype, self.device = dtype, device
+        self.pieces: dict[str, Tensor] = {}
+        self._blocks: dict[str, Tensor] = {}  # by the name of the first unit
+        for transfers in stacks:
+            block = torch.empty(len(transfers), transfers[0].unit.numel, dtype=dtype, device=device)
+            self._blocks[transfers[0].unit.name] = block
+            names = [transfer.unit.name for transfer in transfers]
+            self.pieces |= zip(names, block, strict=True)
+
+    def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
+        """Return some matrices of a stack `[units, rows, cols]`: a view, if all are `in_order`."""
+        if all(transfer.in_order for transfer in transfers):
+            first = transfers[0].unit
+            return self._blocks[first.name].view(len(transfers), *first.shape)[part]
+        return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
+
+    def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
+        """Write some matrices of a stack, unless they are the view that `assembled` returned."""
+        if not all(transfer.in_order for transfer in transfers):
+            cut_all_(transfers[part], stack, self.pieces)
+
+
+def cut_all_(
+    transfers: Sequence[UnitTransfer], stack: Tensor, pieces: Mapping[str, Tensor]
+) -> None:
+    """Cut the matrices of `stack` `[units, rows, cols]` into `pieces[name]`, by unit."""
+    for transfer, whole in zip(transfers, stack, strict=True):
+        transfer.cut_(whole, pieces[transfer.unit.name])
 
 
 @dataclass

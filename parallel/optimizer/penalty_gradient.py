@@ -16,14 +16,13 @@ from torch import Tensor
 
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
-from parallel.optimizer.exchange import (
-    StackMemory,
+from parallel.optimizer.owned_stacks import StackMemory, cut_all_
+from parallel.optimizer.routing import Assign, Penalty
+from parallel.optimizer.unit_transfer import (
     UnitTransfer,
     add_,
-    cut_all_,
     stage_exchange,
 )
-from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.domain_model import DomainModel
 from spectral.batching import grouped
 from spectral.division import span_of

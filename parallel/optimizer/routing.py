@@ -1,15 +1,18 @@
-"""Routing: which rule updates which unit, with which rates. One row per unit."""
+"""Routing: the rule and rates of each unit, one row per unit, and the work of its owner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
 from models.units import Unit
+from parallel.storage.bucket_layout import BucketLayout
 from spectral.cost import product_flops
 from spectral.effective_weight import Preconditioner
 from spectral.gram_penalty import Normalize, Side
 from spectral.rules.base import Rate, Rule, Step
+from spectral.sharded.placement import Work
 
 
 @dataclass(frozen=True)
@@ -153,3 +156,31 @@ def level_name(pc: PCAssignment) -> str:
     if isinstance(level, int | str):
         return f"level {level}" if isinstance(level, int) else level
     return f"degree {2 * len(level) - 1}"
+
+
+def unit_work(
+    units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, assign: Assign
+) -> list[Work]:
+    """Collect cost and holders of every unit of a stage that has an owner, names ascending.
+
+    Args:
+        units: of each tensor-parallel rank of the stage, ranks ascending.
+        bucket_layout: of the stage, the same on every tensor-parallel rank.
+        assign: rule and penalty of each unit; units that no rank needs whole have no owner.
+    """
+    cost = cache(Assignment.cost)  # units of one shape share it
+    holders_of: dict[str, dict[int, int]] = {}
+    costs: dict[str, float] = {}
+    local: dict[str, dict[int, int]] = {}
+    for tensor_rank, members in enumerate(units):
+        for unit in members:
+            assigned = assign(unit)
+            if not assigned.whole_matrix:
+                continue
+            if unit.name not in local:
+                local[unit.name] = bucket_layout.holders(unit)
+                costs[unit.name] = cost(assigned, unit.shape)
+            holders = holders_of.setdefault(unit.name, {})
+            for data_rank, numel in local[unit.name].items():
+                holders[data_rank * len(units) + tensor_rank] = numel
+    return [Work(name, costs[name], holders_of[name]) for name in sorted(holders_of)]

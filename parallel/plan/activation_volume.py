@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel.plan.layer_weights import layer_weights
-from parallel.plan.roofline import Links
-from parallel.plan.step_shape import StepShape
+from parallel.plan.devices import Links
+from parallel.plan.step_shape import StepShape, layer_weights
 
 
 @dataclass(frozen=True)

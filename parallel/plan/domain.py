@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from models.units import Unit
-from parallel.optimizer.placement import unit_work
-from parallel.optimizer.routing import Assign, Assignment
+from parallel.optimizer.routing import Assign, Assignment, unit_work
 from parallel.plan.step_shape import PlanInputs
 from parallel.storage.bucket_layout import BucketPlanner
 from spectral.rules.base import Rule

@@ -9,7 +9,7 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import CollectiveError, disagreements, from_all, on_first
 from parallel.observe.activations import gathered
 from parallel.observe.weight_watch import different
-from parallel.optimizer.build import check_agreement
+from parallel.optimizer.distributed_optimizer import check_agreement
 from tests.distributed.state_workers import started
 
 

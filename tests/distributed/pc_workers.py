@@ -14,8 +14,8 @@ from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.model import ParallelModel
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.materialized_pc import MaterializedStack
-from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.state_workers import label, started
 from tests.distributed.workers import Case, built, named_gradient, whole_gradients
 from tests.saved_state import save_state

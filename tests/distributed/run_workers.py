@@ -17,7 +17,7 @@ from parallel.checkpoint.state import load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
-from parallel.optimizer.build import DisagreementError
+from parallel.optimizer.distributed_optimizer import DisagreementError
 from tests.distributed.state_workers import label, started
 from tests.run_configs import read_config
 from tests.saved_state import save_state

@@ -14,8 +14,12 @@ from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.observe.weight_watch import check_replicas
-from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
-from parallel.optimizer.clip_and_step import Update
+from parallel.optimizer.distributed_optimizer import (
+    DisagreementError,
+    Update,
+    build_optimizer,
+    check_agreement,
+)
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model

@@ -8,8 +8,8 @@ import torch
 
 from models import dense
 from parallel.comm import collectives
-from parallel.comm.streams import Streams
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
+from parallel.optimizer.owned_stacks import Streams
 from parallel.storage.domain_model import DomainModel
 from spectral.ieee_products import ieee_products
 from training import evaluate

@@ -26,7 +26,7 @@ from parallel.comm.collectives import from_all, on_first
 from parallel.comm.groups import Groups
 from parallel.disk import sync_all
 from parallel.model import ParallelModel
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from training.aid import Aid
 from training.checkpoint import files as checkpoint
 from training.config import Config, to_yaml

@@ -6,7 +6,7 @@ first tenth of the steps.
 
 import math
 
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.penalty_gradient import PenaltyFigures
 from training.config import Config
 from training.config.schema import GramPenaltyConfig

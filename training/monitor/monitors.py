@@ -29,7 +29,7 @@ from parallel.observe.unit_gather import (
     momenta,
     weights,
 )
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.parameter_state import entry_names
 from training.assignments import unit_options
 from training.config import Config, group_of

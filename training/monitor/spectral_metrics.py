@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.effective_weight import DOMAIN
 from training.monitor.unit_counts import Refusals, Solves
 

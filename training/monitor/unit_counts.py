@@ -7,7 +7,7 @@ from torch import Tensor
 
 from parallel.comm.collectives import all_reduce_, from_all
 from parallel.comm.groups import Groups
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 SHOWN = 8
 """Refused units that are named in one report."""

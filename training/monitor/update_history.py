@@ -18,7 +18,7 @@ from parallel.observe.unit_gather import (
     UnitGather,
     weights,
 )
-from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 @dataclass

@@ -12,9 +12,8 @@ import torch
 
 from models.size import all_units
 from models.units import Unit
-from parallel.plan.devices import device_called
+from parallel.plan.devices import EIGEN_ROW, device_called, product_seconds
 from parallel.plan.planner import Plan
-from parallel.plan.roofline import EIGEN_ROW, product_seconds
 from parallel.plan.step_shape import StepShape
 from spectral.batching import grouped
 from spectral.measures import POLAR_STEPS, TOP_STEPS

@@ -1,7 +1,7 @@
 """The search for the fastest layout of a model on a number of GPUs.
 
 Every legal layout has a lower bound of its memory and its time that is cheap to compute
-(parallel/plan/lower_bound.py). Plans are made in the order of the bounds, and the search ends when
+(parallel/plan/step_time.py). Plans are made in the order of the bounds, and the search ends when
 no layout that is left can be among the best: these are the best of all, not of a sample.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from parallel.plan.devices import GIB
-from parallel.plan.lower_bound import fits_at_best, least_seconds
+from parallel.plan.step_time import fits_at_best, least_seconds
 from training.config.checks import divisors
 from training.config.files import as_yaml, escaped, merged_overrides, over
 from training.planning.layouts import AXES, LEVELS, Changes, Layouts, Variant, by_section, changed

@@ -13,7 +13,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel.plan.roofline import Work
+from parallel.plan.devices import Work
 from training.rehearsal.operations import (
     READ_BY_HOST,
     arguments,

@@ -3,7 +3,7 @@ asked."""
 
 import importlib.util
 
-from parallel.plan.roofline import SYMMETRIC, Work
+from parallel.plan.devices import SYMMETRIC, Work
 from training.rehearsal.operations import OPERANDS
 from training.rehearsal.places import place
 from training.rehearsal.trace import Launch, Trace, size_of

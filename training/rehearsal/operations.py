@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from parallel.plan.devices import Device
-from parallel.plan.roofline import (
+from parallel.plan.devices import (
     ATTENTION,
     EIGEN_ROW,
+    Device,
     factor_share,
     product_share,
     varying_share,

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from parallel.plan.devices import Device
-from parallel.plan.roofline import Work, collective_seconds, launch_seconds
+from parallel.plan.devices import Device, Work, collective_seconds, launch_seconds
 from spectral.ieee_products import is_ieee
 from training.rehearsal.counts import Counts
 from training.rehearsal.order import Part, StreamOrder

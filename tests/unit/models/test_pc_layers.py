@@ -11,8 +11,8 @@ from models.pc_config import PCConfig, PCOverride
 from models.size import all_units
 from parallel.comm import groups as process_groups
 from parallel.model import ParallelModel
+from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.materialized_pc import MaterializedStack
-from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.odd_polynomial import evaluate
 from tests.families import tiny_model
 from tests.models import tokens_of

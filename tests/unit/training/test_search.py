@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from parallel.plan.devices import DEVICES
-from parallel.plan.lower_bound import fits_at_best, least_seconds
+from parallel.plan.step_time import fits_at_best, least_seconds
 from tests.paths import ROOT
 from tests.slow_cases import slow_but
 from training.config import check, load_config

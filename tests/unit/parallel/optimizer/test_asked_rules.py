@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from models.size import all_units
-from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.owned_stacks import owned_stacks
 from parallel.optimizer.routing import route
+from parallel.optimizer.unit_transfer import UnitTransfer
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs
 from spectral.rules import RULES

@@ -7,8 +7,8 @@ from typing import NoReturn
 import pytest
 import torch
 
-from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks
+from parallel.optimizer.unit_transfer import UnitTransfer
 from spectral.kernels import dispatch
 from spectral.polar import workspace
 from spectral.stepping import Units, batches

@@ -6,8 +6,8 @@ import pytest
 
 from models.config import ModelConfig
 from parallel.plan.devices import DEVICES, GIB
-from parallel.plan.lower_bound import least_seconds
 from parallel.plan.step_shape import PlanInputs, StepShape
+from parallel.plan.step_time import least_seconds
 from tests.paths import ROOT
 from training.config import load_config
 from training.dry_run import plan_run

@@ -6,7 +6,7 @@ of the momentum to the owners, another sends the updates back. Owners keep the w
 matrices that they step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from models.units import ALL, Unit
+from models.units import Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.storage.bucket_layout import BucketLayout
@@ -178,44 +178,3 @@ def replace_(exchange: Exchange, whole: Mapping[str, Tensor], shards: Held, like
         old = torch.cat(targets)
         new = torch.where(received.isfinite(), received.to(old.dtype), old)
         copy_all_(zip(targets, unpacked(new, targets), strict=True))
-
-
-class StackMemory:
-    """Memory for the pieces of stacks of units, each stack in one block.
-
-    Attributes:
-        pieces: `[elements]` of each unit, by name; views.
-    """
-
-    def __init__(
-        self, stacks: Iterable[Sequence[UnitTransfer]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Allocate memory for the units of `stacks`, each of units of one shape."""
-        self.dtype, self.device = dtype, device
-        self.pieces: dict[str, Tensor] = {}
-        self._blocks: dict[str, Tensor] = {}  # by the name of the first unit
-        for transfers in stacks:
-            block = torch.empty(len(transfers), transfers[0].unit.numel, dtype=dtype, device=device)
-            self._blocks[transfers[0].unit.name] = block
-            names = [transfer.unit.name for transfer in transfers]
-            self.pieces |= zip(names, block, strict=True)
-
-    def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
-        """Return some matrices of a stack `[units, rows, cols]`: a view, if all are `in_order`."""
-        if all(transfer.in_order for transfer in transfers):
-            first = transfers[0].unit
-            return self._blocks[first.name].view(len(transfers), *first.shape)[part]
-        return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
-
-    def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
-        """Write some matrices of a stack, unless they are the view that `assembled` returned."""
-        if not all(transfer.in_order for transfer in transfers):
-            cut_all_(transfers[part], stack, self.pieces)
-
-
-def cut_all_(
-    transfers: Sequence[UnitTransfer], stack: Tensor, pieces: Mapping[str, Tensor]
-) -> None:
-    """Cut the matrices of `stack` `[units, rows, cols]` into `pieces[name]`, by unit."""
-    for transfer, whole in zip(transfers, stack, strict=True):
-        transfer.cut_(whole, pieces[transfer.unit.name])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from models.units import Unit
-from parallel.optimizer.exchange import plan_transfers
+from parallel.optimizer.unit_transfer import plan_transfers
 from parallel.storage.bucket_layout import BucketLayout, BucketPlanner
 from spectral.sharded.exchange import Part
 

@@ -2,24 +2,36 @@
 
 Each rank keeps an even share of the state of every parameter; `parallel.optimizer.domain_optimizer`
 describes a step. Dense parameters and experts are two domains, copied over different ranks.
+
+`Update` clips and steps as one call, which on a GPU may be one CUDA graph. NCCL's collectives can
+be recorded where all ranks record the same ones, so every rank makes the same number of calls
+before it records. The recorded work waits for everything that it starts, including the gathers of
+new weights.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import all_reduce_
+from parallel.comm.collectives import CommVolume, all_reduce_, from_all
+from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.owned_stacks import OwnedStack
 from parallel.optimizer.penalty_gradient import PenaltyFigures
-from spectral.rules.base import Report
+from parallel.optimizer.routing import Assign, unit_work
+from parallel.optimizer.unit_transfer import TensorMode, plan_transfers, shardwise
+from spectral.cuda_graph import CapturedCall
+from spectral.rules.base import Report, waiting_field
+from spectral.sharded.placement import Strategy, place
 
 
 @dataclass(frozen=True)
@@ -189,3 +201,158 @@ class DistributedOptimizer:
     def memory_bytes(self) -> int:
         """Bytes of optimizer state and of separate masters on this rank."""
         return sum(domain.memory_bytes() for domain in self.domains)
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that must hold the same plan, or the same values, do not."""
+
+
+def build_optimizer(
+    model: ParallelModel,
+    assign: Assign,
+    *,
+    placement: Strategy = "auto",
+    step_groups: int | None = None,
+    exchange_dtype: torch.dtype | None = None,
+    overlap_gather: bool = True,
+    tensor_mode: TensorMode = "owner",
+    momentum_dtype: torch.dtype | None = None,
+) -> DistributedOptimizer:
+    """Build the optimizer of `model`, with one owner for every matrix of a pipeline stage.
+
+    Args:
+        model: this rank's part of the model.
+        assign: rule, rates and penalty of each unit.
+        placement: how owners are chosen.
+        step_groups: most groups of buckets that a step is cut into; None as in
+            `BucketLayout.step_groups`.
+        exchange_dtype: dtype in which momentum and updates are sent; None for their own.
+        overlap_gather: whether `step` returns before new weights have arrived.
+        tensor_mode: who steps the matrices that tensor parallelism cuts.
+        momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
+
+    Raises DisagreementError if the ranks of a stage have made different plans.
+    """
+    domains: list[DomainOptimizer] = []
+    owners: dict[str, int] = {}
+    base: list[float] | None = None
+    expert_tensor = model.domains[-1].domain.tensor.size
+    for part in model.domains:
+        if tensor_mode == "shardwise":
+            part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
+        layout = part.buffers.bucket_layout
+        works = unit_work(part.stage_units, layout, assign)
+        placed = place(placement, works, part.domain.stage.size, base=base)
+        plan = layout, placed.strategy, placed.owners
+        check_agreement(plan, part.domain.stage)
+        # Ranks own dense matrices and experts; experts are placed last, on top of the loads of the
+        # ranks that hold the same experts as this one.
+        base = [
+            load
+            for i, load in enumerate(placed.loads)
+            if i // expert_tensor % model.expert.size == model.expert.rank
+        ]
+        group = part.domain.stage.group
+        owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
+        transfers = plan_transfers(part.stage_units, layout, placed.owners)
+        domains.append(
+            DomainOptimizer(
+                part,
+                model.parameters,
+                assign,
+                transfers,
+                step_groups=step_groups,
+                exchange_dtype=exchange_dtype,
+                momentum_dtype=momentum_dtype,
+            )
+        )
+    return DistributedOptimizer(model, domains, owners, overlap_gather=overlap_gather)
+
+
+def check_agreement(plan: object, stage: Axis) -> None:
+    """Raise DisagreementError unless all ranks of the stage have made the same plan."""
+    digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+    everyone = from_all(digest, stage.group)
+    different = [rank for rank, theirs in enumerate(everyone) if theirs != digest]
+    if different:
+        raise DisagreementError(
+            f"bucket layout or placement differs between rank {stage.rank} and ranks "
+            f"{', '.join(map(str, different))} of the same pipeline stage"
+        )
+
+
+class Update:
+    """One update of all weights: the gradients' norm, clipping, the predicate, and the step."""
+
+    def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
+        """Prepare the update; `max_norm` as in `DistributedOptimizer.clip`."""
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.device = optimizer.domains[0].buffers.master.device
+
+    def __call__(self, factor: float | Tensor, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
+        """Clip and step; returns the norm before clipping and a 0-d bool, whether it stepped.
+
+        `factor` multiplies every unit's peak learning rate. Nothing changes unless `allowed`, 0-d
+        bool, is True on all ranks and the norm is finite.
+        """
+        if not isinstance(factor, Tensor):  # in float32, so that a recorded step has equal rates
+            factor = torch.full((), factor, device=self.device)
+        norm = self.optimizer.clip(self.max_norm, allowed)
+        self.optimizer.step(factor, norm.usable)
+        return norm, norm.usable
+
+    def release(self) -> None:
+        """Free what the process groups must outlive."""
+
+
+class CapturedUpdate(Update):
+    """An update that is a CUDA graph from its third time on."""
+
+    def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
+        """Prepare as `Update` does; raises ValueError if a step cannot be recorded."""
+        check_capturable(optimizer)
+        super().__init__(optimizer, max_norm=max_norm)
+        # Written in place before each call, so that a recorded step reads the new values.
+        self.factor = torch.ones((), device=self.device)
+        self.allowed = torch.ones((), dtype=torch.bool, device=self.device)
+        self._captured = CapturedCall(self._run, self.device)
+        self._done: tuple[GradientNorm, Tensor] | None = None
+        self._sent = CommVolume()  # by the recorded call, so by every replay
+
+    def __call__(self, factor: float | Tensor, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
+        """Clip and step as `Update` does."""
+        self.factor.fill_(factor)
+        self.allowed.copy_(allowed)
+        comm_volume = self.optimizer.model.comm_volume
+        before = comm_volume.copy()
+        if self._captured():
+            self._sent = comm_volume - before
+        else:
+            comm_volume.update(self._sent)
+        assert self._done is not None
+        norm, active = self._done  # the next replay writes where this one did
+        copied = GradientNorm(norm.total.clone(), norm.coefficient.clone(), active.clone())
+        return copied, copied.usable
+
+    def release(self) -> None:
+        """Free the graph; must be called before the process groups that it uses are destroyed."""
+        self._captured.release()
+
+    def _run(self) -> None:
+        self._done = super().__call__(self.factor, self.allowed)
+
+
+def check_capturable(optimizer: DistributedOptimizer) -> None:
+    """Raise ValueError naming what prevents a step from being recorded."""
+    if optimizer.overlap_gather:
+        raise ValueError(
+            "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
+        )
+    for stack in optimizer.stacks:
+        waits = waiting_field(stack.rule)
+        if waits is not None:
+            raise ValueError(
+                f"{waits} of rule {stack.assigned.rule_name} must not be True "
+                "with cuda_graph: it waits for the device"
+            )

@@ -7,7 +7,7 @@ of several ranks are in tests/distributed.
 import pytest
 import torch
 
-from parallel.optimizer.clip_and_step import CapturedUpdate
+from parallel.optimizer.distributed_optimizer import CapturedUpdate
 from parallel.optimizer.domain_optimizer import accumulate_
 from spectral.rules import MuonRule
 from tests.slow_cases import slow_but
