@@ -29,18 +29,14 @@ from megatron.core.transformer.transformer_layer import (
 
 from models.blocks import transformer_engine
 from models.blocks.activation import ACTIVATIONS
-from models.blocks.attention import (
-    BiasedRowParallelLinear,
-    RotatedSelfAttention,
-    SDPACoreAttention,
-)
+from models.blocks.attention import SDPACoreAttention
+from models.blocks.decoder_model import DecoderModel, ScaledEmbedding
 from models.blocks.flash_attention import FlashCoreAttention
 from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
-from models.blocks.output import DecoderModel
 from models.blocks.rotary import RotaryEmbedding
-from models.blocks.scaled_embedding import ScaledEmbedding
+from models.blocks.self_attention import BiasedRowParallelLinear, RotatedSelfAttention
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout

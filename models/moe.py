@@ -22,13 +22,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from models import dense
-from models.blocks.dispatcher import sort_tokens_
-from models.blocks.grouped_experts import GroupedExperts
+from models.blocks.experts import GroupedExperts, sort_tokens_
 from models.blocks.norm import RMSNorm
 from models.blocks.router import Router
-from models.config import ModelConfig, MoEConfig
+from models.config import ModelConfig, MoEConfig, scale_of
 from models.layout import ChunkSpec, Layout
-from models.routed_scale import scale_of
 
 LAYER_NAMES = {
     **dense.MEGATRON_LAYER_NAMES,

@@ -11,15 +11,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from models.blocks.attention import RotatedSelfAttention
 from models.blocks.compiled import fuse_blocks_
-from models.blocks.grouped_experts import GroupedExperts
+from models.blocks.experts import GroupedExperts
 from models.blocks.in_graph_pc import (
     UnitWeight,
     gathered,
     precondition_,
     with_gammas,
 )
+from models.blocks.self_attention import RotatedSelfAttention
 from models.config import ModelConfig
 from models.dense import Fp8, Recompute
 from models.engine import without_advice

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.families import FAMILIES
+from models.families import FAMILIES, all_units
 from models.initialize import initialize_
 from models.layout import ChunkSpec
-from models.size import all_units
 from models.units import Unit
 
 

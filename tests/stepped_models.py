@@ -9,8 +9,8 @@ from torch import Tensor
 
 from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
+from models.families import all_units
 from models.pc_config import PCConfig
-from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups
 from parallel.model import ModelOptions, ParallelModel, build_model

@@ -13,7 +13,7 @@ from models.blocks import flash_attention, transformer_engine
 from models.blocks.attention import attention_kernel
 from models.blocks.compiled import missing_compiler
 from models.blocks.in_graph_pc import with_gammas
-from models.size import all_units
+from models.families import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups, initialize
 from parallel.error_text import last_line

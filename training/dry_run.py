@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from models.size import model_size
+from models.families import model_size
 from parallel.plan.devices import Device, device_named
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import PlanInputs, StepShape

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.context import context_part
-from models.documents import documents_of
+from models.blocks.document_attention import documents_of
+from models.layout import context_part
 from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.context import context_chunks, context_part
-from models.layout import Layout
+from models.layout import Layout, context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel

@@ -2,28 +2,27 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models.blocks.document_attention import VARYING, check_varying, varying_attention
-from models.blocks.heads import HeadFunctions, split_heads
-from models.blocks.norm import RMSNorm
-from models.blocks.rotary import rotate_halves
-from models.context import context_chunks, in_sequence_order
-from models.documents import Documents, Part
+from models.blocks.document_attention import (
+    VARYING,
+    Documents,
+    Part,
+    check_varying,
+    varying_attention,
+)
+from models.layout import context_chunks, in_sequence_order
 from spectral.kernels.library import is_slow
 
 FUSED: Final = [
@@ -39,72 +38,12 @@ ROWS: Final = 256
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 
 
-class RotatedSelfAttention(SelfAttention):
-    """Megatron's self-attention with rotary positions by one function `rotate`.
-
-    Megatron's own takes a dozen operations for queries and as many for keys. With `heads`, compiled
-    functions, queries and keys are also normed by it, and their gradients and those of the values
-    are written in one piece.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_halves
-        self.heads: HeadFunctions | None = None
-        self._turns: Tensor | None = None
-
-    @property
-    def splits_heads(self) -> bool:
-        """Whether `heads` may be used: each rank has whole groups, and gains are the plain ones."""
-        norms = self.q_layernorm, self.k_layernorm
-        plain = not self.config.layernorm_zero_centered_gamma
-        whole = self.config.num_query_groups >= self.world_size
-        return whole and all(
-            isinstance(norm, IdentityOp | None) or (isinstance(norm, RMSNorm) and plain)
-            for norm in norms
-        )
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        rotary_pos_emb: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what Megatron's does; `rotary_pos_emb` are turns `[s, 1, 1, 2 d]`."""
-        self._turns = rotary_pos_emb
-        output: tuple[Tensor, Tensor | None] = super().forward(
-            hidden_states, attention_mask, **options
-        )
-        return output
-
-    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
-        """Return Megatron's queries, keys and values, the first two rotated."""
-        if self._turns is None or self.heads is None:
-            query, key, value = super().get_query_key_value_tensors(*arguments, **options)
-            if self._turns is not None:
-                query, key = self.rotate(query, key, self._turns)
-            return query, key, value
-        options["split_qkv"] = False
-        mixed, _ = super().get_query_key_value_tensors(*arguments, **options)
-        norms = [x for x in (self.q_layernorm, self.k_layernorm) if isinstance(x, RMSNorm)]
-        epsilon = self.config.layernorm_epsilon
-        return split_heads(mixed, self._turns, [x.weight for x in norms], epsilon, self.heads)
-
-
-class BiasedRowParallelLinear(RowParallelLinear):
-    """Megatron's row-parallel linear with a bias, where its config has none for all linears."""
-
-    def __init__(self, *arguments: Any, bias: bool, **options: Any) -> None:
-        super().__init__(*arguments, bias=True, **options)
-
-
 class CoreAttention(torch.nn.Module):
     """Causal softmax(scale q k^T) v of a layer, with the scale 1 / sqrt(d) unless another is given.
 
     Takes the place of Megatron's DotProductAttention, which materialises the scores `[s, s]`.
     Under context parallelism each rank has the queries, keys and values of its part of the sequence
-    (models/context.py) and gathers the keys and values of all others, so it is exact attention.
+    (models/layout.py) and gathers the keys and values of all others, so it is exact attention.
     Subclasses say how one part of the queries is attended.
     """
 

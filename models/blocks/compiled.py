@@ -20,15 +20,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from models.blocks.activation import Activation, activation_of
-from models.blocks.attention import RotatedSelfAttention
-from models.blocks.gated import with_one_gradient
-from models.blocks.grouped_experts import GroupedExperts
-from models.blocks.heads import HeadFunctions
+from models.blocks.activation import Activation, activation_of, with_one_gradient
+from models.blocks.experts import GroupedExperts
 from models.blocks.latent_attention import LatentAttention
-from models.blocks.norm import RMSNorm
-from models.blocks.residual import SumFunctions, left_to
-from models.compiler import compiler_problem
+from models.blocks.norm import RMSNorm, SumFunctions, left_to
+from models.blocks.self_attention import HeadFunctions, RotatedSelfAttention
+from models.engine import compiler_problem
 
 GRAPHS: Final = 64
 """Graphs of one function at most: shapes of a model times gradient modes. One more is an error,

@@ -1,12 +1,103 @@
-"""Attention within documents by the kernel of variable length, which skips what they do not see."""
+"""Documents that share the sequences of a micro-batch, and attention within them.
 
+Attention does not cross their borders: the kernel of variable length skips other documents.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from models.documents import Lengths
+from models.layout import context_chunks, context_part
+
+Move = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The documents of packed queries and keys, as kernels of variable length take them.
+
+    queries, keys   where each begins in the packed tokens, then their number: int32 `[documents +
+                    1]` on the device
+    most_queries, most_keys   of one document
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The documents of a range of queries.
+
+    firsts    place in the sequence of the first token of each query's document `[b, s]`
+    lengths   the same for kernels of variable length
+    """
+
+    firsts: Tensor
+    lengths: Lengths
+
+
+@dataclass(kw_only=True)
+class Documents(PackedSeqParams):
+    """The documents of the tokens `[b, s]` that a context-parallel rank holds.
+
+    Megatron hands them from the model to the core attention of every layer. The format is not its
+    `thd`, so that it leaves queries, keys and values as they are.
+
+    positions   of each token in its document `[b, s]`
+    parts       of the ranges of `context_chunks`, in their order
+    """
+
+    positions: Tensor
+    parts: list[Part]
+
+
+def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) -> Documents:
+    """Return the documents of whole sequences on context rank `rank` of `size`.
+
+    `firsts` `[b, s]`, on the host, are the places in the sequence of the first token of each
+    token's document; `move` brings a tensor to the device.
+    """
+    length = firsts.shape[1]
+    place = {"rank": rank, "size": size}
+    positions = context_part(torch.arange(length) - firsts, 1, **place)
+    parts = []
+    for chunk in context_chunks(length, **place):
+        of_chunk = firsts[:, chunk.start : chunk.stop]
+        parts.append(Part(move(of_chunk), lengths_of(of_chunk, chunk, move)))
+    return Documents(
+        qkv_format="sbhd",
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        positions=move(positions),
+        parts=parts,
+    )
+
+
+def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
+    """The lengths of the queries in `chunk`, and of the keys of the sequences up to its end."""
+    pairs = torch.cat([_queries_and_keys(row, chunk) for row in firsts])
+    ends = F.pad(pairs.cumsum(0), (0, 0, 1, 0)).int()
+    queries, keys = (move(x.contiguous()) for x in ends.unbind(1))
+    most_queries, most_keys = pairs.amax(0).tolist()
+    return Lengths(queries, keys, most_queries, most_keys)
+
+
+def _queries_and_keys(firsts: Tensor, chunk: range) -> Tensor:
+    """The number of queries and of keys of each document `[documents, 2]` of a sequence."""
+    starts = firsts.unique_consecutive()
+    ends = F.pad(starts[1:], (0, 1), value=chunk.stop)
+    pairs = torch.stack([ends - starts.clamp(min=chunk.start), ends - starts], 1)
+    earlier = starts.new_tensor([[0, starts[0]]])  # keys that no query sees
+    return torch.cat([earlier, pairs]) if starts[0] > 0 else pairs
+
 
 VARYING: Final = "flash_attention of variable length"
 """Name of the kernel."""

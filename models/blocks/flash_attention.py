@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.blocks.attention import CoreAttention
-from models.documents import Part
+from models.blocks.document_attention import Part
 
 MODULES: Final = {
     "flash_attention_3": "flash_attn_interface",

@@ -14,10 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from models.blocks.attention import SDPACoreAttention
+from models.blocks.document_attention import Documents
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import rotate_pairs
 from models.config import LatentConfig
-from models.documents import Documents
 
 
 class ReplicatedLinear(torch.nn.Linear):

@@ -10,9 +10,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from torch import Tensor
 
+from models.blocks.document_attention import Documents
 from models.config import LLAMA3_KEYS, RopeScalingConfig
-from models.context import context_part
-from models.documents import Documents
+from models.layout import context_part
 
 
 class RotaryEmbedding(MegatronRotaryEmbedding):

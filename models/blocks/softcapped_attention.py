@@ -18,8 +18,8 @@ from models.blocks.attention import (
     other_documents,
     score_blocks,
 )
-from models.blocks.softcap import softcap_
-from models.documents import Part
+from models.blocks.decoder_model import softcap_
+from models.blocks.document_attention import Part
 
 
 class SoftcappedCoreAttention(CoreAttention):

@@ -11,7 +11,7 @@ from math import prod
 from torch import Tensor
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
-from models.huggingface.config import architecture
+from models.huggingface.config_json import architecture
 from models.units import ALL, Index
 
 SCORE_BIAS = ".e_score_correction_bias"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
-from models.size import mean_keys
+from models.families import mean_keys
 from parallel.plan.activation_volume import activation_traffic
 from parallel.plan.devices import (
     ATTENTION,

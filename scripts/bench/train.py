@@ -14,11 +14,11 @@ update` compares the steps without data, forward and backward. Phases are then p
 CPU. The phase data is reading tokens and comparing them with their hashes; `--variant
 data.verify=none` is without the latter.
 
-MFU is model FLOPs per token (models/size.py: 6 per parameter of an active matrix, causal attention;
-recomputation does not count) times tokens per second and device, over the device's dense bfloat16
-peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). Other devices
-need --peak-flops, without which MFU is null. Phases are timed by events on a GPU, which no step
-waits for, and by the clock on a CPU; steps include the logging that the config asks for.
+MFU is model FLOPs per token (models/families.py: 6 per parameter of an active matrix, causal
+attention; recomputation does not count) times tokens per second and device, over the device's dense
+bfloat16 peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). Other
+devices need --peak-flops, without which MFU is null. Phases are timed by events on a GPU, which no
+step waits for, and by the clock on a CPU; steps include the logging that the config asks for.
 
 --profile writes a trace of one step and counts, on a GPU, how often the host waits in it. Without a
 GPU a rehearsal says where the host would wait (docs/planning.md).
@@ -44,7 +44,7 @@ from models.engine import import_engine
 
 import_engine()
 
-from models.size import model_size
+from models.families import model_size
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups, world_size

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.size import all_units
+from models.families import all_units
 from models.units import Unit
 from scripts.checkpoints.weights_only import write_state
 from scripts.data.folder import AtomicFolder

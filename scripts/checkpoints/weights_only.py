@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from tqdm import tqdm
 
-from models.size import all_units
+from models.families import all_units
 from models.units import Unit
 from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.state import SCHEMA

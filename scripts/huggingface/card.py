@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from models.size import model_size
+from models.families import model_size
 from training.checkpoint.files import FOLDER, CheckpointInfo
 from training.config import Config
 from training.config.optimizer import groups_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.config import ModelConfig
-from models.huggingface.config import InexpressibleError, architecture, config_json
+from models.huggingface.config_json import InexpressibleError, architecture, config_json
 from models.huggingface.tensors import their_tensors
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import PreparedTokenizer

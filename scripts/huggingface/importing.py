@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from models.huggingface.config import (
+from models.huggingface.config_json import (
     InexpressibleError,
     differences,
     model_section,

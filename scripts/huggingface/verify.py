@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from models.families import FAMILIES
+from models.families import FAMILIES, all_units
 from models.layout import ChunkSpec
-from models.size import all_units
 from parallel.comm import groups as process_groups
 from parallel.model import install_in_graph
 from parallel.storage.stage_units import named_buffers, named_parameters

@@ -4,7 +4,7 @@ Attention gives the gradients of rotated queries and keys and of values, each a 
 that made the heads takes one, of each group its queries, key and value. The kernel turns the first
 two back, passes them through the heads' RMSNorms, if there are any, and writes that one: each
 gradient and each normed head is read once. The reference is `heads_gradients` of
-models/blocks/heads.py.
+models/blocks/self_attention.py.
 """
 
 import torch

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.context import context_part
-from models.documents import documents_of
+from models.blocks.document_attention import documents_of
+from models.layout import context_part
 from models.pc_config import PCConfig
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.blocks.router import balance_, routers, token_counts
 from models.config import ModelConfig
 from models.layout import Layout
-from models.load_balance import balance_, routers, token_counts
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all

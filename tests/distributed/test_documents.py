@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.context import context_part
+from models.layout import context_part
 from tests.families import SETTINGS, settings
 from tests.launch import run_on_ranks
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from models.families import all_units
 from models.initialize import initialize_
-from models.size import all_units
 from spectral.rules import MuonRule, take_step
 from tests.distributed.workers import named_gradient
 from tests.launch import run_on_ranks

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.context import context_part
+from models.layout import context_part
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from tests.distributed.workers import start, whole_gradients

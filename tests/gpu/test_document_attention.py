@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from models.blocks.attention import causal_attention
-from models.documents import Part, lengths_of
+from models.blocks.document_attention import Part, lengths_of
 
 LENGTH, CHUNK = 512, 128
 DOCUMENTS = [[1, 200, 63, 248], [512], [1] * 512]

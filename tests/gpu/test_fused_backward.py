@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.activation import ACTIVATIONS
-from models.blocks.gated import with_one_gradient
-from models.blocks.heads import heads_gradients
+from models.blocks.activation import ACTIVATIONS, with_one_gradient
+from models.blocks.self_attention import heads_gradients
 from spectral.kernels import heads
 
 # Of the whole gradient: one rounding, and in 16 bits turns that are rounded before.

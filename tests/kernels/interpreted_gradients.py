@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.activation import ACTIVATIONS
-from models.blocks.gated import with_one_gradient
-from models.blocks.heads import HeadFunctions, split_heads
+from models.blocks.activation import ACTIVATIONS, with_one_gradient
 from models.blocks.rotary import rotate_halves
+from models.blocks.self_attention import HeadFunctions, split_heads
 from spectral.kernels import gated, heads
 
 # Of a result's largest entry: sums in another order; bfloat16 is rounded at the end, and turns

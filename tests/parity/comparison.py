@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from models.blocks.router import routers
 from models.config import ModelConfig
-from models.huggingface.config import config_json
+from models.families import all_units
+from models.huggingface.config_json import config_json
 from models.huggingface.tensors import their_tensors
 from models.initialize import normal_
-from models.load_balance import routers
-from models.size import all_units
 from models.units import Unit
 from tests.models import built, tokens_of
 

@@ -52,7 +52,7 @@ class TracedCall:
 
 
 ALLOWED_READS = {
-    "rows of each expert at models/blocks/dispatcher.py": (
+    "rows of each expert at models/blocks/experts.py": (
         "an all-to-all wants the rows of each rank in host memory: once per layer and pass"
     ),
 }

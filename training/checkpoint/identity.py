@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from math import prod
 from typing import Any, Final
 
-from models.size import all_units
+from models.families import all_units
 from spectral.rules import RULES
 from spectral.rules.base import settings as rule_settings
 from training.checkpoint.files import CheckpointInfo

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.size import all_units
+from models.families import all_units
 from models.units import Unit
 from parallel.checkpoint.state_writer import first_rank
 from parallel.model import ParallelModel

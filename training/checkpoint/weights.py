@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from models.blocks.in_graph_pc import GAMMA
-from models.size import all_units
+from models.families import all_units
 from models.units import Unit
 from spectral.batching import grouped
 from training.assignments import unit_options

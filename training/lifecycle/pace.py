@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from models.size import model_size
+from models.families import model_size
 from parallel.comm.collectives import Agreement, from_all
 from parallel.comm.groups import Groups
 from parallel.plan.devices import peak_flops

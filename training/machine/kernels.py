@@ -5,7 +5,7 @@ import subprocess
 
 import torch
 
-from models.compiler import compiler_problem
+from models.engine import compiler_problem
 from parallel.error_text import first_line
 from spectral.kernels.dispatch import Tile, device_name, listed
 from training.machine.device import DeviceError

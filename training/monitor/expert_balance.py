@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.load_balance import (
+from models.blocks.router import (
     balance_,
     layer_numbers,
     max_violation,
     take_balancing_losses,
     token_counts,
 )
+from models.config import ModelConfig
 from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel

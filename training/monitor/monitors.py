@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from models.size import all_units
+from models.families import all_units
 from models.units import Unit
 from parallel.comm.collectives import on_first
 from parallel.comm.groups import Groups

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from models.size import all_units
+from models.families import all_units
 from models.units import Unit
 from parallel.plan.devices import EIGEN_ROW, device_called, product_seconds
 from parallel.plan.planner import Plan

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
-from models.size import model_size
+from models.families import model_size
 from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.memory import Memory

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, bias
 
 from models.blocks.activation import ACTIVATIONS
-from models.blocks.dispatcher import Counts, SortedDispatcher
+from models.blocks.experts import Counts, SortedDispatcher
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.replacement import put
 from training.rehearsal.trace import Launch, Trace

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from shlex import quote
 
-from models.size import model_size
+from models.families import model_size
 from spectral.batching import grouped
 from training.config import Config
 from training.config.optimizer import groups_of

@@ -16,9 +16,8 @@ from models.blocks.attention import (
     causal_attention,
     largest_causal_score,
 )
-from models.blocks.document_attention import varying_attention
+from models.blocks.document_attention import Part, lengths_of, varying_attention
 from models.blocks.softcapped_attention import softcapped_attention
-from models.documents import Part, lengths_of
 from parallel.comm.groups import Groups
 from tests.live_bytes import peak_bytes
 from tests.run_configs import tiny_config

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.blocks.chunked_loss import losses_and_normalizers
+from models.blocks.decoder_model import losses_and_normalizers
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.live_bytes import peak_bytes

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from models.blocks.compiled import fuse_blocks_
 from models.families import FAMILIES
-from models.huggingface.config import InexpressibleError, architecture
+from models.huggingface.config_json import InexpressibleError, architecture
 from models.layout import ChunkSpec
 from parallel.comm.groups import Groups
 from tests.families import tiny_model

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.blocks.activation import ACTIVATIONS
-from models.blocks.gated import with_one_gradient
+from models.blocks.activation import ACTIVATIONS, with_one_gradient
 from tests.commands import interpreted
 from training import build
 from training.build import check_backend, check_device, fused_backward

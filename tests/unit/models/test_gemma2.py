@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 
+from models.blocks.decoder_model import ScaledEmbedding
 from models.blocks.norm import zero_centered_rms_norm
-from models.blocks.scaled_embedding import ScaledEmbedding
-from models.size import mean_keys
+from models.families import mean_keys
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import built

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from models.blocks.grouped_experts import grouped_linear
-from models.load_balance import routers
-from models.routed_scale import routed_scale
+from models.blocks.experts import grouped_linear
+from models.blocks.router import routers
+from models.config import routed_scale
 from tests.families import mixture
 from tests.models import drawn, losses_of
 from tests.step_trace import Operations

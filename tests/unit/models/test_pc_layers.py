@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from models.blocks.in_graph_pc import GAMMA, with_gammas
+from models.families import all_units
 from models.pc_config import PCConfig, PCOverride
-from models.size import all_units
 from parallel.comm import groups as process_groups
 from parallel.model import ParallelModel
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.blocks.router import token_counts
 from models.config import ModelConfig
-from models.load_balance import token_counts
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, tiny_model
 from tests.models import drawn, losses_of

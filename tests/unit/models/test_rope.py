@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.blocks.rotary import RotaryEmbedding
 from models.config import ModelConfig, RopeScalingConfig
-from models.huggingface.config import config_json, differences, model_section, model_settings
-from models.huggingface.rope import rope_parameters
+from models.huggingface.architectures import rope_parameters
+from models.huggingface.config_json import config_json, differences, model_section, model_settings
 
 LENGTH = "original_max_position_embeddings"
 BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, LENGTH: 8192}

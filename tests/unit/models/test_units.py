@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from models.config import InitConfig, ModelConfig
-from models.families import FAMILIES
+from models.families import FAMILIES, all_units, model_size
 from models.initialize import initialize_
-from models.size import all_units, model_size
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step

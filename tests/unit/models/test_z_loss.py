@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from models.blocks.chunked_loss import losses_and_normalizers
+from models.blocks.decoder_model import losses_and_normalizers
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import drawn, tokens_of

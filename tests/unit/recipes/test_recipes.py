@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from models.families import FAMILIES
-from models.routed_scale import routed_scale
-from models.size import all_units, model_size
+from models.config import routed_scale
+from models.families import FAMILIES, all_units, model_size
 from tests.small_recipes import every_recipe, recipe
 from training.config import check, load_config, to_yaml
 

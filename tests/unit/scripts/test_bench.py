@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.size import model_size
+from models.families import model_size
 from scripts.bench import steps, train
 from tests.commands import output_of, torchrun
 from tests.launch import environment

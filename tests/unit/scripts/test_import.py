@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from models.huggingface.config import (
+from models.huggingface.config_json import (
     READABLE,
     config_json,
     differences,

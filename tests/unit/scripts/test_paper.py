@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from models.size import model_size
+from models.families import model_size
 from scripts import plot, reproduce, study
 from scripts.paper import commands, main, plotting
 from scripts.papers.catalogue import full_command, read_catalogue

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pretrain
-from models.size import model_size
+from models.families import model_size
 from scripts.plots.run_data import read_run
 from tests.minimal_config import problems
 from tests.run_configs import read_config, tiny_config

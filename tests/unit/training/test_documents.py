@@ -9,7 +9,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch import Tensor
 
-from models.size import model_size
+from models.families import model_size
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction
 from tests.run_configs import tiny_config

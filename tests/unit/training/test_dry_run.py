@@ -7,7 +7,7 @@ import re
 import pytest
 
 import pretrain
-from models.size import model_size
+from models.families import model_size
 from tests.paths import ROOT
 from tests.small_recipes import every_recipe
 from training.config import load_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.size import all_units
+from models.families import all_units
 from parallel.optimizer.owned_stacks import owned_stacks
 from parallel.optimizer.routing import route
 from parallel.optimizer.unit_transfer import UnitTransfer

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from models.config import ModelConfig, MoEConfig
+from models.families import all_units
 from models.layout import ChunkSpec
-from models.size import all_units
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
 from parallel.plan.memory import activation_bytes

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
+from models.families import all_units
 from models.pc_config import PCConfig
-from models.size import all_units
 from models.units import matrix_unit
 from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.packing import STEP_ELEMENTS, Item, default_step_groups, pack

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.config import ModelConfig
-from models.size import all_units, model_size
+from models.families import all_units, model_size
 from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments

@@ -5,8 +5,8 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.families import FAMILIES
-from models.huggingface.architectures import Architecture
-from models.huggingface.rope import (
+from models.huggingface.architectures import (
+    Architecture,
     rope_differences,
     rope_parameters,
     rope_problem,

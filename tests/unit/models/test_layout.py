@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.context import context_chunks, context_part, in_sequence_order
+from models.layout import context_chunks, context_part, in_sequence_order
 
 
 @given(size=st.integers(1, 6), step=st.integers(1, 5))

@@ -1,18 +1,22 @@
-"""Tokens to their experts and back, by a sort of (token, expert) pairs whose number is known.
+"""Tokens to their experts and back, and the experts' products.
 
 Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows,
-whatever the router says. Sorted by expert they need no mask, no list of indices of unknown length
-and no read by the host. Where ranks share experts, one all-to-all takes the rows there and one
-takes them back, as many to each rank as the router says; the host reads these numbers, once per
-layer and pass. Gathers replace scattered sums forward and backward, so that the result
-does not depend on an order of additions that a GPU chooses anew each time."""
+whatever the router says: a sort of (token, expert) pairs whose number is known. Sorted by expert
+they need no mask, no list of indices of unknown length and no read by the host. Where ranks share
+experts, one all-to-all takes the rows there and one takes them back, as many to each rank as the
+router says; the host reads these numbers, once per layer and pass. Gathers replace scattered sums
+forward and backward, so that the result does not depend on an order of additions that differs from
+run to run on a GPU.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -20,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import all_to_all_single
 
-from models.blocks.grouped_experts import GroupedExperts
+from models.blocks.activation import activation_of
 
 Counts = list[list[int]]
 """`[ranks][local experts]`: rows for each expert of each rank."""
@@ -199,3 +203,64 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         return ctx.back(gradients[0], order, ctx.copies), None, None, None, None
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts with grouped products, so that many small experts keep a GPU busy.
+
+    Parameters are the same: one matrix per expert and product.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        gated = self.config.gated_linear_unit
+        self.activation = activation_of(self.config.activation_func, gated=gated)
+        self.activate: Callable[[Tensor, Tensor], Tensor] = self.activation.scaled
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Return the output `[tokens, hidden]` of tokens that are sorted by expert, and no bias.
+
+        There are `tokens_per_expert` `[experts]` of each; every output is scaled by its token's
+        `permuted_probs` `[tokens]`.
+        """
+        tokens = permuted_local_hidden_states
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        wide = grouped_linear(tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
+        wide = self.activate(wide, permuted_probs)
+        return grouped_linear(wide, ends, [e.linear_fc2.weight for e in self.local_experts]), None
+
+
+def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return tokens `[tokens, cols]` times their experts' transposed weights, `[tokens, rows]`.
+
+    Tokens from `ends[i - 1]` to `ends[i]` (int32) are those of `weights[i]` `[rows, cols]`. All are
+    float32, bfloat16 or float16.
+    """
+    product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Stack the weights for each product and keep no stack, which is as large as the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends, *weights)
+        if not len(tokens):  # kernels have no products without rows
+            return tokens.new_empty(0, weights[0].shape[0])
+        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tokens, ends, *weights = ctx.saved_tensors
+        upstream = gradients[0].contiguous()
+        if not len(tokens):
+            return torch.empty_like(tokens), None, *map(torch.zeros_like, weights)
+        of_tokens = F.grouped_mm(upstream, torch.stack(weights), offs=ends)
+        of_weights = F.grouped_mm(upstream.t(), tokens, offs=ends)
+        return of_tokens, None, *of_weights.unbind()

@@ -1,4 +1,4 @@
-"""Queries, keys and values of the heads from what one linear gives for all of them.
+"""Self-attention around the core: queries, keys and values of the heads from one linear.
 
 Autograd would write the gradients of the three, rotated and normed, and then copy them into one
 tensor for the linear's backward pass; here one function that can be compiled writes that tensor.
@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from models.blocks.norm import rms_norm, rms_norm_gradients
+from models.blocks.norm import RMSNorm, rms_norm, rms_norm_gradients
 from models.blocks.rotary import rotate_halves, rotated
 
 
@@ -101,3 +104,63 @@ def _parts(mixed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The queries, keys and values `[s, b, groups, n, size]` in `mixed`, views."""
     heads = mixed.unflatten(3, (-1, size))
     return heads[:, :, :, :-2], heads[:, :, :, -2:-1], heads[:, :, :, -1:]
+
+
+class RotatedSelfAttention(SelfAttention):
+    """Megatron's self-attention with rotary positions by one function `rotate`.
+
+    Megatron's own takes a dozen operations for queries and as many for keys. With `heads`, compiled
+    functions, queries and keys are also normed by it, and their gradients and those of the values
+    are written in one piece.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_halves
+        self.heads: HeadFunctions | None = None
+        self._turns: Tensor | None = None
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether `heads` may be used: each rank has whole groups, and gains are the plain ones."""
+        norms = self.q_layernorm, self.k_layernorm
+        plain = not self.config.layernorm_zero_centered_gamma
+        whole = self.config.num_query_groups >= self.world_size
+        return whole and all(
+            isinstance(norm, IdentityOp | None) or (isinstance(norm, RMSNorm) and plain)
+            for norm in norms
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what Megatron's does; `rotary_pos_emb` are turns `[s, 1, 1, 2 d]`."""
+        self._turns = rotary_pos_emb
+        output: tuple[Tensor, Tensor | None] = super().forward(
+            hidden_states, attention_mask, **options
+        )
+        return output
+
+    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
+        """Return Megatron's queries, keys and values, the first two rotated."""
+        if self._turns is None or self.heads is None:
+            query, key, value = super().get_query_key_value_tensors(*arguments, **options)
+            if self._turns is not None:
+                query, key = self.rotate(query, key, self._turns)
+            return query, key, value
+        options["split_qkv"] = False
+        mixed, _ = super().get_query_key_value_tensors(*arguments, **options)
+        norms = [x for x in (self.q_layernorm, self.k_layernorm) if isinstance(x, RMSNorm)]
+        epsilon = self.config.layernorm_epsilon
+        return split_heads(mixed, self._turns, [x.weight for x in norms], epsilon, self.heads)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron's row-parallel linear with a bias, where its config has none for all linears."""
+
+    def __init__(self, *arguments: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*arguments, bias=True, **options)

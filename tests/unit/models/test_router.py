@@ -6,8 +6,8 @@ from math import sqrt
 import pytest
 import torch
 
-from models.load_balance import balance_, max_violation, routers, token_counts
-from models.routed_scale import routed_scale
+from models.blocks.router import balance_, max_violation, routers, token_counts
+from models.config import routed_scale
 from tests.families import mixture
 from tests.models import drawn
 
