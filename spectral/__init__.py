@@ -2,7 +2,12 @@
 
 from .cuda_graph import CapturedStep
 from .gram_penalty import gram_penalty
-from .optimizer import (
+from .optimizer import SpectralOptimizer
+from .parameter_split import ParameterSplit, split_parameters
+from .pc_layers import PCLinear, merge_, preconditioned
+from .polar import msign
+from .qk_clip import clip_qk_
+from .rule_optimizers import (
     AdaMuon,
     AdamW,
     Muon,
@@ -10,13 +15,8 @@ from .optimizer import (
     MuonSphere,
     NorMuon,
     SpectralDescent,
-    SpectralOptimizer,
     SpectralSphere,
 )
-from .parameter_split import ParameterSplit, split_parameters
-from .pc_layers import PCLinear, merge_, preconditioned
-from .polar import msign
-from .qk_clip import clip_qk_
 from .singular_triplets import top_singular
 from .tangent import solve_multiplier
 

@@ -10,9 +10,7 @@ and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.sharded.matrices`.
 """
 
-import inspect
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
@@ -29,7 +27,7 @@ from .device_values import are_finite, surely_finite
 from .division import Division
 from .ieee_products import ieee_products
 from .local_part import gradients_of, is_dtensor, local_gradient, local_of, placed_like
-from .options import FIXED, check_options, describe, fields_of, rate_of, rename_, signature_of
+from .options import FIXED, check_options, fields_of, rate_of, rename_
 from .parameter_split import ParameterSplit, check_name
 from .parameter_state import (
     MASTER,
@@ -104,20 +102,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields that the user gave
     _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
     _exchange_dtype: torch.dtype | None = None
-
-    def __init_subclass__(cls, *, rule: str | None = None) -> None:
-        """Give a class of `rule` its signature, and all arguments in its docstring."""
-        super().__init_subclass__()
-        if rule is None:
-            return
-        cls.default_rule = rule
-        cls.__signature__ = signature_of(cls, rule)  # type: ignore[attr-defined]
-        # The library is installed under another name than that of its folder.
-        fields = describe(rule).replace("`spectral.", f"`{__package__}.")
-        common = (inspect.getdoc(SpectralOptimizer) or "").partition("Args:\n")[2]
-        common = common.partition("\nRaises:")[0]
-        common = re.sub(r" {4}(rule|options): .*\n( {5}.*\n)*", "", common)
-        cls.__doc__ = f"{inspect.getdoc(cls)}\n\nArgs:\n{common}{fields}\n"
 
     def __init__(
         self,
@@ -654,85 +638,3 @@ def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
         check_value(name, Rate, group[name])
         if not isinstance(group[name], Tensor) and group[name] < least:
             raise ValueError(f"{name} must not be negative, got {group[name]}")
-
-
-class AdamW(SpectralOptimizer, rule="adamw"):
-    """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
-
-    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Equals
-    `torch.optim.AdamW` on the same betas. For embeddings, heads, gains and biases, which
-    `split_parameters` gives to it beside any other rule, and as the reference.
-
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-    """
-
-
-class Muon(SpectralOptimizer, rule="muon"):
-    """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M by a scale s of the shape.
-
-    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Equals `torch.optim.Muon`
-    on the same polynomials. The first spectral optimizer to try.
-
-        optimizer = Muon(split_parameters(model), lr=2e-2)
-    """
-
-
-class NorMuon(SpectralOptimizer, rule="normuon"):
-    """NorMuon: Muon whose update has rows of equal size, by a second moment of each neuron's.
-
-    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Where neurons of
-    one layer learn at very different rates under Muon.
-
-        optimizer = NorMuon(split_parameters(model), lr=2e-2)
-    """
-
-
-class AdaMuon(SpectralOptimizer, rule="adamuon"):
-    """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)`, of O = msign(sign(M)) and its mean square V.
-
-    Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
-    mean square 0.2 lr. For rates tuned for AdamW, and entries of one weight that learn at very
-    different rates; it keeps V, as large as the weight, beside the momentum.
-
-        optimizer = AdaMuon(split_parameters(model), lr=1e-3)
-    """
-
-
-class MuonSphere(SpectralOptimizer, rule="muon_sphere"):
-    """Muon on weights that are rescaled to spectral norm R before every step.
-
-    Source: "Controlled LLM Training on Spectral Sphere". For runs whose weights must not grow: no
-    weight decay to tune, and rates that stay when the width changes.
-
-        optimizer = MuonSphere(split_parameters(model), lr=5e-3)
-    """
-
-
-class SpectralSphere(SpectralOptimizer, rule="spectral_sphere"):
-    """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
-
-    Source: "Controlled LLM Training on Spectral Sphere", algorithm 1; lambda solves
-    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). For what
-    MuonSphere is for, of which it is the exact form.
-
-        optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
-    """
-
-
-class MuonPlusPlus(SpectralOptimizer, rule="muon_plus_plus"):
-    """Muon++: Muon whose step leaves the weight's top singular value where it is.
-
-    Source: "Towards a Principled Muon under muP" (Zhao), algorithms 1 and 2. For experiments with
-    weights of constant norm.
-
-        optimizer = MuonPlusPlus(split_parameters(model), lr=5e-3)
-    """
-
-
-class SpectralDescent(SpectralOptimizer, rule="spectral_descent"):
-    """Spectral descent: `W -= lr ||G||_* msign(G)`, the step of steepest descent without momentum.
-
-    Source: "When do spectral gradient updates help in deep learning?". For theory and small models.
-
-        optimizer = SpectralDescent(split_parameters(model), lr=1e-3)
-    """

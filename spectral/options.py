@@ -5,15 +5,8 @@ train as well (docs/library.md has the evidence). Weights in float64, which some
 accuracy, keep the defaults of the rules, and so do the trainer's configs.
 """
 
-import ast
-import inspect
-import re
-import sys
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import cache
-from itertools import pairwise
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -128,54 +121,3 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
         hint = f"; {HINTS[name]}" if name in HINTS else nearest(name, known)
         if hint or not foreign:
             raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")
-
-
-def signature_of(kind: type, rule: str) -> inspect.Signature:
-    """Return the signature of an optimizer class, with the fields of its rule in place of
-    `options`."""
-    own = inspect.signature(kind.__init__)  # type: ignore[misc]
-    types = {field.name: field.type for field in fields(RULES[rule])}
-    parameters = [
-        parameter.replace(default=rate_of(rule)) if name == "lr" else parameter
-        for name, parameter in own.parameters.items()
-        if name not in ("self", "rule", "options")
-    ]
-    parameters += [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name]
-        )
-        for name, default in fields_of(rule).items()
-    ]
-    return inspect.Signature(parameters)
-
-
-def describe(rule: str) -> str:
-    """Return the lines of a docstring on the fields of a rule: name, default, meaning."""
-    meanings = meanings_of(RULES[rule])
-    lines = []
-    for name, default in fields_of(rule).items():
-        meaning = re.sub(r"\bnull\b", "None", meanings.get(name, ""))
-        text = f"{name} (default {default!r}): {meaning}"
-        lines.append(textwrap.fill(text, 96, initial_indent=4 * " ", subsequent_indent=8 * " "))
-    return "\n".join(lines)
-
-
-def meanings_of(kind: type) -> dict[str, str]:
-    """Return, by field of a dataclass and its bases, the sentence below it, in one line."""
-    meanings: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
-            continue
-        for node, below in pairwise(_classes_of(base.__module__)[base.__name__].body):
-            if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-                target, text = node.target, below.value
-                if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
-                    meanings[target.id] = " ".join(str(text.value).split())
-    return meanings
-
-
-@cache
-def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    # Of a whole module at once: to find a class, inspect reads its tokens, which takes far longer.
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

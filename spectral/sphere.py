@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-SCALES: dict[str, Callable[[int, int], float]] = {
+Scale = Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"]
+SCALES: dict[Scale, Callable[[int, int], float]] = {
     "spectral_mup": lambda rows, cols: math.sqrt(rows / cols),
     "align_adam_rms": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "spectral_kaiming": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
@@ -16,7 +18,7 @@ eqs. 7 and 16). With spectral_mup updates change hidden features by the same RMS
 with align_adam_rms an update has AdamW's typical RMS of 0.2."""
 
 
-def radius(shape: tuple[int, ...], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
+def radius(shape: tuple[int, ...], mode: Scale = "spectral_mup", scaler: float = 1.0) -> float:
     """Compute the radius of a whole unit of `shape`, never of a shard: `scaler` times its scale."""
     return scaler * SCALES[mode](*shape)
 
@@ -54,7 +56,7 @@ def dynamic_factor(
 
 @torch.no_grad()
 def spectral_init_(
-    weight: Tensor, *, mode: str = "spectral_mup", generator: torch.Generator | None = None
+    weight: Tensor, *, mode: Scale = "spectral_mup", generator: torch.Generator | None = None
 ) -> Tensor:
     """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
 

@@ -8,12 +8,12 @@ for O' = O / (sqrt(V) + epsilon). With the scale `align_adam_rms` its root mean 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..polar import coefficients, newton_schulz
+from ..sphere import Scale
 from .base import Report, Stack, State
 from .muon import matrix_shape, momentum_of
 from .normuon import EPSILON, NorMuonRule
@@ -23,7 +23,7 @@ from .normuon import EPSILON, NorMuonRule
 class AdaMuonRule(NorMuonRule):
     """Muon on signs whose update's entries are divided by the roots of means of their squares."""
 
-    scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "align_adam_rms"
+    scale: Scale = "align_adam_rms"
     """How the update depends on the unit's shape (docs/spectral.md), the paper's by default."""
     beta2: float = 0.95
     """Decay of the mean square of an entry of the update, in [0, 1); the paper's is `momentum`."""

@@ -26,7 +26,7 @@ from ..polar import (
     normalized_,
     polars_of,
 )
-from ..sphere import SCALES
+from ..sphere import SCALES, Scale
 from .base import (
     Report,
     Rule,
@@ -108,6 +108,7 @@ def momentum_of(rule: MomentumRule, grad: Tensor, state: State) -> tuple[Tensor,
     return M, mu * M + (1 - mu) * G if rule.nesterov else M
 
 
+MsignDtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -118,10 +119,10 @@ class MsignRule(Rule):
     whole_matrix: ClassVar[bool] = True
 
     schedule: str = "polar_express"
-    """Polynomials of msign, a key of `spectral.polar.SCHEDULES`."""
+    """Polynomials of msign, a key of `spectrain.polar.SCHEDULES`."""
     steps: int = 8
     """Steps of msign, at least 1."""
-    msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    msign_dtype: MsignDtype | None = None
     """Dtype of the products inside msign; null keeps that of the weight."""
 
     def __post_init__(self) -> None:
@@ -162,7 +163,7 @@ class MsignRule(Rule):
 class PolarRule(MomentumRule, MsignRule):
     """A rule of whole matrices that steps along polar factors, scaled by the matrix's shape."""
 
-    scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
+    scale: Scale = "spectral_mup"
     """How the update depends on the unit's shape (docs/spectral.md)."""
     scale_factor: float = 1.0
     """Factor of the scale; positive."""

@@ -11,7 +11,7 @@ from ..batching import apart, numbers, together
 from ..cost import tangent_cost, triplet_cost
 from ..polar import coefficients, is_tall, newton_schulz, normalized_
 from ..singular_triplets import BLOCK, NEARBY, cold_start, top_pairs
-from ..sphere import dynamic_factor, hard_factor, radius
+from ..sphere import Scale, dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, tolerance_for
 from .base import (
     Report,
@@ -30,7 +30,7 @@ from .muon import PolarRule, matrix_shape, momentum_of
 class RadiusRule(PolarRule):
     """Muon on weights that keep a spectral norm, their radius."""
 
-    radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
+    radius: Scale = "spectral_mup"
     """How the radius R depends on the unit's shape (docs/spectral.md)."""
     radius_scaler: float = 1.0
     """Factor of the radius, the paper's c; positive."""

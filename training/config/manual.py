@@ -1,12 +1,15 @@
 """The manual of the run config: Markdown tables of keys, made from the sentences under fields."""
 
+import ast
 import inspect
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, Final, cast
 
 from models.section import join, shown
-from spectral.options import meanings_of
 from training.config.binding import described, one_section, required, types_of, without_null
 from training.config.schema import Config
 
@@ -18,6 +21,27 @@ def nested(kind: Any) -> type | None:
     """Return the dataclass that the annotation `kind` is or holds, or None for a leaf."""
     inner = without_null(one_section(kind)[0])
     return cast(type, inner) if is_dataclass(inner) else None
+
+
+def meanings_of(kind: type) -> dict[str, str]:
+    """Return, by field of a dataclass and its bases, the sentence below it, in one line."""
+    meanings: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        for node, below in pairwise(_classes_of(base.__module__)[base.__name__].body):
+            if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+                target, text = node.target, below.value
+                if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
+                    meanings[target.id] = " ".join(str(text.value).split())
+    return meanings
+
+
+@cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    # Of a whole module at once: to find a class, inspect reads its tokens, which takes far longer.
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -> Iterator[str]:

@@ -3,12 +3,13 @@
 import copy
 import inspect
 import math
+import re
 import tomllib
 from collections import UserList
 from collections.abc import Callable
 from dataclasses import fields, make_dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_type_hints
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from spectral import AdamW, Muon, MuonSphere, SpectralOptimizer, SpectralSphere
 from spectral.options import DEFAULTS
 from spectral.rules import RULES
 from tests.paths import ROOT
+from training.config.manual import meanings_of
 
 CLASSES = [
     kind
@@ -40,15 +42,22 @@ def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_signature_and_docstring_have_every_field_of_the_rule(kind: type) -> None:
+    """What `help` and type checkers show is written out; the rule says what it must be."""
+    rule = RULES[kind.default_rule]  # type: ignore[attr-defined]
     parameters = inspect.signature(kind).parameters
+    text = " ".join((inspect.getdoc(kind) or "").split())
     made = kind([weight(8, 12)])  # type: ignore[call-arg]
     (group,) = made.param_groups
     assert {"lr", "weight_decay", "nonfinite", "master_weights"} <= parameters.keys()
-    for field in fields(RULES[kind.default_rule]):  # type: ignore[attr-defined]
+    types, meanings = get_type_hints(rule), meanings_of(rule)
+    for field in fields(rule):
         assert parameters[field.name].default == group[field.name] == made.defaults[field.name]
+        assert parameters[field.name].annotation == types[field.name]
         assert f"\n    {field.name} (default {group[field.name]!r}): " in inspect.getdoc(kind)
+        meaning = re.sub(r"\bnull\b", "None", meanings[field.name])
+        assert f" {field.name} (default {group[field.name]!r}): {meaning} " in text
     assert "options" not in parameters and "\n    options: " not in inspect.getdoc(kind)
-    for name in parameters.keys() - {f.name for f in fields(RULES[kind.default_rule])}:
+    for name in parameters.keys() - {f.name for f in fields(rule)}:
         assert inspect.getdoc(kind).count(f"\n    {name}: ") == 1
     assert parameters["lr"].default == group["lr"] == made.defaults["lr"]
 

@@ -1,0 +1,511 @@
+"""The optimizer of each rule, with its arguments: what `help`, type checkers and editors show.
+
+Defaults are those of `options.DEFAULTS`; weights in float64 keep the defaults of the rule.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+
+import torch
+
+from .optimizer import SpectralOptimizer
+from .rules.base import Rate
+from .rules.muon import MsignDtype
+from .sphere import Scale
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+P = ParamSpec("P")
+Nonfinite = Literal["raise", "skip"]
+
+
+def signed(signature: Callable[P, None]) -> Callable[P, None]:
+    """Make an `__init__` that passes on what it is given, and looks like `signature`.
+
+    A default that is not given stays distinct from an equal value that is.
+    """
+
+    @wraps(signature)
+    def init(*args: P.args, **kwargs: P.kwargs) -> None:
+        SpectralOptimizer.__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    return init
+
+
+class AdamW(SpectralOptimizer):
+    """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
+
+    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Equals
+    `torch.optim.AdamW` on the same betas. For embeddings, heads, gains and biases, which
+    `split_parameters` gives to it beside any other rule, and as the reference.
+
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        beta1 (default 0.9): Decay of the mean of the gradient, in [0, 1).
+        beta2 (default 0.95): Decay of the mean of the squared gradient, in [0, 1).
+        epsilon (default 1e-08): Added to the root of the second moment; positive.
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "adamw"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.001,
+        weight_decay: Rate = 0.1,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        epsilon: float = 1e-08,
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class Muon(SpectralOptimizer):
+    """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M by a scale s of the shape.
+
+    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Equals `torch.optim.Muon`
+    on the same polynomials. The first spectral optimizer to try.
+
+        optimizer = Muon(split_parameters(model), lr=2e-2)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        schedule (default 'polar_express'): Polynomials of msign, a key of
+            `spectrain.polar.SCHEDULES`.
+        steps (default 5): Steps of msign, at least 1.
+        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps that of
+            the weight.
+        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
+            M.
+        scale (default 'spectral_mup'): How the update depends on the unit's shape
+            (docs/spectral.md).
+        scale_factor (default 1.0): Factor of the scale; positive.
+        cautious_decay (default False): Decay no entry that the update lets grow ("Cautious
+            Weight Decay", Chen et al., 2025).
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "muon"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.02,
+        weight_decay: Rate = 0.1,
+        *,
+        schedule: str = "polar_express",
+        steps: int = 5,
+        msign_dtype: MsignDtype | None = "bfloat16",
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: Scale = "spectral_mup",
+        scale_factor: float = 1.0,
+        cautious_decay: bool = False,
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class NorMuon(SpectralOptimizer):
+    """NorMuon: Muon whose update has rows of equal size, by a second moment of each neuron's.
+
+    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Where neurons of
+    one layer learn at very different rates under Muon.
+
+        optimizer = NorMuon(split_parameters(model), lr=2e-2)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        schedule (default 'polar_express'): Polynomials of msign, a key of
+            `spectrain.polar.SCHEDULES`.
+        steps (default 5): Steps of msign, at least 1.
+        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps that of
+            the weight.
+        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
+            M.
+        scale (default 'spectral_mup'): How the update depends on the unit's shape
+            (docs/spectral.md).
+        scale_factor (default 1.0): Factor of the scale; positive.
+        cautious_decay (default False): Decay no entry that the update lets grow ("Cautious
+            Weight Decay", Chen et al., 2025).
+        beta2 (default 0.95): Decay of the mean square of a row of the update, in [0, 1).
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "normuon"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.02,
+        weight_decay: Rate = 0.1,
+        *,
+        schedule: str = "polar_express",
+        steps: int = 5,
+        msign_dtype: MsignDtype | None = "bfloat16",
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: Scale = "spectral_mup",
+        scale_factor: float = 1.0,
+        cautious_decay: bool = False,
+        beta2: float = 0.95,
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class AdaMuon(SpectralOptimizer):
+    """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)`, of O = msign(sign(M)) and its mean square V.
+
+    Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
+    mean square 0.2 lr. For rates tuned for AdamW, and entries of one weight that learn at very
+    different rates; it keeps V, as large as the weight, beside the momentum.
+
+        optimizer = AdaMuon(split_parameters(model), lr=1e-3)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        schedule (default 'polar_express'): Polynomials of msign, a key of
+            `spectrain.polar.SCHEDULES`.
+        steps (default 5): Steps of msign, at least 1.
+        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps that of
+            the weight.
+        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
+            M.
+        scale (default 'align_adam_rms'): How the update depends on the unit's shape
+            (docs/spectral.md), the paper's by default.
+        scale_factor (default 1.0): Factor of the scale; positive.
+        cautious_decay (default False): Decay no entry that the update lets grow ("Cautious
+            Weight Decay", Chen et al., 2025).
+        beta2 (default 0.95): Decay of the mean square of an entry of the update, in [0, 1); the
+            paper's is `momentum`.
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "adamuon"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.001,
+        weight_decay: Rate = 0.1,
+        *,
+        schedule: str = "polar_express",
+        steps: int = 5,
+        msign_dtype: MsignDtype | None = "bfloat16",
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: Scale = "align_adam_rms",
+        scale_factor: float = 1.0,
+        cautious_decay: bool = False,
+        beta2: float = 0.95,
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class MuonSphere(SpectralOptimizer):
+    """Muon on weights that are rescaled to spectral norm R before every step.
+
+    Source: "Controlled LLM Training on Spectral Sphere". For runs whose weights must not grow: no
+    weight decay to tune, and rates that stay when the width changes.
+
+        optimizer = MuonSphere(split_parameters(model), lr=5e-3)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        schedule (default 'polar_express'): Polynomials of msign, a key of
+            `spectrain.polar.SCHEDULES`.
+        steps (default 8): Steps of msign, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
+            the weight.
+        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
+            M.
+        scale (default 'spectral_mup'): How the update depends on the unit's shape
+            (docs/spectral.md).
+        scale_factor (default 1.0): Factor of the scale; positive.
+        radius (default 'spectral_mup'): How the radius R depends on the unit's shape
+            (docs/spectral.md).
+        radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
+        krylov_steps (default 4): Block Krylov steps per update from the last step's singular
+            vectors, at least 1.
+        retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
+            retraction_rate lr` towards R.
+        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
+            not negative.
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "muon_sphere"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.005,
+        weight_decay: Rate = 0.1,
+        *,
+        schedule: str = "polar_express",
+        steps: int = 8,
+        msign_dtype: MsignDtype | None = "float16",
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: Scale = "spectral_mup",
+        scale_factor: float = 1.0,
+        radius: Scale = "spectral_mup",
+        radius_scaler: float = 1.0,
+        krylov_steps: int = 4,
+        retraction: Literal["hard", "dynamic"] = "hard",
+        retraction_rate: float = 0.1,
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class SpectralSphere(SpectralOptimizer):
+    """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
+
+    Source: "Controlled LLM Training on Spectral Sphere", algorithm 1; lambda solves
+    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). For what
+    MuonSphere is for, of which it is the exact form.
+
+        optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        schedule (default 'polar_express'): Polynomials of msign, a key of
+            `spectrain.polar.SCHEDULES`.
+        steps (default 8): Steps of msign, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
+            the weight.
+        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
+            M.
+        scale (default 'spectral_mup'): How the update depends on the unit's shape
+            (docs/spectral.md).
+        scale_factor (default 1.0): Factor of the scale; positive.
+        radius (default 'spectral_mup'): How the radius R depends on the unit's shape
+            (docs/spectral.md).
+        radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
+        krylov_steps (default 4): Block Krylov steps per update from the last step's singular
+            vectors, at least 1.
+        retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
+            retraction_rate lr` towards R.
+        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
+            not negative.
+        tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None:
+            2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16, the rounding error of
+            f. In 16 bits the step subtracts the rounding error along u v^T; more than 0.05 in
+            float16 or 0.1 in bfloat16 is a miss, whatever the tolerance.
+        max_evaluations (default None): Largest number of msign evaluations per unit and step,
+            all of which run without early exit; None: 8 with early exit, else 1, or 2 for
+            float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer
+            cards, B300).
+        early_exit (default None): Stop when all units have converged, which waits for the
+            device; None: on a CPU only.
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "spectral_sphere"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.005,
+        weight_decay: Rate = 0.1,
+        *,
+        schedule: str = "polar_express",
+        steps: int = 8,
+        msign_dtype: MsignDtype | None = "float16",
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: Scale = "spectral_mup",
+        scale_factor: float = 1.0,
+        radius: Scale = "spectral_mup",
+        radius_scaler: float = 1.0,
+        krylov_steps: int = 4,
+        retraction: Literal["hard", "dynamic"] = "hard",
+        retraction_rate: float = 0.1,
+        tolerance: float | None = None,
+        max_evaluations: int | None = None,
+        early_exit: bool | None = None,
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class MuonPlusPlus(SpectralOptimizer):
+    """Muon++: Muon whose step leaves the weight's top singular value where it is.
+
+    Source: "Towards a Principled Muon under muP" (Zhao), algorithms 1 and 2. For experiments with
+    weights of constant norm.
+
+        optimizer = MuonPlusPlus(split_parameters(model), lr=5e-3)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        schedule (default 'polar_express'): Polynomials of msign, a key of
+            `spectrain.polar.SCHEDULES`.
+        steps (default 8): Steps of msign, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
+            the weight.
+        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
+        nesterov (default False): Orthogonalise `(1 - momentum) G + momentum M`; the paper
+            orthogonalises the mean M itself.
+        scale (default 'spectral_mup'): How the update depends on the unit's shape
+            (docs/spectral.md).
+        scale_factor (default 1.0): Factor of the scale; positive.
+        radius (default 'spectral_mup'): How the radius R depends on the unit's shape
+            (docs/spectral.md).
+        radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
+        krylov_steps (default 10): Block Krylov steps per singular triplet and update, at least
+            1.
+        algorithm (default 'project_rescale'): project: algorithm 1, which holds the norm only
+            within the gap. project_rescale: algorithm 2, which also rescales the weight to the
+            radius. dual: a first-order relaxation that only demands u^T D v = 0.
+        tolerance (default None): Largest |u^T D v| that counts as tangent, algorithm dual only;
+            None: 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
+        max_evaluations (default None): msign evaluations per unit and step, all of which run,
+            algorithm dual only; None: 1, or 2 for float32 matrices of more than 256 rows on a
+            GPU whose float64 is slow (consumer cards, B300).
+        correlation_rescale (default False): The first time the correlation rho of the entries
+            (eq. 4.13) exceeds its threshold, multiply the weight by sqrt(rho before / rho now).
+            Not with project_rescale.
+        correlation_threshold (default 1.0): The paper's C: the threshold is C (rows^-1/2 +
+            cols^-1/2); positive.
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "muon_plus_plus"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.005,
+        weight_decay: Rate = 0.1,
+        *,
+        schedule: str = "polar_express",
+        steps: int = 8,
+        msign_dtype: MsignDtype | None = "float16",
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        scale: Scale = "spectral_mup",
+        scale_factor: float = 1.0,
+        radius: Scale = "spectral_mup",
+        radius_scaler: float = 1.0,
+        krylov_steps: int = 10,
+        algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale",
+        tolerance: float | None = None,
+        max_evaluations: int | None = None,
+        correlation_rescale: bool = False,
+        correlation_threshold: float = 1.0,
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
+
+
+class SpectralDescent(SpectralOptimizer):
+    """Spectral descent: `W -= lr ||G||_* msign(G)`, the step of steepest descent without momentum.
+
+    Source: "When do spectral gradient updates help in deep learning?". For theory and small models.
+
+        optimizer = SpectralDescent(split_parameters(model), lr=1e-3)
+
+    Args:
+        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None: the default.
+        weight_decay: decoupled decay, times lr.
+        schedule (default 'polar_express'): Polynomials of msign, a key of
+            `spectrain.polar.SCHEDULES`.
+        steps (default 8): Steps of msign, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
+            the weight.
+        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
+        master_weights: step a float32 copy of every 16-bit parameter.
+        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+    """
+
+    default_rule = "spectral_descent"
+
+    @signed
+    def __init__(
+        self,
+        params: Any,
+        lr: Rate | None = 0.001,
+        weight_decay: Rate = 0.1,
+        *,
+        schedule: str = "polar_express",
+        steps: int = 8,
+        msign_dtype: MsignDtype | None = "float16",
+        nonfinite: Nonfinite = "raise",
+        master_weights: bool = True,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None: ...
