@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 FOREIGN = "foreign"
 """Entry of a saved state for what other programs keep under numbers and tensors, which torch takes
-for parameters."""
+for parameters, and under this name."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -365,17 +365,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
         "foreign" of the state, as torch would take it for that of parameters.
         """
         own = {*listed_in(self.param_groups, "params")}
+        state: dict[Any, Any] = self.state  # other programs have keys of any kind
         foreign = {
             key: value
-            for key, value in self.state.items()
-            if isinstance(key, Number) or (isinstance(key, Tensor) and key not in own)
+            for key, value in state.items()
+            if isinstance(key, Number)
+            or (isinstance(key, Tensor) and key not in own)
+            or (isinstance(key, str) and key == FOREIGN)
         }
         for key in foreign:
-            del self.state[key]
+            del state[key]
         try:
             saved = super().state_dict()
         finally:
-            self.state.update(foreign)
+            state.update(foreign)
         if foreign:
             saved["state"][FOREIGN] = foreign
         return saved

@@ -84,6 +84,7 @@ def beside() -> dict[Any, Any]:
         17: torch.ones(2),
         ("a", 1): [1],
         Note(): Note(),
+        "foreign": {"decay": 0.9},
         torch.ones(2): {"momentum": torch.ones(2)},
     }
 
