@@ -25,7 +25,7 @@ import random
 import re
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import groupby
@@ -494,8 +494,8 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
     """Return what one forward pass of an example shows of weights.
 
     Args:
-        model: the model, whose parameters, gradients, buffers, modes and attributes are afterwards
-            as they were.
+        model: the model, whose parameters, gradients, buffers, modes and attributes, with what
+            lists, mappings and generators in them contain, are afterwards as they were.
         weights: some of its parameters of two dimensions or more.
         example: the arguments of the pass, a tensor, a tuple or a mapping, or a function that runs
             it.
@@ -511,6 +511,8 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
                 f"example needs a model that runs, and {name} is {kind}: split before sharding and "
                 "give the sharded model the units that it shows, or leave out example"
             )
+    if not callable(example):  # the pass may write to it
+        example = _copied(example, {p.untyped_storage() for p in model.parameters()}, {})
     watched = Watch(weights, model.parameters(), tensors_in(example))
     with _undisturbed(model):
         for module in model.modules():
@@ -575,6 +577,39 @@ def _skip(watched: Watch, computed: parametrize.ParametrizationList) -> None:
     computed.register_forward_hook(after)
 
 
+def _copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> Any:
+    """Return a copy of an attribute that a pass may write to, with what its containers contain.
+
+    `copies` has those made before, by the id of the original. Tensors in the storages of
+    `parameters` are not copied, nor are objects of other classes.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    numpy = sys.modules.get("numpy")
+    own: Any = value
+    if isinstance(value, Tensor):
+        if value.untyped_storage() in parameters:
+            return value
+        own = value.detach().clone()
+    elif isinstance(value, (random.Random, torch.Generator)) or (
+        numpy is not None and isinstance(value, (numpy.ndarray, numpy.random.Generator))
+    ):
+        own = copy.deepcopy(value)
+    elif isinstance(value, (dict, list, set)):
+        own = copies[id(value)] = copy.copy(value)  # at once, as it may contain itself
+        if not isinstance(value, set):
+            places = value.items() if isinstance(value, dict) else enumerate(value)
+            for place, each in places:
+                if (other := _copied(each, parameters, copies)) is not each:
+                    own[place] = other  # nothing else is set: some mappings refuse changes
+    elif type(value) is tuple:
+        own = tuple(_copied(each, parameters, copies) for each in value)
+    else:
+        return value
+    copies[id(value)] = own
+    return own
+
+
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Let a forward pass change copies of attributes and buffers, and put the rest back.
@@ -584,19 +619,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     spaces = [vars(module) for module in model.modules()]
     saved = [dict(space) for space in spaces]
     parameters = {p.untyped_storage() for p in model.parameters()}
-    clones: dict[int, Tensor] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.untyped_storage() not in parameters:
-            return clones.setdefault(id(value), value.detach().clone())
-        if isinstance(value, dict):
-            tensors = {k: copied(v) for k, v in value.items() if isinstance(v, Tensor)}
-            value = copy.copy(value)
-            if tensors:  # some mappings refuse changes
-                value.update(tensors)
-            return value
-        return copy.copy(value) if isinstance(value, (list, set)) else value
-
+    copies: dict[int, Any] = {}
     trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
     for parameter, *_ in trained:
         parameter.grad = None  # a backward pass would add to it
@@ -610,7 +633,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     flex[EAGER_FLEX] = True  # no mode sees what is compiled
     try:
         for space in spaces:
-            space.update({key: copied(value) for key, value in space.items()})
+            space.update({k: _copied(v, parameters, copies) for k, v in space.items()})
         with torch.random.fork_rng(devices), ExitStack() as stack:
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))

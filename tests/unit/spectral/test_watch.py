@@ -504,6 +504,41 @@ def test_a_pass_leaves_everything_as_it_was() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+class Nested(nn.Module):
+    """Writes to what its attributes contain, and to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(3, 4), linear(4, 3)
+        self.caches = [torch.zeros(4), (torch.zeros(4),)]
+        self.named = {"tensors": [torch.zeros(4)], "counts": {"calls": 0}}
+        self.shared = self.named["tensors"]
+        self.array = np.zeros(2)
+        self.generators = [torch.Generator(), random.Random(0), np.random.default_rng(0)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        hidden = self.first(x) + torch.randn(4, generator=self.generators[0])
+        for tensor in (self.caches[0], self.caches[1][0], self.named["tensors"][0]):
+            tensor.add_(1)
+        assert self.shared[0].all()  # it is still the same tensor
+        self.named["counts"]["calls"] += 1
+        self.array += self.generators[1].random() + self.generators[2].random()
+        return x + self.second(hidden.relu())
+
+
+def test_a_pass_leaves_what_is_in_containers_and_generators_as_it_was() -> None:
+    model, example = Nested(), torch.zeros(2, 3)
+    split_parameters(model, example=example)
+    assert not example.any()
+    assert not any(t.any() for t in (model.caches[0], model.caches[1][0], model.shared[0]))
+    assert model.shared is model.named["tensors"] and model.named["counts"] == {"calls": 0}
+    assert not model.array.any()
+    fresh = Nested().generators
+    assert torch.equal(model.generators[0].get_state(), fresh[0].get_state())
+    assert [g.random() for g in model.generators[1:]] == [g.random() for g in fresh[1:]]
+
+
 class Elements(TorchDispatchMode):
     """Counts the elements that operations write, also those of modes within."""
 
