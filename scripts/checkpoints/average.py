@@ -36,7 +36,7 @@ def average(
 
     `weights` sum to 1. With `on_sphere` each matrix whose rule keeps it on a sphere is scaled to
     its radius. Returns, of these matrices, the spectral norm of the mean over the radius. Raises
-    InputError for checkpoints of several models or tokenizers, or a target that exists.
+    InputError for checkpoints of several runs, models or tokenizers, or a target that exists.
     """
     check_free(target)
     for info in infos:
@@ -69,7 +69,12 @@ def kept(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
-    """Raise InputError unless both checkpoints have one model and one tokenizer."""
+    """Raise InputError unless both checkpoints are of one run, model and tokenizer."""
+    if (run := info.meta.get("run_id")) != last.meta.get("run_id") or run is None:
+        raise InputError(
+            f"{info.path} must be a checkpoint of the run of {last.path}, whose run_id is "
+            f"{last.meta.get('run_id')}, got {run}"
+        )
     different = list(changes(*map(_model, (info, last))))
     if different:
         raise InputError(f"{info.path} has another model than {last.path}: {', '.join(different)}")

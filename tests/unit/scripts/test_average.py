@@ -143,6 +143,25 @@ def test_pc_layers_become_the_mean_of_what_they_multiply_by(other_runs, tmp_path
         torch.testing.assert_close(found, by_hand, rtol=2**-23, atol=1e-12)
 
 
+def test_a_checkpoint_of_another_run_is_refused(copied, tmp_path: Path, capsys) -> None:
+    run = copied("sphere")
+    other = step_folder(run, 2)
+    reseal(other, lambda meta: meta.update(run_id="another"))
+    assert main([str(run), str(tmp_path / "mean")]) == 2
+    said = capsys.readouterr().err
+    assert f"{other} must be a checkpoint of the run of" in said and "got another" in said
+    assert not (tmp_path / "mean").exists()
+
+
+def test_an_average_is_not_averaged_as_a_checkpoint(copied, tmp_path: Path, capsys) -> None:
+    run = copied("sphere")
+    assert main([str(run), str(tmp_path / "mean")]) == 0
+    shutil.rmtree(step_folder(run, 3))
+    shutil.copytree(tmp_path / "mean", step_folder(run, 3))
+    assert main([str(run), str(tmp_path / "again")]) == 2
+    assert "must be a checkpoint of the run of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("back", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, capsys) -> None:
     asked = ["--on-sphere"] if back else []
