@@ -33,6 +33,7 @@ from training.data.manifest import (
     MANIFEST_FILE,
     Manifest,
     check_one_tokenizer,
+    check_tokenizer,
     read_manifest,
     shared_text,
 )
@@ -336,6 +337,8 @@ def build_data(
         open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
     else:
         check_tokenizers(data)
+        if isinstance(source, Manifest) and data.verify != "none":
+            check_tokenizer(source)
     borders = Borders(mask=data.document_mask, first_token_loss=data.first_token_loss)
     train = TrainingData(
         [(name, each.path, each.weight) for name, each in data.train.items()],

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
+from scripts.data.tokenizer import TOKENIZER_FILE
 from training.data.tasks import read_examples
 from training.errors import InputError
 
@@ -63,7 +64,8 @@ def score_checkpoint(
     """Return the metrics of each task, by name, of a run's newest checkpoint or of a step folder,
     as `scripts.evaluation.harness.rows` reads them, by the trainer's own forward in one process.
 
-    `dtype` is float32 or bfloat16, None for that of the run. Raises InputError for another one.
+    `dtype` is float32 or bfloat16, None for that of the run. Raises InputError for another one, and
+    for a tokenizer that is not the run's; BrokenCheckpointError for a damaged checkpoint.
     """
     if dtype not in PRECISIONS:
         raise InputError(f"--dtype of a run must be float32 or bfloat16, got {dtype}")
@@ -71,16 +73,24 @@ def score_checkpoint(
 
     import_engine()
     from parallel.comm import groups
-    from training.build import build_parallel_model, build_tasks, start_groups
+    from scripts.huggingface.export import raise_problems
+    from scripts.huggingface.tokenizer import compare
+    from training.build import build_parallel_model, build_tasks, start_groups, tokenizer_path
     from training.checkpoint.files import read_checkpoint
     from training.checkpoint.initial_weights import initial_weights
     from training.config.schema import ParallelConfig, TasksConfig
     from training.task_scores import score, tokens_of_a_pass
 
     info = read_checkpoint(source)
+    raise_problems(info)
     config = info.config
+    imported = info.path / TOKENIZER_FILE
+    tokenizer = imported if imported.is_file() else tokenizer_path(config)
+    if tokenizer is not None and not config.data.mock:
+        compare(info, tokenizer, tokenizer.read_bytes())
     config = replace(
         config,
+        data=replace(config.data, tokenizer=None if tokenizer is None else str(tokenizer)),
         run=replace(config.run, device="auto"),
         model=replace(config.model, attention_backend="sdpa"),
         pc=None,  # the weights are PC(W)

@@ -38,17 +38,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
             file=sys.stderr,
         )
     content = found.files[TOKENIZER_FILE]
-    wanted = info.meta.get("identity", {}).get("tokenizer", {}).get("sha256")
-    if wanted is None:
-        print(
-            f"tokenizer {source} is not compared: the checkpoint does not state its sha256",
-            file=sys.stderr,
-        )
-    elif sha256(content).hexdigest() != wanted:
-        raise InputError(
-            f"tokenizer {source} is not the one of the run: its sha256 must be {wanted}, "
-            f"got {sha256(content).hexdigest()}"
-        )
+    compare(info, source, content)
     if found.vocab_size > (config.model.vocab_size or 0):
         raise InputError(
             f"tokenizer {source} must have at most model.vocab_size = {config.model.vocab_size} "
@@ -62,6 +52,24 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     existing = files.get(SETTINGS_FILE)
     files[SETTINGS_FILE] = settings_of(existing, found.eod_token, length, trained=trained)
     return replace(found, files=files)
+
+
+def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
+    """Raise InputError if the tokenizer.json of `source` is not the one of a checkpoint's run.
+
+    Says on stderr if the checkpoint does not state which it is.
+    """
+    wanted, found = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
+    if wanted is None:
+        print(
+            f"tokenizer {source} is not compared: the checkpoint does not state its sha256",
+            file=sys.stderr,
+        )
+    elif found.hexdigest() != wanted:
+        raise InputError(
+            f"tokenizer {source} is not the one of the run: its sha256 must be {wanted}, "
+            f"got {found.hexdigest()}"
+        )
 
 
 def as_trained(content: bytes) -> bytes:

@@ -158,8 +158,9 @@ class DataConfig(Section):
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
-    """What the run checks against the manifest's hashes: none: nothing; sample: the index, 64
-    blocks of tokens, and others when it first reads them; full: everything at each start."""
+    """What the run checks against the manifest's hashes: none: nothing; sample: the tokenizer, the
+    index, 64 blocks of tokens, and others when it first reads them; full: everything at each
+    start."""
     document_mask: bool = False
     """Keep attention within each document of the sets' indexes, with positions from its first token
     in the sequence; false attends to all documents of a sequence. Validation does the same."""

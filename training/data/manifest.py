@@ -108,6 +108,16 @@ def manifest_of(prefix: str | Path) -> Manifest | None:
     return manifest if manifest is not None and Path(prefix).name in manifest.sets else None
 
 
+def check_tokenizer(manifest: Manifest) -> None:
+    """Raise DataError if the folder's tokenizer.json is not the tokenizer of its tokens."""
+    path, stated = manifest.tokenizer_path, manifest.tokenizer.sha256
+    if path.is_file() and (found := file_sha256(path)) != stated:
+        raise DataError(
+            f"{path} must be the tokenizer of the tokens beside it, of sha256 {stated} by "
+            f"{MANIFEST_FILE}, got {found}: put it back, or prepare the data again"
+        )
+
+
 def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None = None) -> None:
     """Check that all sets, (name, prefix), were made with one tokenizer, as far as manifests tell.
 

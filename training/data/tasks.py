@@ -7,6 +7,7 @@ those that the whole text has after as many as the context alone.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,8 +221,11 @@ def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
 
     The chosen choice is the first of the most probable ones; `acc_norm` divides log-likelihoods by
-    the characters of a choice.
+    the characters of a choice. Both are NaN if a log-likelihood is, of which lm-eval would choose
+    the first.
     """
+    if np.isnan(likelihoods).any():
+        return math.nan, math.nan
     place, right, right_by_character = 0, 0, 0
     for answer, sizes in zip(task.answers, task.sizes, strict=True):
         found = np.array(likelihoods[place : place + len(sizes)])

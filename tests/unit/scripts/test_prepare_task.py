@@ -155,6 +155,26 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
     assert "| file_words | acc_norm " in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["tokenizer", "weights"])
+def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_path, capsys):
+    """Neither another file of the tokenizer nor a flipped bit of the weights goes unnoticed."""
+    if part == "tokenizer":
+        file, rule = scored / "d" / "tokenizer.json", "is not the one of the run"
+    else:
+        (file,) = (scored / "run" / "checkpoints" / "step_00000006" / "state").glob("*.distcp")
+        rule = "has changed since it was written"
+    content = file.read_bytes()
+    half = len(content) // 2
+    flipped = content[:half] + bytes([content[half] ^ 64]) + content[half + 1 :]
+    file.write_bytes(content + b"\n" if part == "tokenizer" else flipped)
+    try:
+        assert evaluate([str(scored / "run"), "--tasks", str(scored / "words.jsonl")]) == 2
+    finally:
+        file.write_bytes(content)
+    assert rule in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [

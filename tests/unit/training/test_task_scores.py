@@ -2,7 +2,9 @@
 refused."""
 
 import json
+import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from training.build import build_data, build_tasks, build_trainer
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.resume import ResumeError
 from training.config import load_config
-from training.data.tasks import read_examples
+from training.data.tasks import Task, accuracies, read_examples
 from training.errors import ConfigError, DataError
 from training.planning.command import dry_run
 from training.restore import restore
@@ -264,6 +266,28 @@ def test_the_files_of_recipes_are_tasks(root):
     }
     assert files == {"examples/data/kjv_choices.jsonl"}
     assert all(len(read_examples(root / file)) >= 100 for file in files)
+
+
+def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
+    """One of the same size in its place, with which tasks and bytes would be of other text."""
+    data = shutil.copytree(tokens, tmp_path / "data")
+    file = data / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content))
+    keys = {"data__train__walk__path": f"{data}/tokens.train", "model__vocab_size": 300}
+    with pytest.raises(DataError, match=r"must be the tokenizer of the tokens beside it, of sha"):
+        build_data(tiny_config(str(tmp_path), **keys, data__validation="null"))
+    build_data(tiny_config(str(tmp_path), **keys, data__validation="null", data__verify="none"))
+    own = {"data__tokenizer": f"{tokens}/tokenizer.json"}  # the one in its place has no part
+    build_data(tiny_config(str(tmp_path), **keys, data__validation="null", **own))
+
+
+def test_scores_of_likelihoods_that_are_nan_are_nan():
+    task = Task("one", [], [0, 1], [[1, 2], [1, 2]], cut=0, sha256=None)
+    assert accuracies(task, [-1.0, -2.0, -math.inf, -1.0]) == (1, 1)
+    assert all(map(math.isnan, accuracies(task, [-1.0, -2.0, math.nan, -1.0])))
 
 
 def test_only_the_first_examples_are_scored(tokens, tmp_path):
