@@ -38,6 +38,8 @@ def identity(config: Config, facts: Identity) -> Identity:
     result depends on them.
     """
     kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
+    # A share of the steps, or the decay, begins elsewhere if other sections change.
+    kept |= {f"phases[{i}].start": start for i, start in enumerate(config.phase_starts())}
     return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
 
 

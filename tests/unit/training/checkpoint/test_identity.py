@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.run_configs import tiny_config
-from training.checkpoint.identity import differences, refusal, settings
+from training.checkpoint.identity import differences, identity, refusal, settings
 from training.config import load_config, load_saved_config, to_yaml
 
 EVERY_SECTION: dict[str, dict[str, Any]] = {
@@ -51,6 +51,19 @@ def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
     keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
     before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
     assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
+
+
+@pytest.mark.parametrize("beginning", ["after_share: 0.5", "with_decay: true"])
+def test_a_phase_that_begins_at_another_step_is_other_data(beginning, tmp_path: Path) -> None:
+    """Although the key that says where is the same."""
+    keys = {"schedule__kind": "wsd", "schedule__cooldown_fraction": 0.5}
+    keys["data__phases"] = f"[{{{beginning}, weights: {{walk: 1}}}}]"
+    facts: dict[str, Any] = {"data": {}, "tokenizer": {}}
+    before, now = (
+        identity(tiny_config(str(tmp_path), "muon", **keys, train__steps=steps), facts)
+        for steps in (20, 40)
+    )
+    assert differences(before, now, ["schedule"]) == {"data": ["phases[0].start was 10, is 20"]}
 
 
 @pytest.mark.parametrize(
