@@ -27,17 +27,16 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from models.blocks import transformer_engine
 from models.blocks.activation import ACTIVATIONS
-from models.blocks.attention import SDPACoreAttention
+from models.blocks.attention import FlashCoreAttention, SDPACoreAttention
 from models.blocks.decoder_model import DecoderModel, ScaledEmbedding
-from models.blocks.flash_attention import FlashCoreAttention
 from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import RotaryEmbedding
 from models.blocks.self_attention import BiasedRowParallelLinear, RotatedSelfAttention
 from models.config import ModelConfig
+from models.engine import transformer_engine_layer
 from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout
 
@@ -204,7 +203,7 @@ def attention_spec(
 def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec of a pipeline stage of `layers` layers on the config's backend."""
     if model.attention_backend == "transformer_engine":
-        return transformer_engine.layer_spec(model.qk_norm)
+        return transformer_engine_layer(model.qk_norm)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(model)] * layers, layer_norm=RMSNorm)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from models.blocks import flash_attention, transformer_engine
-from models.blocks.attention import attention_kernel
+from models.blocks.attention import FLASH_CAPABILITIES, attention_kernel, flash_attention
 from models.blocks.compiled import missing_compiler
 from models.blocks.in_graph_pc import with_gammas
+from models.engine import has_transformer_engine
 from models.families import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups, initialize
@@ -206,7 +206,7 @@ def check_backend(config: Config) -> None:
     kernel = config.model.attention_kernel
     if kernel != "auto":
         try:
-            flash_attention.imported(kernel)
+            flash_attention(kernel)
         except ImportError as error:
             raise ConfigError(
                 f"model.attention_kernel is {kernel}, whose package cannot be imported "
@@ -219,7 +219,7 @@ def check_backend(config: Config) -> None:
             "train.fused_backward=null"
         )
     wanted = config.model.attention_backend
-    if wanted == "transformer_engine" and not transformer_engine.installed():
+    if wanted == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
             "model.attention_backend is transformer_engine, which is not installed: pip "
             "install transformer-engine[pytorch], or set model.attention_backend=sdpa"
@@ -280,7 +280,7 @@ def check_device(config: Config, device: torch.device) -> None:
     kernel = config.model.attention_kernel
     if kernel == "auto":
         return
-    majors = flash_attention.CAPABILITIES[kernel]
+    majors = FLASH_CAPABILITIES[kernel]
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in majors:
         raise ConfigError(
             f"model.attention_kernel {kernel} needs a GPU of compute capability "
