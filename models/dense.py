@@ -222,9 +222,7 @@ def assemble(
     *,
     sequence_length: int,
     virtual_stage: int | None = None,
-    loss_chunk: int | None = None,
-    fused_loss: bool = False,
-    z_loss: bool = False,
+    **loss: Any,
 ) -> GPTModel:
     """Return the Megatron model of a chunk whose layers are those of `spec`, its weights not
     initialised.
@@ -232,10 +230,7 @@ def assemble(
     Args:
         sequence_length: the longest sequence.
         virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
-        loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
-            all of them.
-        fused_loss: whether the loss of all of them is computed by Liger's kernels.
-        z_loss: whether training gets the squared log-sum-exp of the logits with the losses.
+        **loss: the options of `DecoderModel`'s loss.
     """
     built = DecoderModel(
         config,
@@ -248,10 +243,8 @@ def assemble(
         position_embedding_type="rope",
         rotary_base=model.rope_base,
         vp_stage=virtual_stage,
-        loss_chunk=loss_chunk,
-        fused_loss=fused_loss,
         softcap=model.final_softcap,
-        z_loss=z_loss,
+        **loss,
     )
     if chunk.embedding and FAMILIES[model.family].scaled_embedding:
         built.embedding = ScaledEmbedding(

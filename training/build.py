@@ -20,6 +20,7 @@ from parallel.error_text import last_line
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer, build_optimizer
 from parallel.optimizer.routing import Assign, Route, route
+from parallel.storage.bucket_layout import BucketPlanner
 from spectral.kernels.dispatch import device_name, has_triton
 from training.agreement import program, require_agreement
 from training.assignments import assignments, unit_options
@@ -441,27 +442,32 @@ def build_parallel_model(
     """Return this rank's part of the config's model, with `weights` if given, else new ones."""
     assign = config_assignments(config)
     distributed, train = config.optimizer.distributed, config.train
+    dtype = DTYPES[train.precision]
     options = ModelOptions(
         seed=config.seed,
         sequence_length=train.sequence_length,
-        elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).pc is not None,
-        dtype=DTYPES[train.precision],
-        storage=distributed.storage,
-        exchange_bytes=exchange_dtype(config).itemsize,
+        buckets=BucketPlanner(
+            elementwise=lambda unit: not assign(unit).whole_matrix,
+            storage=distributed.storage,
+            parameter_bytes=dtype.itemsize,
+            exchange_bytes=exchange_dtype(config).itemsize,
+            preconditioned=lambda unit: assign(unit).pc is not None,
+        ),
+        dtype=dtype,
+        engine={"recompute": train.recompute, "fp8": train.fp8},
+        split=unit_options(config),
+        loss={
+            "loss_chunk": train.loss_chunk,
+            "fused_loss": fused_loss(config, groups.device),
+            "z_loss": train.z_loss > 0,
+        },
         overlap_reduce=distributed.overlap_reduce,
         gradient_dtype=optional_dtype(distributed.gradient_dtype),
         pc=config.pc,
         radius_scalers=config.optimizer.radius_scalers(),
         weights=None if weights is None else weights.unit,
-        loss_chunk=train.loss_chunk,
-        fused_loss=fused_loss(config, groups.device),
-        z_loss=train.z_loss > 0,
         fused_backward=fused_backward(config, groups.device),
-        recompute=train.recompute,
-        fp8=train.fp8,
         compile_backend=compile_backend(config, groups.device)[0],
-        **unit_options(config),
     )
     model = build_model(config.model, groups, options)
     if weights is not None:
