@@ -12,7 +12,7 @@ from scripts.plots.page import PageSection, drawn, page
 from scripts.plots.report import key_figures, subtitle
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import RunStatus, run_status
-from training.config.files import flat
+from training.config.yaml_files import flat
 from training.errors import InputError
 
 OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", "penalty")

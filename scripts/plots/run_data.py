@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from training.config.files import read_saved
+from training.config.yaml_files import read_saved
 from training.errors import InputError
 from training.json_file import check_shape
 from training.report.log_lines import read_lines

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from scripts.studies.schema import Stage, Study, Variant, settings
 from training.config import Config
-from training.config.files import flat
+from training.config.yaml_files import flat
 from training.errors import InputError
 
 Differences = dict[str, tuple[Any, Any]]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.plan.devices import Device, device_named
-from training.build import on_mock_tokens
 from training.config import Config, check
+from training.data.build_data import on_mock_tokens
 from training.dry_run import plan_run
 from training.errors import ConfigError
 from training.rehearsal.guard import GuardError

@@ -14,9 +14,9 @@ from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import drawn, losses_of
 from training import build
-from training.build import check_backend, check_device, kernel_of
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
+from training.machine.backends import check_backend, check_device, kernel_of
 
 ASKED = ["model.attention_kernel=flash_attention_3", "train.precision=bf16"]
 

@@ -16,10 +16,10 @@ from tests.minimal_config import problems
 from tests.mixtures import LENGTH, SIZES, Read, expected, windows_of
 from tests.run_results import metrics_of, same_state, state_of
 from training.build import build_trainer
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import ResumeError
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import ResumeError
 from training.config import load_config
-from training.data_use import phase_uses
+from training.dry_run import phase_uses
 
 FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
 PHASES = [
