@@ -17,10 +17,9 @@ from models.layout import Layout, context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
-from training.config.schedule import TrainConfig
-from training.data.batches import on_device
+from training.config.schema import TrainConfig
 from training.data.tasks import Request, Task, accuracies
-from training.validation import PASSES
+from training.evaluate import PASSES, on_device
 
 SHORTEST: Final = 16
 """Tokens below which sequences are not grouped further."""

@@ -7,8 +7,7 @@ from torch import Tensor
 from models.blocks.router import routers
 from parallel.comm.groups import Groups
 from tests.run_configs import MIXTURE, tiny_config
-from training.build import build_trainer
-from training.data.build_data import build_data
+from training.build import build_data, build_trainer
 from training.loop import Trainer
 
 
