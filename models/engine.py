@@ -156,7 +156,7 @@ def compiler_problem() -> str | None:
     include = sysconfig.get_paths()["include"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.c"
-        source.write_text(PROBE)
+        source.write_text(PROBE, encoding="utf-8")
         command = [
             compiler,
             str(source),

@@ -88,7 +88,11 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
         yield from rows(str(folder), partial(checkpoint_problems, folder))
     latest, newest = run_dir / checkpoint.FOLDER / checkpoint.LATEST, newest_name(run_dir)
     if newest is not None:
-        named = latest.read_text(errors="replace").strip() if latest.is_file() else None
+        named = (
+            latest.read_text(encoding="utf-8", errors="replace").strip()
+            if latest.is_file()
+            else None
+        )
         yield str(latest), GOOD if named == newest else f"must name {newest}, got {named!r:.60}"
     if os.path.lexists(run_dir / "config.yaml"):
         yield from rows(

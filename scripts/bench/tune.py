@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for entry, fine in measure(problem, dtype, only, device, options.repeats):
                 entries.append(entry)
                 right = right and fine
-    table = json.loads(dispatch.TABLE.read_text())
+    table = json.loads(dispatch.TABLE.read_text(encoding="utf-8"))
     name = dispatch.device_name(device)
     measured = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {
         other: value for other, value in table["devices"].items() if other != name
     }
-    options.output.write_text(written(table))
+    options.output.write_text(written(table), encoding="utf-8")
     return 0 if right else 1
 
 

@@ -51,7 +51,8 @@ def average(
         state = folder.path / checkpoint.STATE
         state.mkdir()
         facts = write_state(state, mean.config, mean.read, mean.buffers, last.step)
-        (folder.path / checkpoint.CONFIG).write_text(to_yaml(replace(mean.config, pc=None)))
+        text = to_yaml(replace(mean.config, pc=None))
+        (folder.path / checkpoint.CONFIG).write_text(text, encoding="utf-8")
         used = AveragedCheckpoints([info.step for info in infos], list(weights), on_sphere)
         checkpoint.seal(folder.path, {**kept(last), "averaged": asdict(used)}, facts)
         folder.commit()

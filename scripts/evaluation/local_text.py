@@ -8,6 +8,7 @@ which the loop cuts at the ends of windows.
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
                 f"validation set {name} has the tokenizer {file}, the model has {tokenizer_file}"
             )
     lengths = token_byte_lengths(tokenizer_file)
-    (folder / PROCESSING).write_text(Path(process_results.__file__).read_text())
+    shutil.copyfile(process_results.__file__, folder / PROCESSING)
     tasks = []
     for name, each in config.data.validation.items():
         data = ValidationData(
@@ -93,7 +94,7 @@ def _write_task(folder: Path, name: str, documents: Sequence[dict[str, Any]]) ->
     content = (
         Path(__file__)
         .with_name("local_text_task.yaml")
-        .read_text()
+        .read_text(encoding="utf-8")
         .format(name=name, file=file.resolve())
     )
     (folder / f"{name}.yaml").write_text(content, encoding="utf-8")

@@ -54,7 +54,8 @@ def write_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
     """Write lm-eval's task of each file, by name, to `folder`; return the names."""
     for name, file in files.items():
         path = json.dumps(str(Path(file).resolve()))
-        (folder / f"{name}.yaml").write_text(TASK.format(name=json.dumps(name), file=path))
+        text = TASK.format(name=json.dumps(name), file=path)
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     return list(files)
 
 

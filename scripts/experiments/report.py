@@ -64,6 +64,8 @@ def text(results: Sequence[Result]) -> str:
 def write_summary(output: Path, names: Iterable[str]) -> None:
     """Write results.json and table.md of the named experiments whose results are in the folder."""
     paths = [output / f"{name}.json" for name in names]
-    results = [result_of(json.loads(path.read_text("utf-8"))) for path in paths if path.exists()]
+    results = [
+        result_of(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()
+    ]
     write_json(output / "results.json", [result.content() for result in results])
     (output / "table.md").write_text(markdown(results), encoding="utf-8")

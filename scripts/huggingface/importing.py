@@ -69,7 +69,7 @@ def import_model(
         parts = grouped(tensors, lambda tensor: tensor.parameter)
         buffers = {name: part[0].view_shape for name, part in parts.items() if part[0].buffer}
         facts = write_state(state, config, ParameterReader(parts, files), buffers)
-        (folder.path / checkpoint.CONFIG).write_text(to_yaml(config))
+        (folder.path / checkpoint.CONFIG).write_text(to_yaml(config), encoding="utf-8")
         meta = {
             "step": 0,
             "weights_only": True,

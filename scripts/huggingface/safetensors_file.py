@@ -58,7 +58,7 @@ def write_shards(
             },
             "weight_map": {t: file for file, run in zip(names, runs, strict=True) for t in run},
         }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def cast(name: str, value: Tensor, entry: Tensor) -> Tensor:

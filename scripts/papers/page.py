@@ -10,7 +10,7 @@ from scripts.papers.gpu_hours import Hours, key_of
 from training.report.table import markdown_table
 
 HEADINGS = ("", "shows", "our result", "status", "full, GPU-hours")
-INTRODUCTION = Path(__file__).with_name("introduction.md").read_text()
+INTRODUCTION = Path(__file__).with_name("introduction.md").read_text(encoding="utf-8")
 TINY = "1.8M parameters, 100 steps, one seed"
 """What the introduction calls a tiny run."""
 DIAGRAM = "A diagram."

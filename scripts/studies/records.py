@@ -121,7 +121,7 @@ def claimed(folder: Path) -> Iterator[bool]:
     several nodes must support locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / CLAIM).open("a") as file:
+    with (folder / CLAIM).open("a", encoding="utf-8") as file:
         try:
             # A lock of the open file: threads are told apart, and other files may be closed.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -197,7 +197,7 @@ def _keys(device: str) -> list[str]:
 @lru_cache
 def entries() -> dict[str, tuple[Entry, ...]]:
     """Read the table: entries by what `_keys` matches with a device."""
-    devices = json.loads(TABLE.read_text())["devices"]
+    devices = json.loads(TABLE.read_text(encoding="utf-8"))["devices"]
     return {name: tuple(map(_entry, device["entries"])) for name, device in devices.items()}
 
 

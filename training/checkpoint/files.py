@@ -374,7 +374,7 @@ def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) 
     content = {**meta, "format": FORMAT, "files": {n: asdict(f) for n, f in files.items()}}
     text = json.dumps(content, indent=1) + "\n"
     (folder / META).write_text(text, encoding="utf-8")
-    (folder / COMPLETE).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+    (folder / COMPLETE).write_bytes(hashlib.sha256(text.encode()).hexdigest().encode() + b"\n")
     plain = folder / STATE / PLAIN_FILE
     sync_all([*_files(folder), *([plain] if plain.is_file() else [])])
     sync_all(path for path in (folder / STATE, folder) if path.is_dir())

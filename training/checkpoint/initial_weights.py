@@ -97,7 +97,7 @@ def _chosen(
 ) -> tuple[CheckpointInfo, str, bool]:
     """The checkpoint to begin from, the sha256 of its meta.json, whether tokenizers are known."""
     info = read_checkpoint(path)
-    digest = (info.path / COMPLETE).read_text().strip()
+    digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
     theirs, ours = (
         {k: v for k, v in flat(asdict(replace(each, init=config.model.init))) if k not in BACKENDS}
         for each in (info.config.model, config.model)

@@ -47,7 +47,11 @@ class Start:
             print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
         path = self.info.path
         latest = path.parent / checkpoint.LATEST
-        named = latest.read_text(errors="replace").strip() if latest.is_file() else None
+        named = (
+            latest.read_text(encoding="utf-8", errors="replace").strip()
+            if latest.is_file()
+            else None
+        )
         if named not in (None, path.name):
             print(f"{latest} named {named!r:.80}, not {path.name}", flush=True)
         if self.resume != "latest":

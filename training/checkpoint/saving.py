@@ -178,7 +178,7 @@ class Saver:
         try:
             with Aid("logs are not synced to the disk"):
                 sync_all([run_dir, *(path for name in LOGS if (path := run_dir / name).exists())])
-            (folder / checkpoint.CONFIG).write_text(self._yaml)
+            (folder / checkpoint.CONFIG).write_text(self._yaml, encoding="utf-8")
             write_plain(folder / checkpoint.RNG, self._generators)
             files = pending.finish(written)
             done = checkpoint.complete(folder, run_dir, self._meta, files)

@@ -71,8 +71,9 @@ def began(pid: int) -> str | None:
     """Return when a process of this host began, by the boot and in its ticks; None without one, and
     on other systems than Linux."""
     try:
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {fields[19]}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        status = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
+        return f"{boot} {status.rpartition(')')[2].split()[19]}"
     except (OSError, LookupError):
         return None
 

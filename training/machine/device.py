@@ -98,6 +98,6 @@ def nvidia_devices(root: Path = Path("/")) -> Iterator[str]:
 
 def _first_line(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

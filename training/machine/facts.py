@@ -73,7 +73,7 @@ def device_facts(device: torch.device) -> Facts:
 def driver(file: Path = DRIVER) -> str | None:
     """The version of NVIDIA's driver, None if it does not say."""
     with contextlib.suppress(OSError):
-        words = file.read_text().splitlines()[0].split()
+        words = file.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
     return None
 

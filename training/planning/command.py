@@ -38,7 +38,7 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
         shape = step_shape(config, gpus, machine)
         content["monitors"] = planned_cost(config, planned, shape).as_dict()
         content["gpu_hours"] = run_hours(config, planned)
-        Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
+        Path(json_file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def fit(
@@ -72,7 +72,8 @@ def fit(
         return
     path = Path(write)
     below = os.path.relpath(base, path.parent)
-    path.write_text(overlay(layouts, best[0], below, path.stem, device, overrides))
+    text = overlay(layouts, best[0], below, path.stem, device, overrides)
+    path.write_text(text, encoding="utf-8")
     print(f"wrote {path}")
 
 

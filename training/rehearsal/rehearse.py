@@ -71,7 +71,9 @@ def run(config: Config, options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     print(described(report))
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        Path(options.json).write_text(
+            json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8"
+        )
     return 0 if report.ok else 1
 
 
