@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
-from scripts.data.tokenizer import TOKENIZER_FILE
 from training.data.tasks import read_examples
 from training.errors import InputError
 
@@ -74,6 +73,7 @@ def score_checkpoint(
 
     import_engine()
     from parallel.comm import groups
+    from scripts.data.tokenizer import TOKENIZER_FILE
     from scripts.huggingface.export import raise_problems
     from scripts.huggingface.tokenizer import compare
     from training.build import build_parallel_model, build_tasks, start_groups, tokenizer_path
