@@ -33,8 +33,7 @@ from training.errors import (
     fail,
     own_rank,
 )
-from training.lifecycle.interrupts import Interrupts
-from training.lifecycle.output import outlive_readers
+from training.lifecycle.terminal import Interrupts, outlive_readers
 from training.rehearsal import options as rehearsal
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
         text = f"{sys.executable} has no torch: source .venv/bin/activate, which `make setup` makes"
         return fail(text, code=2)
     if options.ranks is not None:
-        from training.launch import launch
+        from training.launcher import launch
 
         given = list(sys.argv[1:] if arguments is None else arguments)
         return launch(options.ranks, [__file__, *without_ranks(given)])
@@ -180,7 +179,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     """Do what the command line asks for, on this rank, and return the exit code."""
     from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
-    from training.machine.start import prepare
+    from training.machine.device import prepare
 
     try:
         check_launched()
@@ -212,12 +211,12 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
             print(f"warning: {key} has no effect, as no role uses the rule", flush=True)
         return train(config, options.resume or "latest", interrupts)
     except MissingSetError as error:
-        from training.build import without_sets
+        from training.data.build_data import without_sets
 
         lines = [str(error), *without_sets(config), *origin(error, config, options)]
         return fail("\n".join(lines), code=2)
     except VocabularyError as error:
-        from training.config.files import place_of
+        from training.config.yaml_files import place_of
 
         place = place_of(Path(options.config), options.overrides, ("model", "vocab_size"))
         return fail(f"{error}\nmodel.vocab_size comes from {place}", code=2)
@@ -231,7 +230,7 @@ def unused(config: "Config", options: argparse.Namespace) -> list[str]:
     """Return the keys of rules that no role uses, of those that the command line or its file
     gives."""
     from training.config.effects import settings_of_unused_rules
-    from training.config.files import own_keys
+    from training.config.yaml_files import own_keys
 
     own = own_keys(Path(options.config), options.overrides)
     return sorted(own.intersection(settings_of_unused_rules(config)))
@@ -241,7 +240,7 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
     """Yield where a missing set is looked for and was named, and how it is left out."""
     if error.key is None:
         return
-    from training.config.files import place_of
+    from training.config.yaml_files import place_of
 
     _, kind, name = error.key
     key = ".".join(error.key)
@@ -262,20 +261,21 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
 def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
     """Train on the ranks that a launcher started, or else on one, and return the exit code."""
     if own_rank() == 0:
-        from training.report.opening import first_line, opening
+        from training.report.console import first_line, opening
 
         print(first_line(config), flush=True)
     from parallel.checkpoint.state_writer import WriterError
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
     from parallel.optimizer.distributed_optimizer import DisagreementError
-    from training.build import start_groups, with_vocabulary
     from training.checkpoint.saving import CheckpointError
     from training.config import check
-    from training.control.guard import NonFiniteError
-    from training.lifecycle.interrupts import CODE
+    from training.data.build_data import with_vocabulary
     from training.lifecycle.preemption import FAILED, INTERRUPT, REASONS
+    from training.lifecycle.terminal import CODE
+    from training.nonfinite import NonFiniteError
     from training.run import train as train_ranks
+    from training.start_groups import start_groups
 
     config = with_vocabulary(config)
     # Batches of a ramp are checked once it is known where the run goes on.

@@ -27,17 +27,16 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from models.blocks import transformer_engine
 from models.blocks.activation import ACTIVATIONS
-from models.blocks.attention import SDPACoreAttention
+from models.blocks.attention import FlashCoreAttention, SDPACoreAttention
 from models.blocks.decoder_model import DecoderModel, ScaledEmbedding
-from models.blocks.flash_attention import FlashCoreAttention
 from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import RotaryEmbedding
 from models.blocks.self_attention import BiasedRowParallelLinear, RotatedSelfAttention
 from models.config import ModelConfig
+from models.engine import transformer_engine_layer
 from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout
 
@@ -204,7 +203,7 @@ def attention_spec(
 def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec of a pipeline stage of `layers` layers on the config's backend."""
     if model.attention_backend == "transformer_engine":
-        return transformer_engine.layer_spec(model.qk_norm)
+        return transformer_engine_layer(model.qk_norm)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(model)] * layers, layer_norm=RMSNorm)
 
 
@@ -223,9 +222,7 @@ def assemble(
     *,
     sequence_length: int,
     virtual_stage: int | None = None,
-    loss_chunk: int | None = None,
-    fused_loss: bool = False,
-    z_loss: bool = False,
+    **loss: Any,
 ) -> GPTModel:
     """Return the Megatron model of a chunk whose layers are those of `spec`, its weights not
     initialised.
@@ -233,10 +230,7 @@ def assemble(
     Args:
         sequence_length: the longest sequence.
         virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
-        loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
-            all of them.
-        fused_loss: whether the loss of all of them is computed by Liger's kernels.
-        z_loss: whether training gets the squared log-sum-exp of the logits with the losses.
+        **loss: the options of `DecoderModel`'s loss.
     """
     built = DecoderModel(
         config,
@@ -249,10 +243,8 @@ def assemble(
         position_embedding_type="rope",
         rotary_base=model.rope_base,
         vp_stage=virtual_stage,
-        loss_chunk=loss_chunk,
-        fused_loss=fused_loss,
         softcap=model.final_softcap,
-        z_loss=z_loss,
+        **loss,
     )
     if chunk.embedding and FAMILIES[model.family].scaled_embedding:
         built.embedding = ScaledEmbedding(

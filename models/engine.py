@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -175,3 +176,22 @@ def compiler_problem() -> str | None:
     if "Python.h" in done.stderr:
         return f"Python.h, which is not in {include} (packages: {PACKAGES})"
     return f"a C compiler that works: {compiler} says {done.stderr.strip().splitlines()[:1]}"
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Transformer Engine can be imported."""
+    return find_spec("transformer_engine") is not None
+
+
+def transformer_engine_layer(qk_norm: bool = False) -> Any:
+    """Return Megatron's spec of a dense transformer layer on Transformer Engine modules.
+
+    Raises ModuleNotFoundError if Transformer Engine is not installed.
+    """
+    if not has_transformer_engine():
+        raise ModuleNotFoundError("Transformer Engine is not installed")
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)

@@ -21,17 +21,16 @@ from models.blocks.in_graph_pc import (
 )
 from models.blocks.self_attention import RotatedSelfAttention
 from models.config import ModelConfig
-from models.dense import Fp8, Recompute
 from models.engine import without_advice
 from models.families import FAMILIES
 from models.initialize import initialize_
-from models.layout import ChunkSpec, QKVUnits
+from models.layout import ChunkSpec
 from models.pc_config import PCConfig
 from models.units import Unit, check_coverage
 from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
-from parallel.storage.bucket_layout import BucketPlanner, Storage
+from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer, sum_in_products_
 from parallel.storage.stage_units import declare_stage_units, named_parameters, units_of_domain
 from spectral.batching import grouped
@@ -243,43 +242,34 @@ class ModelOptions:
 
     seed                of the initial weights
     sequence_length     tokens of a sample
-    elementwise, preconditioned, storage, exchange_bytes   as in `BucketPlanner`
+    buckets             lays out the buckets of a domain; its `ranks` are set for each domain
     dtype               of weights and activations
-    qkv_units, split_gate_up   as in `Split`
+    engine              options of the family's `transformer_config`: recompute, fp8
+    split               fields of `Split`: qkv_units, split_gate_up
+    loss                options of `DecoderModel`: loss_chunk, fused_loss, z_loss
     overlap_reduce      whether reduce-scatters start during the backward pass
     gradient_dtype      as in `Buffers`
     pc                  the PC layers; used if their evaluator is in the graph
     radius_scalers      those of roles whose initial weights do not have `InitConfig`'s
     weights             gives the initial value `[*shape]` of each whole unit; None draws them
-    loss_chunk          entries of this rank's vocabulary whose logits exist at once; None for all
-    fused_loss          whether Liger's kernels compute the loss of all logits
-    z_loss              whether training gets the squared log-sum-exp of the logits with the losses
     fused_backward      whether Triton kernels compute gradients, as in `fuse_blocks_`
     compile_backend     for `fuse_blocks_`; None compiles nothing
-    recompute, fp8      as in the family's `transformer_config`
     """
 
     seed: int
     sequence_length: int
-    elementwise: Callable[[Unit], bool]
-    preconditioned: Callable[[Unit], bool] | None = None
+    buckets: BucketPlanner
     dtype: torch.dtype = torch.float32
-    qkv_units: QKVUnits = "head"
-    split_gate_up: bool = True
-    storage: Storage = "auto"
-    exchange_bytes: int = 4
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    split: Mapping[str, Any] = field(default_factory=dict)
+    loss: Mapping[str, Any] = field(default_factory=dict)
     overlap_reduce: bool = True
     gradient_dtype: torch.dtype | None = None
     pc: PCConfig | None = None
     radius_scalers: Mapping[str, float] = field(default_factory=dict)
     weights: Callable[[Unit], Tensor] | None = None
-    loss_chunk: int | None = None
-    fused_loss: bool = False
-    z_loss: bool = False
     fused_backward: bool = False
     compile_backend: str | None = None
-    recompute: Recompute = "none"
-    fp8: Fp8 | None = None
 
 
 def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> ParallelModel:
@@ -287,45 +277,26 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
 
     Raises ValueError if the model and its declared units disagree.
     """
-    family = FAMILIES[model.family]
-    layout = groups.layout
-    config = family.code.transformer_config(
-        model,
-        dtype=options.dtype,
-        layout=layout,
-        recompute=options.recompute,
-        fp8=options.fp8,
-    )
+    code, layout, pc = FAMILIES[model.family].code, groups.layout, options.pc
     specs = chunk_specs(model.layers, layout, groups.pipeline.rank)
-    chunks = build_chunks(model, config, specs, options, groups)
     stage_units = declare_stage_units(
-        model,
-        specs,
-        layout,
-        expert_rank=groups.expert.rank,
-        qkv_units=options.qkv_units,
-        split_gate_up=options.split_gate_up,
+        model, specs, layout, expert_rank=groups.expert.rank, **options.split
     )
+    config = code.transformer_config(model, dtype=options.dtype, layout=layout, **options.engine)
+    chunks = build_chunks(model, config, specs, options, groups)
     in_graph: list[UnitWeight] = []
-    pc = options.pc
     if pc is not None and pc.evaluator == "in_graph":
-        plain = named_parameters(family.code.parameter_names, chunks, specs)
-        own_units = stage_units[groups.tensor.rank]
-        in_graph = install_in_graph(pc, chunks, plain, own_units, groups)
+        plain = named_parameters(code.parameter_names, chunks, specs)
+        in_graph = install_in_graph(pc, chunks, plain, stage_units[groups.tensor.rank], groups)
         stage_units = [with_gammas(units, pc) for units in stage_units]
-    parameters = named_parameters(family.code.parameter_names, chunks, specs)
+    parameters = named_parameters(code.parameter_names, chunks, specs)
     check_coverage(stage_units[groups.tensor.rank], parameters)
-    comm_volume, sequence = CommVolume(), layout.sequence_parallel
-    domains = []
-    for domain in (groups.dense, groups.experts):
-        units = domain_units(stage_units, domain, groups.tensor.rank)
-        if units[0]:
-            domains.append(build_domain(domain, units, parameters, options, sequence, comm_volume))
+    comm_volume = CommVolume()
     built = ParallelModel(
         config,
         chunks,
         parameters,
-        domains,
+        build_domains(stage_units, parameters, groups, options, comm_volume),
         groups.expert,
         comm_volume,
         options.sequence_length,
@@ -333,10 +304,7 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
         sums_in_products=groups.device.type == "cuda",
     )
     set_weights_(built, model, options)
-    config.no_sync_func = built.no_sync
-    config.finalize_model_grads_func = lambda *_, **__: built.finish_gradients()
-    wait_before_forward(built)
-    built.sum_in_products(built.sums_in_products)
+    install_hooks(built)
     return built
 
 
@@ -348,19 +316,18 @@ def build_chunks(
     groups: Groups,
 ) -> list[torch.nn.Module]:
     """Build the Megatron models of this pipeline rank's chunks, their weights not initialised."""
-    family = FAMILIES[model.family]
     with without_advice():
         chunks = [
-            family.code.build(
+            FAMILIES[model.family]
+            .code.build(
                 model,
                 config,
                 spec,
                 sequence_length=options.sequence_length,
                 virtual_stage=i if groups.layout.virtual_pipeline > 1 else None,
-                loss_chunk=options.loss_chunk,
-                fused_loss=options.fused_loss,
-                z_loss=options.z_loss,
-            ).to(groups.device)
+                **options.loss,
+            )
+            .to(groups.device)
             for i, spec in enumerate(specs)
         ]
     if options.compile_backend is not None or options.fused_backward:
@@ -368,39 +335,38 @@ def build_chunks(
     return chunks
 
 
-def build_domain(
-    domain: Domain,
-    units: list[list[Unit]],
+def build_domains(
+    stage_units: Sequence[Sequence[Unit]],
     parameters: Mapping[str, torch.nn.Parameter],
+    groups: Groups,
     options: ModelOptions,
-    sequence: bool,
     comm_volume: CommVolume,
-) -> DomainModel:
-    """Put the parameters of one domain, whose units on each tensor rank are `units`, in buckets.
-
-    `sequence` is whether activations are cut over the sequence too.
-    """
-    own_units = units[domain.tensor.rank]
-    bucket_layout = BucketPlanner(
-        ranks=domain.replicas.size,
-        elementwise=options.elementwise,
-        storage=options.storage,
-        parameter_bytes=options.dtype.itemsize,
-        exchange_bytes=options.exchange_bytes,
-        preconditioned=options.preconditioned,
-    ).layout(own_units)
-    own = {unit.parameter: parameters[unit.parameter] for unit in own_units}
-    buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=options.gradient_dtype)
-    reducer = GradientReducer(
-        buffers,
-        own,
-        domain,
-        comm_volume,
-        tensor_sums=[unit for unit in own_units if unit.summed_over_tensor(sequence)],
-        tied=[unit for unit in own_units if unit.tied_stage],
-        overlap=options.overlap_reduce,
-    )
-    return DomainModel(domain, units, buffers, reducer, comm_volume)
+) -> list[DomainModel]:
+    """Put the dense parameters, and the experts if there are any, in buckets."""
+    domains, sequence = [], groups.layout.sequence_parallel
+    for domain in (groups.dense, groups.experts):
+        units = units_of_domain(stage_units, domain.name)
+        if domain is groups.experts:  # which all tensor-parallel ranks declare alike
+            units = [units[groups.tensor.rank]] * domain.tensor.size
+        local = units[domain.tensor.rank]
+        if not local:
+            continue
+        bucket_layout = replace(options.buckets, ranks=domain.replicas.size).layout(local)
+        members = {unit.parameter: parameters[unit.parameter] for unit in local}
+        buffers = Buffers(
+            bucket_layout, members, domain.replicas, gradient_dtype=options.gradient_dtype
+        )
+        reducer = GradientReducer(
+            buffers,
+            members,
+            domain,
+            comm_volume,
+            tensor_sums=[unit for unit in local if unit.summed_over_tensor(sequence)],
+            tied=[unit for unit in local if unit.tied_stage],
+            overlap=options.overlap_reduce,
+        )
+        domains.append(DomainModel(domain, units, buffers, reducer, comm_volume))
+    return domains
 
 
 def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
@@ -454,13 +420,12 @@ def install_in_graph(
     return precondition_(modules, members, pc, tensor)
 
 
-def domain_units(
-    stage_units: Sequence[Sequence[Unit]], domain: Domain, tensor_rank: int
-) -> list[list[Unit]]:
-    """Units of one domain, one list for each of the domain's tensor-parallel ranks."""
-    chosen = units_of_domain(stage_units, domain.name)
-    # Experts have tensor ranks of their own, which all declare the same units.
-    return chosen if domain.name == "dense" else [chosen[tensor_rank]] * domain.tensor.size
+def install_hooks(model: ParallelModel) -> None:
+    """Give Megatron's schedules the gradient reduction, and let modules wait for their weights."""
+    model.config.no_sync_func = model.no_sync
+    model.config.finalize_model_grads_func = lambda *_, **__: model.finish_gradients()
+    wait_before_forward(model)
+    model.sum_in_products(model.sums_in_products)
 
 
 def wait_before_forward(model: ParallelModel) -> None:

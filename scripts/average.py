@@ -16,7 +16,7 @@ from scripts.command import command, whole_number
 from training.errors import BrokenCheckpointError, InputError
 
 if TYPE_CHECKING:
-    from training.checkpoint.files import CheckpointInfo
+    from training.checkpoint.checkpoints import CheckpointInfo
 
 
 @command
@@ -49,7 +49,7 @@ def chosen(
     Raises InputError for a step without a checkpoint, an output among a run's checkpoints, and
     unless there are two; BrokenCheckpointError for a broken one that was named.
     """
-    from training.checkpoint.files import FOLDER, read_checkpoint, step_folder, steps
+    from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
     if not (run / FOLDER).is_dir():
         raise InputError(f"the run must be a folder with {FOLDER}, got {run}")

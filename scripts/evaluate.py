@@ -99,7 +99,7 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
 
     import_engine()
     from scripts.evaluation.local_text import write_tasks
-    from training.checkpoint.files import read_checkpoint
+    from training.checkpoint.checkpoints import read_checkpoint
 
     config = read_checkpoint(options.run).config
     tokenizer = options.model / "tokenizer.json"

@@ -43,7 +43,7 @@ def verified(path: Path) -> Iterator[Row]:
     from models.engine import import_engine
 
     import_engine()
-    from training.checkpoint.files import COMPLETE, FOLDER, META
+    from training.checkpoint.checkpoints import COMPLETE, FOLDER, META
 
     if (path / MANIFEST_FILE).is_file():
         from scripts.data.verification import problems
@@ -70,7 +70,7 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
     """Yield what of a checkpoint is damaged, opening every tensor."""
-    from training.checkpoint.files import not_finite, problems, read_checkpoint
+    from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)
     yield from problems(info)
@@ -79,7 +79,7 @@ def checkpoint_problems(path: Path) -> Iterator[str]:
 
 def run_rows(run_dir: Path) -> Iterator[Row]:
     """Yield the rows of a run: its checkpoints, `latest`, its config and its logs."""
-    from training.checkpoint import files as checkpoint
+    from training.checkpoint import checkpoints as checkpoint
     from training.config import load_saved_config
     from training.report.log_lines import LOGS
 
@@ -120,7 +120,7 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
 def logged_steps(run_dir: Path, log: str) -> set[int]:
     """Return the steps of which a run has written lines, up to its newest checkpoint: of `metrics`
     or `monitors`, at the intervals that the events of its starts name."""
-    from training.checkpoint.files import read_checkpoint
+    from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines
 
     if newest_name(run_dir) is None:
@@ -142,7 +142,7 @@ def logged_steps(run_dir: Path, log: str) -> set[int]:
 
 def newest_name(run_dir: Path) -> str | None:
     """Return the name of the newest complete checkpoint, None if there is none."""
-    from training.checkpoint.files import FOLDER, ResumeError, read_checkpoint
+    from training.checkpoint.checkpoints import FOLDER, ResumeError, read_checkpoint
 
     if not (run_dir / FOLDER).is_dir():
         return None

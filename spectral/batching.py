@@ -26,19 +26,19 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
-def together(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate what stacks have each, `[batch, ...]`, to `[sum of batches, ...]`."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def apart(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the rows of `x` `[sum of batches, ...]` that belong to each stack, views."""
     return (x,) if len(stacks) == 1 else torch.split(x, [len(stack) for stack in stacks])
 
 
 def images(x: Tensor, stacks: Sequence[Tensor]) -> list[Tensor]:
     """Compute `X W` `[batch, vectors, cols]` of each stack; `x` is `[..., vectors, rows]`."""
-    return [torch.bmm(part, w) for part, w in zip(apart(x, stacks), stacks, strict=True)]
+    return [torch.bmm(part, w) for part, w in zip(split_like(x, stacks), stacks, strict=True)]
 
 
 def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
@@ -47,7 +47,7 @@ def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
         return torch.bmm(products[0], stacks[0].mT)
     count = sum(len(stack) for stack in stacks)
     result = products[0].new_empty(count, products[0].shape[1], stacks[0].shape[1])
-    for y, w, part in zip(products, stacks, apart(result, stacks), strict=True):
+    for y, w, part in zip(products, stacks, split_like(result, stacks), strict=True):
         torch.bmm(y, w.mT, out=part)
     return result
 

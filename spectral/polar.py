@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .batching import apart, together
+from .batching import concat, split_like
 from .device_values import constant_result, is_known
 from .kernels.library import product
 
@@ -233,7 +233,7 @@ def msign(
         polars_of([normalized(part)], steps_coefficients, work)[0].direction.to(x.dtype)
         for part in torch.split(flat, workspace_units(rows * cols, x.device))
     ]
-    return together(parts).reshape(x.shape)
+    return concat(parts).reshape(x.shape)
 
 
 class Polar(NamedTuple):
@@ -342,10 +342,10 @@ def _gram_form_(
             bounded = is_bounded(gram, step, steps, steps[-1][0])
         del gram, step  # before the product
         assert factor is not None
-        for i, part in enumerate(apart(factor, ys)):
+        for i, part in enumerate(split_like(factor, ys)):
             ys[i] = product(part, ys[i])
         del factor, part  # before the next Gram matrix
-    return apart(bounded, ys)
+    return split_like(bounded, ys)
 
 
 def is_tall(x: Tensor) -> bool:

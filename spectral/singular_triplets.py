@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .batching import apart, images, preimages, together
+from .batching import concat, images, preimages, split_like
 from .device_values import constant_result, is_known
 from .kernels.dispatch import VECTORS, device_name, small_problem
 from .polar import cache_slices, normalized
@@ -113,11 +113,11 @@ def top_pairs(
     else:
         vectors, long = _iterated(work, cached, steps, nearby)
     short = vectors[:, 0]
-    size, image = length(short), together([length(x) for x in long])
+    size, image = length(short), concat([length(x) for x in long])
     # Both vectors of a zero matrix are zero already.
     sigma = (image / size.clamp_(min=TINY))[:, 0]
     short.div_(size)
-    for x, norm in zip(long, apart(image.clamp_(min=TINY), work), strict=True):
+    for x, norm in zip(long, split_like(image.clamp_(min=TINY), work), strict=True):
         x.div_(norm)
     return TopPairs(sigma.to(dtype), short, long, None if nearby is None else vectors[:, 1:])
 
@@ -125,7 +125,7 @@ def top_pairs(
 def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
     """Compute the `count` top left singular vectors `[matrices, count, rows]`, zeros where there
     are fewer, of a matrix that is zero, and of one that is not finite."""
-    gram = together([_gram(w) for w in stacks])
+    gram = concat([_gram(w) for w in stacks])
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     rough = ~((trace > SQUARES[0]) & (trace < SQUARES[1]))
     for i in rough.nonzero()[:, 0].tolist():
@@ -147,7 +147,7 @@ def _iterated(
     block = start.shape[1]
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     products = images(basis, work)  # [batch, k, cols] each
-    square = together([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
+    square = concat([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
     # Fixed ones beside those of the last call, which may be of another space, or zero.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
@@ -293,9 +293,9 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
             if scale is None or square is None:
                 # About 1 / ||W||, which keeps the powers of a cycle representable. That of a zero
                 # matrix makes NaN here, and `extended` zeros of it again.
-                scale = together([length(image, (-2, -1)) for image in products]).reciprocal_()
+                scale = concat([length(image, (-2, -1)) for image in products]).reciprocal_()
                 square = scale.square()
-                for image, factor in zip(products, apart(scale, stacks), strict=True):
+                for image, factor in zip(products, split_like(scale, stacks), strict=True):
                     image.mul_(factor)
             last = preimages(products, stacks).mul_(square)
             vectors.append(last)

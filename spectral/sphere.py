@@ -1,7 +1,7 @@
 """The spectral sphere `||W||_2 = R`: its radius, retractions to it, and initialisation on it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ eqs. 7 and 16). With spectral_mup updates change hidden features by the same RMS
 with align_adam_rms an update has AdamW's typical RMS of 0.2."""
 
 
-def radius(shape: tuple[int, ...], mode: Scale = "spectral_mup", scaler: float = 1.0) -> float:
+def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1.0) -> float:
     """Compute the radius of a whole unit of `shape`, never of a shard: `scaler` times its scale."""
     return scaler * SCALES[mode](*shape)
 

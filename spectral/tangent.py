@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import tangent_model
-from .batching import apart, together
+from .batching import concat, split_like
 from .polar import (
     Coefficients,
     Polar,
@@ -87,9 +87,10 @@ class TangentSolution(NamedTuple):
     bounded: Tensor  # [batch], bool, as `spectral.polar.Polar` has it; the residual is 1 where not
     removed: Tensor | None = None  # [batch], what was taken out along Theta, in 16 bits
 
-    def report(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def report(self) -> dict[str, Tensor]:
         """Return what rules report of a solve: `multiplier`, `residual`, `evaluations`, `converged`
         and, in 16 bits, `removed`."""
+        dtype = self.multiplier.dtype
         figures = {
             "multiplier": self.multiplier,
             "residual": self.residual,
@@ -167,10 +168,10 @@ class Solver:
             better = work.open & ((f.abs() < residual.abs()) | residual.isnan())
             best, residual = torch.where(better, work.trial, best), torch.where(better, f, residual)
             kept = torch.where(better, work.kept, kept)
-            chosen = zip(apart(better[:, None, None], work.stacks), latest, directions, strict=True)
-            for replaced, phi, direction in chosen:
-                torch.where(replaced, phi, direction, out=direction)
-            del latest, chosen, phi  # the next evaluation needs their memory
+            replaced = split_like(better[:, None, None], work.stacks)
+            for mask, phi, direction in zip(replaced, latest, directions, strict=True):
+                torch.where(mask, phi, direction, out=direction)
+            del latest, phi  # the next evaluation needs their memory
         return work.solutions(best, directions, residual, kept)
 
 
@@ -236,7 +237,7 @@ class _Refinement:
             for (m, u, v), flip in zip(problems, self.tall, strict=True)
         ]
         self.stacks = [problem.m for problem in wide]
-        self.u = together([problem.u for problem in wide]).to(self.dtype)
+        self.u = concat([problem.u for problem in wide]).to(self.dtype)
         self.v = [problem.v.to(self.dtype) for problem in wide]
         self.msign = coefficients(solver.schedule, solver.steps, dtype), dtype
         self.rounding = ROUNDING.get(dtype, 0.0)
@@ -260,15 +261,15 @@ class _Refinement:
         The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
         cuts no bracket. The list is used up.
         """
-        bounded = together([polar.bounded for polar in polars])
+        bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
-        for m, u, v in zip(self.stacks, apart(self.u, self.stacks), self.v, strict=True):
+        for m, u, v in zip(self.stacks, split_like(self.u, self.stacks), self.v, strict=True):
             phi = polars.pop(0).direction  # freed as soon as it is in the dtype of M
             phi = m.copy_(phi) if self.last else phi
             for part, left, right in cache_slices(phi, u, v):
                 values.append((left[:, None] @ part.to(self.dtype) @ right[:, :, None])[:, 0, 0])
             directions.append(phi)
-        return directions, together(values).double().masked_fill(~bounded, torch.nan)
+        return directions, concat(values).double().masked_fill(~bounded, torch.nan)
 
     def shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta` at Frobenius norm 1.
@@ -277,9 +278,9 @@ class _Refinement:
         `kept` False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
-        left, floor = (apart(x, self.stacks) for x in (scaled, self.floor))
+        left, floor = (split_like(x, self.stacks) for x in (scaled, self.floor))
         sums = [self._sum(*parts) for parts in zip(self.stacks, left, self.v, floor, strict=True)]
-        self.kept = together([kept for _, kept in sums])
+        self.kept = concat([kept for _, kept in sums])
         return [z for z, _ in sums]
 
     def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,7 +299,7 @@ class _Refinement:
             norms.append(torch.linalg.vector_norm(z, dim=(-2, -1)))
             norm = norms[-1].masked_fill(norms[-1] <= least, float("inf"))
             divide_(z, norm[:, None, None], target)
-        return out, together(norms) > floor
+        return out, concat(norms) > floor
 
     def narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""
@@ -316,7 +317,7 @@ class _Refinement:
         """Take what rounding has put along Theta out of the directions in place; return it."""
         part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
         scaled = part.to(self.dtype)[:, None] * self.u
-        left = apart(scaled[:, :, None], self.stacks)
+        left = split_like(scaled[:, :, None], self.stacks)
         for direction, column, v in zip(directions, left, self.v, strict=True):
             direction.baddbmm_(column, v[:, None], alpha=-1)
         return part
@@ -337,8 +338,8 @@ class _Refinement:
             best.to(self.dtype), residual.masked_fill(missing, 1).to(self.dtype), self.evaluations,
             self.slope.to(self.dtype), converged, ~missing,
         )  # fmt: skip
-        by_stack = zip(*(apart(figure, self.stacks) for figure in figures), strict=True)
-        out = [None] * len(self.stacks) if removed is None else apart(removed, self.stacks)
+        by_stack = zip(*(split_like(figure, self.stacks) for figure in figures), strict=True)
+        out = [None] * len(self.stacks) if removed is None else split_like(removed, self.stacks)
         directions = [x.mT if flip else x for x, flip in zip(directions, self.tall, strict=True)]
         return [
             TangentSolution(multiplier, direction, f, evaluations, slope, tangent, bounded, part)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .batching import apart, images, preimages, together
+from .batching import concat, images, preimages, split_like
 from .device_values import constant, constant_result, is_known
 from .kernels.dispatch import device_name, small_problem
 from .polar import CACHE_ELEMENTS, Coefficients, workspace_units
@@ -147,7 +147,7 @@ def build(
     gram, w = (_gram if wide else _narrow_gram)(stacks, v)
     centre = -(u * w).sum(-1)
     q = torch.addcmul(w, centre[:, None], u)
-    norm = together([torch.linalg.vector_norm(m, dim=(-2, -1)) for m in stacks]).double()
+    norm = concat([torch.linalg.vector_norm(m, dim=(-2, -1)) for m in stacks]).double()
     square = norm.square()
     # msign divides by ||M + lambda Theta||_F; near the root lambda is close to the centre.
     scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
@@ -203,14 +203,14 @@ def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor
     rows = stacks[0].shape[1]
     gram = v[0].new_empty(sum(map(len, stacks)), rows, rows)
     products = []
-    for m, along, result in zip(stacks, v, apart(gram, stacks), strict=True):
+    for m, along, result in zip(stacks, v, split_like(gram, stacks), strict=True):
         size = workspace_units(m.shape[1:].numel(), m.device)
         chunks = (torch.split(x, size) for x in (m, along, result))
         for part, vectors, out in zip(*chunks, strict=True):
             wide = part.double()
             products.append(torch.bmm(wide, vectors[:, :, None])[:, :, 0])
             _write_upper(wide, out)
-    image = together(products)
+    image = concat(products)
     return _mirrored(gram).baddbmm_(image[:, :, None], image[:, None], alpha=-1), image
 
 
@@ -228,7 +228,7 @@ def _grams(stacks: Sequence[Tensor]) -> Tensor:
     if len(_triangle(rows, stacks[0].device)) == 1 or kernels.mirrors(stacks):
         return kernels.gram(*stacks)
     gram = stacks[0].new_empty(sum(map(len, stacks)), rows, rows)
-    for m, out in zip(stacks, apart(gram, stacks), strict=True):
+    for m, out in zip(stacks, split_like(gram, stacks), strict=True):
         _write_upper(m, out)
     return _mirrored(gram)
 
@@ -278,9 +278,9 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
             solutions.append(powers.reshape(len(part), -1, rows))
             del k, factor  # before the next system
     split = -(-len(shifts) // count)
-    parts = [together(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
+    parts = [concat(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
-    vectors = torch.cat((pair, together(parts), products), dim=1)
+    vectors = torch.cat((pair, concat(parts), products), dim=1)
     # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
@@ -310,11 +310,11 @@ def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: 
     q = basis.to(kind)
     image = torch.bmm(q, w.to(kind)[:, :, None])
     products = []
-    parts = zip(images(q, stacks), apart(image, stacks), v, strict=True)
+    parts = zip(images(q, stacks), split_like(image, stacks), v, strict=True)
     for product, part, along in parts:
         wide = product.baddbmm_(part, along.to(kind)[:, None], alpha=-1).double()
         products.append(torch.bmm(wide, wide.mT))
-    return together(products)
+    return concat(products)
 
 
 def _blocks(reduced: Reduced, shift: Tensor) -> Tensor:

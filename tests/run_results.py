@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.checkpoint.files import read_checkpoint, step_folder
+from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.report.metrics import read_metrics
 
 

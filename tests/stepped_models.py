@@ -16,6 +16,7 @@ from parallel.comm.groups import Groups
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer, build_optimizer
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
+from parallel.storage.bucket_layout import BucketPlanner
 from spectral.effective_weight import Preconditioner
 from spectral.rules import RULES, Rule
 from training.assignments import assignments
@@ -32,15 +33,27 @@ def parallel_model(
 ) -> ParallelModel:
     """Build a model, of seed 3 in float64 unless `options` say else.
 
-    `apart` puts preconditioned units in buckets of their own.
+    `options` are fields of `ModelOptions`, of its `buckets` and of its mappings. `apart` puts
+    preconditioned units in buckets of their own.
     """
-    defaults = {"seed": 3, "sequence_length": 8, "dtype": torch.float64}
-    given = ModelOptions(
+    given = {"seed": 3, "sequence_length": 8, "dtype": torch.float64} | options
+    buckets = BucketPlanner(
         elementwise=lambda unit: not assign(unit).whole_matrix,
         preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
-        **(defaults | options),
+        parameter_bytes=given["dtype"].itemsize,
+        **{"exchange_bytes": 4} | taken(given, "storage", "exchange_bytes"),
     )
-    return build_model(model, groups, given)
+    mappings = {
+        "engine": taken(given, "recompute", "fp8"),
+        "split": taken(given, "qkv_units", "split_gate_up"),
+        "loss": taken(given, "loss_chunk", "fused_loss", "z_loss"),
+    }
+    return build_model(model, groups, ModelOptions(buckets=buckets, **mappings, **given))
+
+
+def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Remove the options of these names and return them."""
+    return {name: options.pop(name) for name in names if name in options}
 
 
 def stepped_model(

@@ -1,11 +1,13 @@
 """Assignment of each unit to its update rule, PC layer and penalty, from a config."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from models.blocks.in_graph_pc import with_gammas
+from models.families import all_units
 from models.pc_config import PCConfig
 from models.units import Unit
-from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
+from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty, Route, route
 from training.config import Config, group_of
 from training.config.optimizer import OptimizerConfig
 from training.config.schema import GramPenaltyConfig
@@ -20,6 +22,23 @@ def unit_options(config: Config) -> dict[str, Any]:
         "qkv_units": config.optimizer.qkv_units,
         "split_gate_up": config.optimizer.split_gate_up,
     }
+
+
+def config_units(config: Config) -> list[Unit]:
+    """Return the units of the config's model."""
+    units = all_units(config.model, **unit_options(config))
+    return units if config.pc is None else with_gammas(units, config.pc)
+
+
+def config_assignments(config: Config) -> Assign:
+    """Return the function from the units of the config's model to their assignments."""
+    return assignments(config.optimizer, config_units(config), config.pc, config.gram_penalty)
+
+
+def config_routes(config: Config, owners: Mapping[str, int] | None = None) -> list[Route]:
+    """Return the routing table of the whole model; `owners` has the rank of each matrix."""
+    assign = config_assignments(config)
+    return [route(unit, assign(unit), owners or {}) for unit in config_units(config)]
 
 
 def assignments(

@@ -1,4 +1,6 @@
-"""Errors of a user's input, which entry points print as `error: ...` and end on with code 2."""
+"""Errors of a user's input, which entry points print as `error: ...` and end on with code 2, and
+errors of files that a run can do without, which end nothing.
+"""
 
 import contextlib
 import json
@@ -8,7 +10,10 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Final
+
+from parallel.error_text import described
 
 PATIENCE: Final = 5.0
 """Seconds in which torchrun stops a rank whose error rank 0 has printed."""
@@ -121,3 +126,29 @@ def tell_torchrun(message: str) -> None:
     with contextlib.suppress(OSError):
         text = json.dumps({"message": message, "timestamp": str(int(time.time()))})
         Path(path).write_text(text, encoding="utf-8")
+
+
+class Aid:
+    """Context in which an OSError ends nothing but the context: training is worth more.
+
+    The first of consecutive errors is printed as a warning.
+    """
+
+    def __init__(self, what: str) -> None:
+        """`what` begins the warning."""
+        self.what = what
+        self._failed = False
+
+    def __enter__(self) -> "Aid":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, OSError) and not self._failed:
+            print(f"warning: {self.what}: {described(error)}; the run goes on", flush=True)
+        self._failed = isinstance(error, OSError)
+        return self._failed

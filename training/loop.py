@@ -20,25 +20,25 @@ from parallel.optimizer.distributed_optimizer import (
     Update,
 )
 from spectral.ieee_products import ieee_products
-from training.checkpoint.progress import Progress
 from training.config import Config
 from training.config.optimizer import groups_of
-from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
-from training.control.penalty_schedule import GramPenalty
-from training.data.order import TrainingData, ValidationData, Windows
-from training.data.phase import SetCount
+from training.config.schedule import step_factor
+from training.data.batches import as_batch
+from training.data.order import TrainingData
+from training.data.run_progress import Progress, SetCount, Windows
 from training.data.tasks import Task
-from training.evaluate import as_batch, evaluate
-from training.lifecycle.garbage import collect
+from training.data.validation_data import ValidationData
 from training.lifecycle.lifecycle import Lifecycle
-from training.lifecycle.pace import Pace
+from training.lifecycle.pace import Pace, collect
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics
+from training.nonfinite import NonFiniteError, NonFiniteGuard, SpikeDetector
+from training.penalty_schedule import GramPenalty
 from training.samples import Sampler
-from training.schedule import step_factor
 from training.step_profile import StepProfile
 from training.task_scores import score, tokens_of_a_pass
+from training.validation import evaluate
 
 Found = TypeVar("Found")
 

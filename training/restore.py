@@ -12,16 +12,16 @@ from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
 from parallel.error_text import last_line
 from parallel.observe.weight_watch import check_replicas
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import CheckpointInfo, ResumeError
-from training.checkpoint.identity import new_run
-from training.checkpoint.progress import Progress
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import CheckpointInfo, ResumeError
 from training.checkpoint.resume import check_content
+from training.checkpoint.resume_rules import new_run
 from training.checkpoint.saving import set_rng_state
 from training.config.binding import bind
-from training.control.guard import NonFiniteError
 from training.data.order import TrainingData
+from training.data.run_progress import Progress
 from training.loop import Trainer
+from training.nonfinite import NonFiniteError
 from training.run_log import RunLog
 
 

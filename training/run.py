@@ -12,38 +12,29 @@ from parallel.checkpoint.state_writer import WriterError, first_rank
 from parallel.comm.collectives import Agreement, CollectiveError, absent_ranks, from_all
 from parallel.comm.groups import Groups
 from parallel.optimizer.distributed_optimizer import DisagreementError, DistributedOptimizer
-from training.agreement import require_agreement
-from training.build import (
-    build_data,
-    build_tasks,
-    build_trainer,
-    check_backend,
-    check_device,
-    check_rows,
-    compile_backend,
-    config_routes,
-    data_manifest,
-    data_vocabulary,
-    fused_backward,
-    fused_loss,
-    kernel_of,
-    shared_sets,
-    tokenizer_path,
-)
-from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import announced, data_facts, identity, modification_times
+from training.assignments import config_routes
+from training.build import build_trainer
+from training.checkpoint.checkpoints import CheckpointInfo
 from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
+from training.checkpoint.resume_rules import announced, data_facts, identity, modification_times
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config, check
 from training.config.effects import without_effect
-from training.config.files import flat
-from training.control.guard import NonFiniteError
+from training.config.yaml_files import flat
+from training.data.build_data import (
+    build_data,
+    build_tasks,
+    check_rows,
+    data_manifest,
+    data_vocabulary,
+    shared_sets,
+    tokenizer_path,
+)
 from training.data.order import TrainingData
 from training.errors import InputError
-from training.lifecycle.garbage import collected_at_steps
-from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.lifecycle import Lifecycle
+from training.lifecycle.pace import collected_at_steps
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import (
     FolderError,
@@ -53,14 +44,26 @@ from training.lifecycle.run_folder import (
     mark_started,
     starts_again,
 )
+from training.lifecycle.terminal import Interrupts
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
-from training.machine.environment import settings
-from training.machine.facts import described, device_facts, slow_attention, slow_precision, versions
-from training.machine.repeatable import repeatable
+from training.machine.backends import (
+    check_backend,
+    check_device,
+    compile_backend,
+    fused_backward,
+    fused_loss,
+    kernel_of,
+    slow_attention,
+    slow_precision,
+)
+from training.machine.device import repeatable
+from training.machine.environment import described, device_facts, settings, versions
+from training.nonfinite import NonFiniteError
 from training.planning.monitor_cost import monitor_cost
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
+from training.start_groups import require_agreement
 from training.step_profile import StepProfile, announcement
 
 

@@ -14,16 +14,15 @@ from typing import Any, Final
 from parallel.comm.collectives import CollectiveError
 from parallel.disk import replace_file
 from parallel.optimizer.routing import Route
-from training.checkpoint.progress import Progress
 from training.config import Config, to_yaml
-from training.config.schema import TrainConfig
+from training.config.schedule import TrainConfig
 from training.data.order import TrainingData, repeats
-from training.data.phase import Counts
+from training.data.run_progress import Counts, Progress
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
+from training.report.console import console_line, next_commands, sample_lines
 from training.report.log_lines import LogFile, drop_later_lines
-from training.report.metrics import MetricsWriter, console_line
-from training.report.opening import next_commands, sample_lines
+from training.report.metrics import MetricsWriter
 from training.report.trackers import Trackers
 
 EVENTS_FILE: Final = "events.jsonl"

@@ -13,10 +13,19 @@ from models.layout import context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel
-from training.data.manifest import Manifest
-from training.data.order import ValidationData
-from training.data.token_bytes import open_tokenizer, tokenizer_file
-from training.evaluate import on_device
+from training.config import Config
+from training.data.batches import on_device
+from training.data.build_data import data_manifest
+from training.data.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+)
+from training.data.token_bytes import (
+    open_tokenizer,
+    tokenizer_file,
+)
+from training.data.validation_data import ValidationData
+from training.errors import ConfigError
 
 
 class Sampler:
@@ -70,6 +79,31 @@ class Sampler:
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
+    """Return what writes samples of text, None if the config asks for none.
+
+    Raises ConfigError without a tokenizer to write them with.
+    """
+    section = config.validation
+    if section.samples_interval == 0 or not validation:
+        return None
+    source = config.data.tokenizer or data_manifest(config)
+    if source is None:
+        path = next(iter(config.data.train.values())).path
+        raise ConfigError(
+            f"validation.samples_interval needs data.tokenizer, as there is no {MANIFEST_FILE} "
+            f"beside {path}"
+        )
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    return Sampler(
+        validation,
+        source,
+        vocab_size=config.model.vocab_size,
+        prompt=section.prompt_tokens(config.train.sequence_length),
+        tokens=section.samples_tokens,
+    )
 
 
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:

@@ -17,9 +17,10 @@ from models.layout import Layout, context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
-from training.config.schema import TrainConfig
+from training.config.schedule import TrainConfig
+from training.data.batches import on_device
 from training.data.tasks import Request, Task, accuracies
-from training.evaluate import PASSES, on_device
+from training.validation import PASSES
 
 SHORTEST: Final = 16
 """Tokens below which sequences are not grouped further."""

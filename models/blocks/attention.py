@@ -1,8 +1,10 @@
-"""Core attention: what is common to all, and the one on PyTorch's scaled_dot_product_attention."""
+"""Core attention by PyTorch's scaled_dot_product_attention, or by the package of FlashAttention 3
+or 4."""
 
 import contextlib
+import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -36,6 +38,14 @@ ROWS: Final = 256
 """Queries whose scores exist at a time, where scores are computed by themselves."""
 
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
+
+FLASH_MODULES: Final = {
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute",
+}
+"""Modules of the kernels, by the names that `model.attention_kernel` has for them."""
+FLASH_CAPABILITIES: Final = {"flash_attention_3": (8, 9), "flash_attention_4": (9, 10, 11, 12)}
+"""Major compute capabilities of the devices that they support."""
 
 
 class CoreAttention(torch.nn.Module):
@@ -149,6 +159,40 @@ class SDPACoreAttention(CoreAttention):
     ) -> Tensor:
         """Return the output of `causal_attention`."""
         return causal_attention(query, key, value, self.scale, documents)
+
+
+def flash_attention(kernel: str) -> Callable[..., Any]:
+    """Return the kernel's attention. Raises ImportError if its package cannot be imported."""
+    function: Callable[..., Any] = importlib.import_module(FLASH_MODULES[kernel]).flash_attn_func
+    return function
+
+
+class FlashCoreAttention(CoreAttention):
+    """Attention by the package of `kernel`, a key of `FLASH_MODULES`; 16 bits, on GPUs."""
+
+    def __init__(self, *arguments: Any, kernel: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.function = flash_attention(kernel)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+    ) -> Tensor:
+        """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
+
+        Raises ValueError for documents, which configs refuse.
+        """
+        if documents is not None:
+            raise ValueError("the kernels of packages do not take documents")
+        # The packages' causal mask ends with the last query and the last key, as ours does.
+        output = self.function(
+            *(x.transpose(0, 1) for x in (query, key, value)),
+            softmax_scale=self.scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        # Some releases return the log-sums too.
+        heads: Tensor = output[0] if isinstance(output, tuple) else output
+        return heads.transpose(0, 1).flatten(2)
 
 
 def whole(documents: Documents | None) -> Part | None:

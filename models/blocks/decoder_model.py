@@ -239,10 +239,10 @@ class DecoderModel(GPTModel):
     def __init__(
         self,
         *arguments: Any,
-        loss_chunk: int | None,
-        fused_loss: bool,
         softcap: float | None,
-        z_loss: bool,
+        loss_chunk: int | None = None,
+        fused_loss: bool = False,
+        z_loss: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)

@@ -237,8 +237,8 @@ class BucketPlanner:
             matters for parameters narrower than float32 alone, since wider ones need no master.
     """
 
-    ranks: int
     elementwise: Elementwise
+    ranks: int = 1
     storage: Storage = "auto"
     alignment: int = 64
     parameter_bytes: int = 2

@@ -51,7 +51,7 @@ from scripts.command import add_json, command, whole_number
 from spectral import CapturedStep, SpectralOptimizer
 from spectral.sharded.placement import Work, place
 from spectral.singular_triplets import cold_start
-from training.build import config_assignments, config_units
+from training.assignments import config_assignments, config_units
 from training.config import Config, load_config
 from training.errors import InputError
 

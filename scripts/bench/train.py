@@ -52,18 +52,14 @@ from parallel.plan.devices import peak_flops
 from scripts.bench.measure import MIB, in_turn, print_table, record, write_json
 from scripts.command import add_config, add_json, command, whole_number
 from spectral.kernels.dispatch import device_name
-from training.build import (
-    build_data,
-    build_trainer,
-    check_backend,
-    on_mock_tokens,
-    start_groups,
-    with_vocabulary,
-)
+from training.build import build_trainer
 from training.config import Config, check, load_config
+from training.data.build_data import build_data, on_mock_tokens, with_vocabulary
 from training.errors import InputError
 from training.loop import Trainer
+from training.machine.backends import check_backend
 from training.report.metrics import performance
+from training.start_groups import start_groups
 
 CONFIG = "the config"
 WARM_UP = 3

@@ -17,16 +17,15 @@ from scripts.data.folder import AtomicFolder
 from scripts.huggingface.export import check_free, check_room, raise_problems
 from spectral.batching import grouped
 from spectral.singular_triplets import COLD_STEPS, top_singular
-from training.assignments import unit_options
-from training.build import config_assignments
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import AveragedCheckpoints, CheckpointInfo
-from training.checkpoint.identity import BACKENDS, changes
+from training.assignments import config_assignments, unit_options
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import AveragedCheckpoints, CheckpointInfo
+from training.checkpoint.resume_rules import BACKENDS, changes
 from training.checkpoint.weights import CheckpointWeights
 from training.config import Config, to_yaml
-from training.config.files import flat
+from training.config.yaml_files import flat
 from training.errors import InputError
-from training.machine.facts import versions
+from training.machine.environment import versions
 
 
 def average(

@@ -12,7 +12,7 @@ from models.section import Section
 from scripts.data.debian import download, read_texts, version_of
 from training.config import InvalidConfigError
 from training.config.binding import bind
-from training.config.files import read_merged
+from training.config.yaml_files import read_merged
 from training.data.hashes import file_sha256
 from training.errors import DataError
 

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from training.data.document_index import write_index
 from training.data.hashes import file_sha256, write_block_hashes
-from training.data.index_file import write_index
 from training.data.manifest import SetEntry
 from training.errors import DataError
 

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from scripts.evaluation import process_results
 from training.config import Config
 from training.data.manifest import check_one_tokenizer, manifest_of
-from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
+from training.data.validation_data import ValidationData
 from training.errors import InputError
 
 PREFIX = "local_"

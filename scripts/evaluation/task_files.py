@@ -76,10 +76,13 @@ def score_checkpoint(
     from scripts.data.tokenizer import TOKENIZER_FILE
     from scripts.huggingface.export import raise_problems
     from scripts.huggingface.tokenizer import compare
-    from training.build import build_parallel_model, build_tasks, start_groups, tokenizer_path
-    from training.checkpoint.files import read_checkpoint
+    from training.build import build_parallel_model
+    from training.checkpoint.checkpoints import read_checkpoint
     from training.checkpoint.initial_weights import initial_weights
-    from training.config.schema import ParallelConfig, TasksConfig
+    from training.config.data import TasksConfig
+    from training.config.schema import ParallelConfig
+    from training.data.build_data import build_tasks, tokenizer_path
+    from training.start_groups import start_groups
     from training.task_scores import score, tokens_of_a_pass
 
     info = read_checkpoint(source)

@@ -19,7 +19,7 @@ from scripts.huggingface.export import (
     stored_dtype,
 )
 from scripts.huggingface.safetensors_file import write_shards
-from training.checkpoint.files import CONFIG, CheckpointInfo, read_checkpoint
+from training.checkpoint.checkpoints import CONFIG, CheckpointInfo, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 
 

@@ -21,7 +21,7 @@ from scripts.data.tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card
 from scripts.huggingface.safetensors_file import write_shards
 from scripts.huggingface.tokenizer import find_tokenizer
-from training.checkpoint.files import CheckpointInfo, not_finite, problems, read_checkpoint
+from training.checkpoint.checkpoints import CheckpointInfo, not_finite, problems, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
 

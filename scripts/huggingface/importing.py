@@ -29,13 +29,13 @@ from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE
 from scripts.huggingface.verify import offline
 from spectral.batching import grouped
-from training.checkpoint import files as checkpoint
+from training.checkpoint import checkpoints as checkpoint
 from training.checkpoint.stored_tensors import named
 from training.config import Config, load_config, to_yaml
-from training.config.files import to_text
+from training.config.yaml_files import to_text
 from training.errors import InputError
 from training.json_file import UNFETCHED, check_shape, is_pointer, parse_json, read_json
-from training.machine.facts import versions
+from training.machine.environment import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -10,9 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import TOKENIZER_FILE, PreparedTokenizer, load_tokenizer
-from training.build import data_manifest
-from training.checkpoint.files import CheckpointInfo
+from training.checkpoint.checkpoints import CheckpointInfo
 from training.config import Config
+from training.data.build_data import data_manifest
 from training.data.manifest import Manifest
 from training.errors import DataError, InputError
 

@@ -156,7 +156,7 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
-    from training.checkpoint.files import read_checkpoint
+    from training.checkpoint.checkpoints import read_checkpoint
 
     config, saved = load_config(*arguments(command)), folder / "config.yaml"
     if not saved.is_file():

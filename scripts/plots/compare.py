@@ -1,4 +1,4 @@
-"""One page about several runs: a table of all of them, and their curves overlaid."""
+"""One page about the runs in a folder: a table of all of them, and their curves overlaid."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from scripts.plots.page import PageSection, drawn, page
 from scripts.plots.report import key_figures, subtitle
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import RunStatus, run_status
-from training.config.files import flat
+from training.config.yaml_files import flat
 from training.errors import InputError
 
 OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", "penalty")
@@ -27,10 +27,7 @@ MOST = 12
 SHOWN_KEYS = 8
 """Keys of a config that the table names, of those in which the runs differ."""
 
-ABOUT = (
-    "By {}. Below each run: its model, and its values of the keys in which configs differ. A small "
-    "difference between two runs may be chance: scripts/study.py compares over several seeds."
-)
+ABOUT = "By {}. Below each run: its model, and its values of the keys in which configs differ."
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
 """Keys that say nothing of how a model learns."""
@@ -73,8 +70,8 @@ class Compared:
         return [(name, known.get(key, "-")) for name, key in names.items()]
 
 
-def find_runs(folder: Path, around: Path) -> list[RunData]:
-    """Return the runs in a folder and its subfolders; the name is the path within `around`.
+def find_runs(folder: Path) -> list[RunData]:
+    """Return the runs in a folder and its subfolders, by name; the name is the path within it.
 
     Raises InputError if there are none, or one of them cannot be read.
     """
@@ -84,18 +81,17 @@ def find_runs(folder: Path, around: Path) -> list[RunData]:
     for place, inside, files in os.walk(folder):
         if "metrics.jsonl" in files and "config.yaml" in files:
             path = Path(place)
-            label = path.absolute().relative_to(around.absolute()).as_posix()
+            label = path.relative_to(folder).as_posix()
             found.append(read_run(path, None if label == "." else label))
             inside.clear()  # checkpoints have configs too
     if not found:
         raise InputError(f"{folder} has no run: none of its folders has a metrics.jsonl")
-    return found
+    return sorted(found, key=lambda run: run.name)
 
 
-def comparison(around: Path, folders: Sequence[Path]) -> str:
-    """Return the page about the runs in `folders`, which are in the folder `around`."""
-    found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
-    runs = [found_in[name] for name in sorted(found_in)]
+def comparison(folder: Path) -> str:
+    """Return the page about the runs in a folder."""
+    runs = find_runs(folder)
     metric, heading = measure(runs)
     found = (Compared(run, run_status(run), metric, heading) for run in runs)
     compared = sorted(found, key=lambda each: each.rank)
@@ -115,7 +111,7 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
             sections.append(PageSection(name, heading, "", "reason", each.status, menu=False))
     kinds = [each.status.kind for each in compared]
     counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
-    return page(around.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
+    return page(folder.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
 
 
 def table(compared: Sequence[Compared]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from scripts.plots.figures import FIGURES
 from scripts.plots.page import PageSection, drawn, page
 from scripts.plots.run_data import Line, RunData, spread
 from scripts.plots.run_status import run_status
-from training.report.metrics import duration
-from training.report.opening import short
+from training.report.table import duration, short
 
 HALVES = ("learning_rates", "gradient_norm")
 """Figures that share a row of a wide page."""

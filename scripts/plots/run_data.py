@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from training.config.files import read_saved
+from training.config.yaml_files import read_saved
 from training.errors import InputError
 from training.json_file import check_shape
 from training.report.log_lines import read_lines
@@ -137,10 +137,7 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
     Raises InputError if it has no metrics.jsonl or no config of a run, or files of other values.
     """
     if not (folder / "metrics.jsonl").exists():
-        raise InputError(
-            f"runs must be folders with a metrics.jsonl, got {folder}; `python scripts/plot.py "
-            f"compare {folder}` draws all runs in a folder"
-        )
+        raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}")
     try:
         config = dict(read_saved(folder / "config.yaml"))
         check_shape(config, CONFIG, str(folder / "config.yaml"))

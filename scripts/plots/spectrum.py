@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from scripts.plots.style import COLORS, literal, new_figure
-from training.checkpoint.files import problems, read_checkpoint
+from training.checkpoint.checkpoints import problems, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
 

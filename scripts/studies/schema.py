@@ -10,7 +10,7 @@ from typing import Final
 from models.section import Section
 from training.config import InvalidConfigError
 from training.config.binding import bind
-from training.config.files import read_merged
+from training.config.yaml_files import read_merged
 
 VARIABLES: Final = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS",

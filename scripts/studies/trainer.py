@@ -17,7 +17,7 @@ from typing import Any, Final
 from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook, claimed
 from scripts.studies.worker import ROOT, Worker
-from training.config.files import Content, flat, read_merged
+from training.config.yaml_files import Content, flat, read_merged
 from training.data.hashes import file_sha256
 from training.data.manifest import manifest_of
 from training.errors import InputError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batching import together
+from ..batching import concat
 from . import library
 from .dispatch import Operation, Tile, choose, device_name, has_triton, listed
 
@@ -22,7 +22,7 @@ def gram(*stacks: Tensor) -> Tensor:
     """
     tile = _gram_tile(stacks)
     if tile is None:
-        return together([*map(library.symmetric, stacks)])
+        return concat([*map(library.symmetric, stacks)])
     from . import symmetric
 
     if len(stacks) > 1:

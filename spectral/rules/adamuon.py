@@ -15,7 +15,7 @@ from torch import Tensor
 from ..polar import coefficients, newton_schulz
 from ..sphere import Scale
 from .base import Report, Stack, State
-from .muon import matrix_shape, momentum_of
+from .muon import momentum_of
 from .normuon import EPSILON, NorMuonRule
 
 
@@ -64,7 +64,7 @@ def reference(
     Phi = newton_schulz(B.sign(), coefficients(rule.schedule, rule.steps, W.dtype))
     V = rule.beta2 * state["square"] + (1 - rule.beta2) * Phi.square()
     D = Phi / (V.sqrt() + EPSILON)
-    D = rule.update_scale(matrix_shape(W)) * math.sqrt(min(W.shape)) / D.norm() * D
-    decays = W * D >= 0 if rule.cautious else torch.ones_like(W)
+    D = rule.update_scale(W.shape) * math.sqrt(min(W.shape)) / D.norm() * D
+    decays = W * D >= 0 if rule.cautious_decay else torch.ones_like(W)
     W = W - lr * weight_decay * decays * W
     return W - lr * D, {"momentum": M, "square": V}

@@ -29,7 +29,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from ..batching import together
+from ..batching import concat
 from ..cost import ELEMENTWISE_FLOPS
 
 State = dict[str, Tensor]
@@ -149,11 +149,11 @@ class Rule(ABC):
         """Whether `cost` is of this rule: a rule of whole matrices does more than `Rule.cost`."""
         return not cls.whole_matrix or cls.cost is not Rule.cost
 
-    def radius_of(self, shape: tuple[int, int]) -> float | None:
+    def radius_of(self, shape: Sequence[int]) -> float | None:
         """Return the spectral norm to which the rule holds a `[rows, cols]` unit, None for none."""
         return None
 
-    def scale_of(self, shape: tuple[int, int]) -> float | None:
+    def scale_of(self, shape: Sequence[int]) -> float | None:
         """Return the factor between learning rate and update of a `[rows, cols]` unit.
 
         The spectral norm of an update is `lr` times this. None for a rule without such a factor.
@@ -287,7 +287,7 @@ def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     each = zip(stacks, rates, strict=True)
-    return together([w.new_empty(len(w)).fill_(rate) for w, rate in each])
+    return concat([w.new_empty(len(w)).fill_(rate) for w, rate in each])
 
 
 def decay_(

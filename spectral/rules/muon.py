@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..batching import apart, numbers, together
+from ..batching import concat, numbers, split_like
 from ..cost import msign_cost
 from ..device_values import unless_all
 from ..polar import (
@@ -178,81 +178,91 @@ class PolarRule(MomentumRule, MsignRule):
         polars: Sequence[Polar],
         *,
         sound: Tensor | None = None,
-        scale: Tensor | None = None,
+        retraction: Tensor | None = None,
         decays: bool = False,
-    ) -> list[Report]:
-        """Do `weight -= lr scale direction`, and the decay before if it `decays`.
+    ) -> Report:
+        """Do `weight -= lr scale direction`, after the decay if it `decays`.
 
         Units whose direction did not stay bounded, or that are not `sound` `[sum of batches]`, keep
-        their weights. With `scale` `[sum of batches]` all weights are multiplied by it before.
+        their weights. All weights are multiplied by `retraction` `[sum of batches]` before. Reports
+        `update_rms` and `refused` of all units, `[sum of batches]`.
         """
         weights = [stack.weight for stack in stacks]
-        bounded = together([polar.bounded for polar in polars])
-        if sound is not None:
-            bounded = bounded & sound
         active = stacks[0].step.active
-        gate = taken(active, bounded)
+        bounded = concat([polar.bounded for polar in polars])
+        sound = bounded if sound is None else bounded & sound
+        gate = taken(active, sound)
         if kernels.updates(weights):
-            norm = self._update_by_kernel(stacks, polars, gate, scale, decays)
+            norms = self._update_by_kernel(stacks, polars, gate, retraction, decays)
         else:
-            if scale is not None:
-                scale_(weights, scale)
-            triples = zip(stacks, polars, apart(gate, weights), strict=True)
-            norm = together([self._update(*one, decays=decays) for one in triples])
-        sizes = [
-            self.update_scale(matrix_shape(w)) / math.sqrt(w.shape[1:].numel()) for w in weights
-        ]
-        rms = norm * numbers(sizes, weights)
-        figures = rms.masked_fill_(~bounded, 0), refused(active, bounded)
-        parts = zip(*(apart(figure, weights) for figure in figures), strict=True)
-        return [{"update_rms": size, "refused": missed} for size, missed in parts]
+            if retraction is not None:
+                scale_(weights, retraction)
+            gates = split_like(gate, weights)
+            norms = concat(
+                [
+                    self._update(stack, polar, part, decays=decays)
+                    for stack, polar, part in zip(stacks, polars, gates, strict=True)
+                ]
+            )
+        roots = [math.sqrt(w.shape[1:].numel()) for w in weights]
+        sizes = [s / root for s, root in zip(self._scales(weights), roots, strict=True)]
+        rms = (norms * numbers(sizes, weights)).masked_fill_(~sound, 0)
+        return {"update_rms": rms, "refused": refused(active, sound)}
+
+    def _scales(self, weights: Sequence[Tensor]) -> list[float]:
+        """Return what `lr` times the direction is multiplied by, of each stack."""
+        return [self.update_scale(w.shape[1:]) for w in weights]
 
     def _update_by_kernel(
         self,
         stacks: Sequence[Stack],
         polars: Sequence[Polar],
         gate: Tensor,
-        scale: Tensor | None,
+        retraction: Tensor | None,
         decays: bool,
     ) -> Tensor:
+        """Retract, decay and update all stacks; return the directions' norms `[sum of batches]`."""
         from ..kernels.update import update_
 
         weights = [stack.weight for stack in stacks]
         lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
         decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
         unit = numbers([1.0] * len(stacks), weights)
-        step = numbers([self.update_scale(matrix_shape(w)) for w in weights], weights) * lr
+        step = numbers(self._scales(weights), weights) * lr
         decays = decays and (isinstance(decay, Tensor) or decay != 0)
         factor = unit * (1 - lr * decay) if decays else unit
-        scales = [None] * len(stacks) if scale is None else apart(scale, weights)
-        parts = zip(*(apart(x, weights) for x in (factor, step, gate)), scales, strict=True)
+        columns = [split_like(x, weights) for x in (factor, step, gate)]
+        none = (None,) * len(stacks)
+        retractions = none if retraction is None else split_like(retraction, weights)
         squares = [
-            update_(w, polar.direction, decay, size, active, part, self.cautious)
-            for w, polar, (decay, size, active, part) in zip(weights, polars, parts, strict=True)
+            update_(w, polar.direction, f, s, active, r, self.cautious)
+            for w, polar, f, s, active, r in zip(
+                weights, polars, *columns, retractions, strict=True
+            )
         ]
-        return together(squares).sqrt()
+        return concat(squares).sqrt()
 
     def _update(self, stack: Stack, polar: Polar, gate: Tensor, *, decays: bool) -> Tensor:
         """Update one stack by the library and return the directions' norms `[batch]`."""
         lr, weight_decay, _ = stack.step
-        scale = self.update_scale(matrix_shape(stack.weight))
+        scale = self.update_scale(stack.weight.shape[1:])
         norms, first = [], 0
         for w, d in cache_slices(stack.weight, polar.direction):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
-            acting = unless_all(gate[first : first + len(w)])
+            active = unless_all(gate[first : first + len(w)])
             if decays:
-                decay_(w, lr, weight_decay, acting, d if self.cautious else None)
-            subtract_(w, d, lr * scale, acting)
+                decay_(w, lr, weight_decay, active, d if self.cautious else None)
+            subtract_(w, d, lr * scale, active)
             first += len(w)
-        return together(norms)
+        return concat(norms)
 
-    def scale_of(self, shape: tuple[int, int]) -> float | None:
+    def scale_of(self, shape: Sequence[int]) -> float | None:
         """Return the factor between `lr` and the update; see `Rule.scale_of`."""
         return self.update_scale(shape)
 
-    def update_scale(self, shape: tuple[int, int]) -> float:
-        """Return what `lr` times the direction is multiplied by."""
+    def update_scale(self, shape: Sequence[int]) -> float:
+        """Return what `lr` times the direction is multiplied by, for a `shape` `[rows, cols]`."""
         return self.scale_factor * SCALES[self.scale](*shape)
 
 
@@ -275,19 +285,22 @@ class MuonRule(PolarRule):
 
         Reports `update_rms` and `refused`.
         """
-        return self.apply(stacks, self.polars([stack.grad for stack in stacks]), decays=True)
+        momenta = [stack.grad for stack in stacks]  # what `accumulate` has made of gradients
+        report = self.apply(stacks, self.polars(momenta), decays=True)
+        return split_report(report, stacks)
 
 
-def matrix_shape(weight: Tensor) -> tuple[int, int]:
-    """Return the shape of each matrix of `weight` `[..., rows, cols]`."""
-    rows, cols = weight.shape[-2:]
-    return rows, cols
+def scale_(weights: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply the weights of stacks by `factor` `[sum of batches]` in place."""
+    for w, part in zip(weights, split_like(factor[:, None, None], weights), strict=True):
+        w.mul_(part)
 
 
-def scale_(weights: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply the weights of stacks by `scale` `[sum of batches]` in place."""
-    for w, factor in zip(weights, apart(scale[:, None, None], weights), strict=True):
-        w.mul_(factor)
+def split_report(report: Report, stacks: Sequence[Stack]) -> list[Report]:
+    """Return the report of each stack from that of all units, `[sum of batches]`."""
+    weights = [stack.weight for stack in stacks]
+    columns = [split_like(figure, weights) for figure in report.values()]
+    return [dict(zip(report, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def reference(
@@ -305,7 +318,7 @@ def reference(
     W = weight
     M, B = momentum_of(rule, grad, state)  # B: with Nesterov's look ahead
     Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
-    D = rule.update_scale(matrix_shape(W)) * Phi
-    decays = W * D >= 0 if rule.cautious else torch.ones_like(W)
+    D = rule.update_scale(W.shape) * Phi
+    decays = W * D >= 0 if rule.cautious_decay else torch.ones_like(W)
     W = W - lr * weight_decay * decays * W
     return W - lr * D, {"momentum": M}

@@ -21,7 +21,7 @@ from ..singular_triplets import cold_start, top_singular
 from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Rate, Report, Stack, State, decay_, require, store_
-from .muon import matrix_shape, momentum_of, scale_
+from .muon import momentum_of, scale_
 from .muon_sphere import RadiusRule
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
@@ -101,8 +101,7 @@ class MuonPlusPlusRule(RadiusRule):
             (polar,) = self.polars([momentum])
             polar = polar._replace(direction=polar.direction.to(weight.dtype))
             project_(polar.direction, state["u"], state["v"])
-        (applied,) = self.apply([stack], [polar], sound=sound)
-        report |= applied
+        report |= self.apply([stack], [polar], sound=sound)
         if self.algorithm == "project_rescale":
             report |= self.rescale(weight, report["sigma"], state, active)
         return report | self.watch_correlation(weight, state, active)
@@ -136,9 +135,9 @@ class MuonPlusPlusRule(RadiusRule):
         gap = (sigma - second).clamp_min(0)
         report = {
             "sigma": sigma,
-            "radius": torch.full_like(sigma, self.radius_of(matrix_shape(weight))),
+            "radius": torch.full_like(sigma, self.radius_of(weight.shape[-2:])),
             "gap": gap / torch.where(sigma == 0, 1, sigma),
-            "gap_exceeded": (lr * self.update_scale(matrix_shape(weight)) > gap).to(weight.dtype),
+            "gap_exceeded": (lr * self.update_scale(weight.shape[-2:]) > gap).to(weight.dtype),
         }
         return report, sound
 
@@ -161,8 +160,7 @@ class MuonPlusPlusRule(RadiusRule):
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
         (solution,) = self.dual_solver().solve([self.problem(stack)])
-        report = solution.report(solution.multiplier.dtype)
-        return Polar(solution.direction, solution.bounded), report
+        return Polar(solution.direction, solution.bounded), solution.report()
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:
         """Multiply `weight` by S / ||W||_2; reports `norm`, ||W||_2 after the update.
@@ -178,13 +176,13 @@ class MuonPlusPlusRule(RadiusRule):
             store_(old, first, active)
             store_(state[f"second_{name}"], second, active)
         norm = torch.maximum(sigma, other)
-        factor = hard_factor(norm, self.radius_of(matrix_shape(weight)), active=active)
+        factor = hard_factor(norm, self.radius_of(weight.shape[-2:]), active=active)
         scale_([weight], factor)
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, active: Tensor | None) -> Report:
         """Report the `correlation` of the updated weight; with correlation_rescale rescale once."""
-        rows, cols = matrix_shape(weight)
+        rows, cols = weight.shape[-2:]
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:
             threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
@@ -233,9 +231,9 @@ def reference(
     else:
         P, Q = (torch.eye(len(x)).to(W) - torch.outer(x, x) for x in (u, v))
         D = P @ newton_schulz(P @ B @ Q, steps) @ Q  # u^T D = 0 and D v = 0
-    W = W - lr * rule.update_scale(matrix_shape(W)) * D
+    W = W - lr * rule.update_scale(W.shape) * D
     if rule.algorithm == "project_rescale":
-        W = W * (rule.radius_of(matrix_shape(W)) / torch.linalg.matrix_norm(W, ord=2))
+        W = W * (rule.radius_of(W.shape) / torch.linalg.matrix_norm(W, ord=2))
     rho, last = correlation(W), state["correlation"]  # eq. 4.13
     C = rule.correlation_threshold * (W.shape[0] ** -0.5 + W.shape[1] ** -0.5)
     due = rule.correlation_rescale and rho > C and last > 1 / W.numel() and not state["rescaled"]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..batching import apart, numbers, together
+from ..batching import concat, numbers, split_like
 from ..cost import tangent_cost, triplet_cost
 from ..polar import coefficients, is_tall, newton_schulz, normalized_
 from ..singular_triplets import BLOCK, NEARBY, cold_start, top_pairs
@@ -23,7 +23,7 @@ from .base import (
     store_,
     taken,
 )
-from .muon import PolarRule, matrix_shape, momentum_of
+from .muon import PolarRule, momentum_of, split_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class RadiusRule(PolarRule):
         require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
         require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
 
-    def radius_of(self, shape: tuple[int, int]) -> float:
+    def radius_of(self, shape: Sequence[int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
         return radius(shape, self.radius, self.radius_scaler)
 
@@ -105,10 +105,10 @@ class MuonSphereRule(RadiusRule):
 
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
-        reports, sound, factor = self.track(stacks)
+        tracked, sound, retraction = self.track(stacks)
         polars = self.polars([stack.grad for stack in stacks])
-        others = self.apply(stacks, polars, sound=sound, scale=factor)
-        return [report | other for report, other in zip(reports, others, strict=True)]
+        applied = self.apply(stacks, polars, sound=sound, retraction=retraction)
+        return split_report(tracked | applied, stacks)
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""
@@ -118,49 +118,56 @@ class MuonSphereRule(RadiusRule):
         """Count the FLOPs of `track` for a matrix with sides `short <= long`."""
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK)
 
-    def track(self, stacks: Sequence[Stack]) -> tuple[list[Report], Tensor, Tensor]:
+    def track(self, stacks: Sequence[Stack]) -> tuple[Report, Tensor, Tensor]:
         """Decay, refresh u, v and nearby, and find the way to the sphere.
 
-        Reports `sigma` and `radius` of each stack. Also returns, `[sum of batches]`, whether each
+        All figures are `[sum of batches]`. Reports `sigma` and `radius`. Also returns whether each
         unit is sound, which is that the squares of its norm and of its cached vectors are finite,
         and the factor that retracts its weight. A unit that is not sound stays where it is, with
         the factor 1, and forgets its vectors, so that its next step starts cold.
         """
         for stack in stacks:
             decay_(stack.weight, *stack.step)
-        active = stacks[0].step.active
+        sigma, sound = self._refresh_vectors(stacks)
         weights = [stack.weight for stack in stacks]
-        names = [("v", "u") if is_tall(w) else ("u", "v") for w in weights]  # short and long
-        states = [
-            [stack.state[name] for name in (*pair, "nearby")]
-            for stack, pair in zip(stacks, names, strict=True)
-        ]
-        shorts, longs, nearby = zip(*states, strict=True)
-        cached = together(shorts)
-        lengths = cached.norm(dim=-1) + together([long.norm(dim=-1) for long in longs])
-        wide = [w.mT if is_tall(w) else w for w in weights]
-        top = top_pairs(wide, cached, steps=self.krylov_steps, nearby=together(nearby))
-        sigma, short, long = top.sigma.to(weights[0].dtype), top.short, top.long
-        sound = torch.addcmul(lengths, sigma, sigma) < float("inf")
-        unsound = ~sound[:, None]
-        short.masked_fill_(unsound, 0)
-        for x, mask in zip(long, apart(unsound, weights), strict=True):
-            x.masked_fill_(mask, 0)
-        assert top.nearby is not None
-        others = top.nearby.masked_fill_(unsound[:, :, None], 0)
-        news = zip(apart(short, weights), long, apart(others, weights), strict=True)
-        for state, new in zip(states, news, strict=True):
-            for old, vectors in zip(state, new, strict=True):
-                store_(old, vectors, active)
-        target = numbers([self.radius_of(matrix_shape(w)) for w in weights], weights)
-        gate = taken(active, sound)
+        radius = numbers([self.radius_of(w.shape[1:]) for w in weights], weights)
+        gate = taken(stacks[0].step.active, sound)
         if self.retraction == "hard":
-            factor = hard_factor(sigma, target, active=gate)
+            retraction = hard_factor(sigma, radius, active=gate)
         else:
             lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
-            factor = dynamic_factor(sigma, target, rate=self.retraction_rate, lr=lr, active=gate)
-        figures = zip(apart(sigma, weights), apart(target, weights), strict=True)
-        return [{"sigma": each, "radius": radius} for each, radius in figures], sound, factor
+            rate = self.retraction_rate
+            retraction = dynamic_factor(sigma, radius, rate=rate, lr=lr, active=gate)
+        return {"sigma": sigma, "radius": radius}, sound, retraction
+
+    def _refresh_vectors(self, stacks: Sequence[Stack]) -> tuple[Tensor, Tensor]:
+        """Refresh u, v and nearby; return the spectral norm and soundness of each unit."""
+        weights, active = [stack.weight for stack in stacks], stacks[0].step.active
+        vectors = [_vectors(stack) for stack in stacks]
+        short, long, nearby = zip(*vectors, strict=True)
+        cached = concat(short)
+        lengths = cached.norm(dim=-1) + concat([v.norm(dim=-1) for v in long])
+        wide = [w.mT if is_tall(w) else w for w in weights]
+        top = top_pairs(wide, cached, steps=self.krylov_steps, nearby=concat(nearby))
+        sigma = top.sigma.to(weights[0].dtype)
+        sound = torch.addcmul(lengths, sigma, sigma) < float("inf")
+        unsound = ~sound[:, None]
+        assert top.nearby is not None
+        new_short = split_like(top.short.masked_fill_(unsound, 0), weights)
+        for v, mask in zip(top.long, split_like(unsound, weights), strict=True):
+            v.masked_fill_(mask, 0)
+        new_nearby = split_like(top.nearby.masked_fill_(unsound[:, :, None], 0), weights)
+        refreshed = zip(new_short, top.long, new_nearby, strict=True)
+        for old, new in zip(vectors, refreshed, strict=True):
+            for kept, vector in zip(old, new, strict=True):
+                store_(kept, vector, active)
+        return sigma, sound
+
+
+def _vectors(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the singular vectors of the shorter and of the longer side, and the nearby ones."""
+    u, v, nearby = (stack.state[name] for name in ("u", "v", "nearby"))
+    return (v, u, nearby) if is_tall(stack.weight) else (u, v, nearby)
 
 
 def reference(
@@ -178,12 +185,12 @@ def reference(
     W = retracted(rule, weight * (1 - lr * weight_decay), lr)
     M, B = momentum_of(rule, grad, state)
     Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
-    return W - lr * rule.update_scale(matrix_shape(W)) * Phi, {"momentum": M}
+    return W - lr * rule.update_scale(W.shape) * Phi, {"momentum": M}
 
 
 def retracted(rule: MuonSphereRule, weight: Tensor, lr: float) -> Tensor:
     """Return one matrix `[rows, cols]` moved to, or towards, the sphere ||W||_2 = R."""
-    R = rule.radius_of(matrix_shape(weight))
+    R = rule.radius_of(weight.shape[-2:])
     sigma: Tensor = torch.linalg.matrix_norm(weight, ord=2)
     if rule.retraction == "hard":
         return weight * (R / sigma)  # eq. 13

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..polar import Polar, coefficients, newton_schulz
 from .base import Report, Stack, State, require_fraction, store_, taken
-from .muon import MuonRule, matrix_shape, momentum_of
+from .muon import MuonRule, momentum_of, split_report
 
 EPSILON = 1e-8
 
@@ -37,7 +37,7 @@ class NorMuonRule(MuonRule):
         """Decay, then step along the rows of msign(momentum), evened out; see `Rule.update`."""
         polars = self.polars([stack.grad for stack in stacks])
         even = [self._even(stack, polar) for stack, polar in zip(stacks, polars, strict=True)]
-        return self.apply(stacks, even, decays=True)
+        return split_report(self.apply(stacks, even, decays=True), stacks)
 
     def _even(self, stack: Stack, polar: Polar) -> Polar:
         """Keep the mean squares of a stack that takes its step; return its direction."""
@@ -61,7 +61,7 @@ class NorMuonRule(MuonRule):
         norm: Tensor = torch.linalg.vector_norm(direction, dim=(1, 2))
         return norm
 
-    def scale_of(self, shape: tuple[int, int]) -> None:
+    def scale_of(self, shape: Sequence[int]) -> None:
         """Return None: the spectral norm of the update depends on the rows."""
 
 
@@ -82,7 +82,7 @@ def reference(
     Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
     v = rule.beta2 * state["square"] + (1 - rule.beta2) * Phi.square().mean(1)  # of each row
     D = Phi / (v.sqrt()[:, None] + EPSILON)
-    D = rule.update_scale(matrix_shape(W)) * Phi.norm() / D.norm() * D
-    decays = W * D >= 0 if rule.cautious else torch.ones_like(W)
+    D = rule.update_scale(W.shape) * Phi.norm() / D.norm() * D
+    decays = W * D >= 0 if rule.cautious_decay else torch.ones_like(W)
     W = W - lr * weight_decay * decays * W
     return W - lr * D, {"momentum": M, "square": v}

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..batching import apart
 from ..polar import Polar, coefficients
 from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Report, Stack, State
-from .muon import matrix_shape, momentum_of
+from .muon import momentum_of, split_report
 from .muon_sphere import MuonSphereRule, retracted
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -49,17 +48,13 @@ class SpectralSphereRule(MuonSphereRule):
 
         Reports what MuonSphere does, and what `TangentSolution.report` says of the solve.
         """
-        reports, sound, factor = self.track(stacks)
+        tracked, sound, retraction = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)
-        solutions = solver.solve([self.problem(stack) for stack in stacks])
-        parts = zip(solutions, apart(sound, [s.weight for s in stacks]), strict=True)
-        polars = [Polar(each.direction, each.bounded & right) for each, right in parts]
-        others = self.apply(stacks, polars, scale=factor)
-        solved = (
-            solution.report(stack.weight.dtype)
-            for stack, solution in zip(stacks, solutions, strict=True)
-        )
-        return [a | b | c for a, b, c in zip(reports, others, solved, strict=True)]
+        solutions = solver.solve([self.problem(stack) for stack in stacks])  # <Theta, Phi> = 0
+        polars = [Polar(solution.direction, solution.bounded) for solution in solutions]
+        applied = self.apply(stacks, polars, sound=sound, retraction=retraction)
+        reports = zip(split_report(tracked | applied, stacks), solutions, strict=True)
+        return [report | solution.report() for report, solution in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
@@ -99,4 +94,4 @@ def reference(
     Theta = torch.outer(U[:, 0], Vh[0])  # [rows, cols], the gradient of ||W||_2
     M, B = momentum_of(rule, grad, state)
     Phi = bisected(B, Theta, coefficients(rule.schedule, rule.steps, W.dtype))  # <Theta, Phi> = 0
-    return W - lr * rule.update_scale(matrix_shape(W)) * Phi, {"momentum": M}
+    return W - lr * rule.update_scale(W.shape) * Phi, {"momentum": M}

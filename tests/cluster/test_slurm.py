@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.cluster import Cluster
 from tests.cluster.network import NODES, until
 from tests.killed_runs import SMALL, differences, last_step
-from training.checkpoint.files import steps as saved_steps
+from training.checkpoint.checkpoints import steps as saved_steps
 
 STEPS, INTERVAL = 120, 10
 TIMEOUT = 60

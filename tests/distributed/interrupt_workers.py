@@ -5,7 +5,7 @@ import sys
 
 import pretrain
 from tests.launch import ROOT
-from training.lifecycle.interrupts import Interrupts
+from training.lifecycle.terminal import Interrupts
 
 
 def main(arguments: list[str], output: str) -> None:

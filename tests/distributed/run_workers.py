@@ -22,10 +22,11 @@ from tests.distributed.state_workers import label, started
 from tests.run_configs import read_config
 from tests.saved_state import save_state
 from training import restore as restoring
-from training.build import build_data, build_trainer
-from training.checkpoint.files import CheckpointInfo
+from training.build import build_trainer
+from training.checkpoint.checkpoints import CheckpointInfo
 from training.checkpoint.resume import find_start
 from training.config.schema import Kind
+from training.data.build_data import build_data
 from training.loop import Outcome, StepResult, Trainer
 from training.restore import restore
 from training.run import train

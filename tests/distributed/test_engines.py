@@ -15,7 +15,7 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
 from tests.token_files import write_token_set
-from training.checkpoint.files import read_checkpoint, step_folder
+from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.config import to_yaml
 
 NEWEST = TESTED[1]

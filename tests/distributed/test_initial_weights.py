@@ -14,9 +14,10 @@ from parallel.comm import groups as process_groups
 from tests.families import overrides, settings
 from tests.launch import run_on_ranks
 from tests.run_configs import read_config, tiny_config
-from training.build import build_data, build_trainer
-from training.checkpoint import files as checkpoint
+from training.build import build_trainer
+from training.checkpoint import checkpoints as checkpoint
 from training.checkpoint import initial_weights as initial
+from training.data.build_data import build_data
 from training.run import train
 
 

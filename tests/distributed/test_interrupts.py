@@ -19,8 +19,8 @@ from tests.distributed.interrupt_workers import main
 from tests.launch import FORKS, ROOT, environment, start_forks
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
-from training.checkpoint.files import steps
-from training.lifecycle.interrupts import CODE
+from training.checkpoint.checkpoints import steps
+from training.lifecycle.terminal import CODE
 
 KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
 LINES = 5

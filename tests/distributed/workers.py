@@ -23,8 +23,9 @@ from parallel.optimizer.distributed_optimizer import (
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model
-from training.build import build_data, build_trainer
+from training.build import build_trainer
 from training.config.schema import ParallelConfig
+from training.data.build_data import build_data
 from training.data.tasks import Request, made_task
 from training.loop import StepResult, Trainer
 from training.samples import next_tokens

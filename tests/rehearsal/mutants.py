@@ -12,7 +12,7 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.owned_stacks import Streams
 from parallel.storage.domain_model import DomainModel
 from spectral.ieee_products import ieee_products
-from training import evaluate
+from training import validation as evaluate
 from training.loop import Trainer
 from training.rehearsal.replacement import put, replace
 

@@ -6,8 +6,8 @@ import pytest
 from parallel.plan.devices import device_named
 from tests.paths import ROOT
 from tests.small_recipes import recipes
-from training.build import on_mock_tokens
 from training.config import check, load_config
+from training.data.build_data import on_mock_tokens
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
 

@@ -5,8 +5,8 @@ import pytest
 from parallel.plan.devices import device_named
 from tests.paths import ROOT
 from tests.slow_cases import slow_but
-from training.build import on_mock_tokens
 from training.config import load_config
+from training.data.build_data import on_mock_tokens
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
 

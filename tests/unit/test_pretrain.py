@@ -17,7 +17,7 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
 from training import errors
-from training.lifecycle.interrupts import _stop_with_launcher
+from training.lifecycle.terminal import _stop_with_launcher
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import found_by_any
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
-from training.checkpoint.identity import Identity, differences, refusal, saved_identity
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import CheckpointInfo, ResumeError, read_checkpoint
+from training.checkpoint.resume_rules import Identity, differences, refusal, saved_identity
 from training.errors import BrokenCheckpointError
 
 

@@ -27,9 +27,9 @@ from parallel.comm.groups import Groups
 from parallel.disk import sync_all
 from parallel.model import ParallelModel
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
-from training.aid import Aid
-from training.checkpoint import files as checkpoint
+from training.checkpoint import checkpoints as checkpoint
 from training.config import Config, to_yaml
+from training.errors import Aid
 from training.report.log_lines import LOGS
 
 Result = TypeVar("Result")

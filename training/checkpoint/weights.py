@@ -10,7 +10,7 @@ from models.families import all_units
 from models.units import Unit
 from spectral.batching import grouped
 from training.assignments import unit_options
-from training.checkpoint.files import CheckpointInfo
+from training.checkpoint.checkpoints import CheckpointInfo
 from training.checkpoint.stored_tensors import StoredTensors, named
 from training.errors import BrokenCheckpointError
 

@@ -1,8 +1,8 @@
 """The run config: from a YAML file to frozen sections, with all problems reported at once.
 
-schema.py and optimizer.py hold the fields and what must hold in each section, checks.py what must
-hold between sections; files.py and binding.py read YAML, and manual.py writes
-docs/configuration.md. Nothing here knows the engine or a device. Start with schema.py.
+schema.py, data.py, schedule.py and optimizer.py hold the fields and what must hold in each section,
+checks.py what must hold between sections; yaml_files.py and binding.py read YAML, and manual.py
+writes docs/configuration.md. Nothing here knows the engine or a device. Start with schema.py.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,9 @@ from pathlib import Path
 
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
-from training.config.files import read_merged, read_saved, to_text
 from training.config.optimizer import MissingRuleError, group_of, of_installed_rules
-from training.config.paper_choices import with_paper_choices
-from training.config.schema import Config
+from training.config.schema import Config, with_paper_choices
+from training.config.yaml_files import read_merged, read_saved, to_text
 
 __all__ = [
     "Config",

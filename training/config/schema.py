@@ -1,31 +1,31 @@
 """The run config, made of its sections: the fields of each, the sentence under each field that
 becomes its entry in docs/configuration.md, and what must hold within the section (`checks`).
 
-What must hold between sections is in checks.py. The optimizer's section is in optimizer.py, those
-of the model in models/. Start with Config, at the end.
+What must hold between sections is in checks.py. The sections about data are in data.py, `train` and
+`schedule` in schedule.py, the optimizer's in optimizer.py, those of the model in
+models/. Start with Config, at the end.
 """
 
-import re
 from collections.abc import Iterator
-from dataclasses import field, fields
-from typing import Annotated, Literal
+from dataclasses import fields, replace
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from models.config import ModelConfig
 from models.layout import Layout
 from models.pc_config import PCConfig
-from models.section import AtLeast0, Check, Count, ExactInt, Positive, Section, Whole, named
+from models.section import Check, Count, ExactInt, Positive, Section, Whole
 from spectral.gram_penalty import Normalize, Side
-from training.config.batch_ramp import Batch, EqualSteps, RampStage, ramp_checks
-from training.config.data_phases import DataPhase
+from spectral.rules import RULES
+from training.config.data import DataConfig, TasksConfig, ValidationConfig, local_path
 from training.config.optimizer import OptimizerConfig
-from training.config.places import local_path
+from training.config.schedule import ScheduleConfig, TrainConfig
 
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
-"""Parts of a run's identity; see training/checkpoint/identity.py."""
+"""Parts of a run's identity; see training/checkpoint/resume_rules.py."""
 
 
 class RunConfig(Section):
@@ -118,93 +118,6 @@ class SpikeConfig(Section):
     instead of ending after `train.max_skipped_steps`."""
 
 
-# Set names become parts of metric names.
-SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-
-
-class TrainSet(Section):
-    """One training set of the blend."""
-
-    path: str
-    """Prefix of the set's `.bin` and `.idx` files."""
-    weight: AtLeast0 = 1.0
-    """Weight of this set in the blend, relative to the other sets' weights; 0 for a set that only
-    later phases read."""
-
-    def checks(self) -> Iterator[Check]:
-        """Check where the set is."""
-        yield local_path("path", self.path)
-
-
-class ValidationSet(Section):
-    """One validation set, evaluated and logged under its name."""
-
-    path: str
-    """Prefix of the set's `.bin` and `.idx` files."""
-
-    def checks(self) -> Iterator[Check]:
-        """Check where the set is."""
-        yield local_path("path", self.path)
-
-
-class DataConfig(Section):
-    """Which tokens the run reads."""
-
-    tokenizer: str | None = None
-    """A tokenizer.json or Hugging Face tokenizer folder; null takes the data manifest's."""
-    mock: bool = False
-    """Make random tokens instead of reading files, in documents of 1,024 in the mean. The sets keep
-    their names and weights; without any there is one, `mock`."""
-    workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Background processes per rank that read samples; 0 reads in the training process."""
-    verify: Literal["none", "sample", "full"] = "sample"
-    """What the run checks against the manifest's hashes: none: nothing; sample: the tokenizer, the
-    index, 64 blocks of tokens, and others when it first reads them; full: everything at each
-    start."""
-    document_mask: bool = False
-    """Keep attention within each document of the sets' indexes, with positions from its first token
-    in the sequence; false attends to all documents of a sequence. Validation does the same."""
-    first_token_loss: bool = True
-    """Count the loss of a document's first token, which is predicted from the end of another; false
-    leaves it out of training and validation."""
-    train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one, unless `mock`. `replace: true` beside them leaves out
-    the base's section `data`, `NAME: null` one set of it. All sets must have one tokenizer."""
-    phases: tuple[DataPhase, ...] = ()
-    """Later parts of the run with other weights of the sets, such as
-    `[{after_share: 0.8, weights: {web: 1, books: 3}}]`; [] has those of `train` throughout. Sets go
-    on where they were."""
-    validation: dict[str, ValidationSet] = field(default_factory=dict)
-    """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
-    out sets as for `train`."""
-    made_by: str | None = None
-    """Command that makes the sets, and its cost; shown if a file of theirs is missing."""
-
-    def checks(self) -> Iterator[Check]:
-        """Check that there are sets, their names, and where the tokenizer is."""
-        yield local_path("tokenizer", self.tokenizer)
-        yield "train", not (self.train or self.mock), "must name at least one set, got none"
-        for kind in ("train", "validation"):
-            for name in getattr(self, kind):
-                rule = f"must name sets by letters, digits, '_', '-' and '.', got {name!r}"
-                yield kind, not SET_NAME.fullmatch(name), rule
-        yield from self._weight_checks()
-
-    def _weight_checks(self) -> Iterator[Check]:
-        """Check that phases read sets that there are, and that each set is read."""
-        read = {name for phase in self.phases for name in phase.weights}
-        for i, phase in enumerate(self.phases):
-            for name in phase.weights.keys() - self.train.keys():
-                sets = named(name, self.train) if self.train else f"sets of train, got {name!r}"
-                yield f"phases[{i}].weights", True, f"must name {sets}"
-        somewhere = " here or in a phase" if self.phases else ""
-        for name, each in self.train.items():
-            unread = each.weight == 0 and name not in read
-            yield f"train.{name}.weight", unread, f"must be above 0{somewhere}, got 0"
-        first = not self.train or any(each.weight for each in self.train.values())
-        yield "train", not first, "must have a set of a weight above 0 at the start, got only 0"
-
-
 class GramPenaltyConfig(Section):
     """Off-diagonal Gram penalty on the loss; see docs/spectral.md."""
 
@@ -283,136 +196,6 @@ class ParallelConfig(Section):
         yield "sequence", self.sequence and self.tensor == 1, "needs tensor > 1"
 
 
-Steps = Annotated[int, Field(ge=1, le=10**10)]
-
-
-class TrainConfig(Section):
-    """How long the model is trained, on which batches, and in which precision."""
-
-    steps: Steps
-    """Optimizer steps of the whole run, where the learning-rate schedule ends."""
-    exit_step: Count | None = None
-    """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
-    global_batch: Batch
-    """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
-    batch_ramp: tuple[RampStage, ...] = ()
-    """Stages at the start of the run with fewer sequences a step than `global_batch`, which follows
-    on them, such as `[{batch: 64, until_tokens: 252000000}]`; [] has `global_batch` from the start.
-    `steps` counts their steps too."""
-    micro_batch: Batch
-    """Sequences per forward and backward pass on one rank."""
-    sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
-    """Tokens per sequence."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of forward and backward; master weights and optimizer state are fp32."""
-    fp8: Literal["hybrid", "e4m3"] | None = None
-    """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward recomputes: none; selective: those of dense and shared feed-forward
-    blocks; full: all of a layer but its input."""
-    loss_chunk: Count | None = None
-    """Vocabulary entries per rank whose logits are in memory at once; backward then multiplies by
-    the output head once more. null keeps all logits."""
-    fused_loss: Literal["auto", "liger"] | None = "auto"
-    """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
-    the engine's, one pass per operation. auto is liger on a GPU if liger-kernel is installed and
-    `loss_chunk` is null."""
-    z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
-    """Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (PaLM: 1e-4),
-    which is added to the loss that is minimised. `train/loss` and validation are without it,
-    `train/z_loss` is the mean without the coefficient. 0 = none."""
-    fused_backward: Literal["auto", "triton"] | None = "auto"
-    """Kernels of the backward passes of gated activations and of the heads of attention: triton
-    writes each gradient in one pass; null leaves it to `compile`, or to autograd. auto is triton on
-    a GPU with Triton, null under Transformer Engine."""
-    compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
-    """Backend of torch.compile for norms with the sums before them, rotary embedding and
-    activations: inductor fuses them,
-    aot_eager captures the same graphs, for debugging; null does not compile. auto is inductor on a
-    GPU where it works, null on a CPU and under Transformer Engine, which fuses the same
-    operations."""
-    max_skipped_steps: Whole = 10
-    """Consecutive non-finite steps to skip before the run aborts."""
-
-    @property
-    def last(self) -> int:
-        """Step after which the run ends, `exit_step` or `steps`."""
-        return self.exit_step or self.steps
-
-    def equal_steps(
-        self, step: int = 0, tokens: int = 0, until: int | None = None
-    ) -> Iterator[EqualSteps]:
-        """Yield the parts of the run with one global batch, after `step` steps and `tokens` tokens,
-        to step `until` or the last."""
-        last = self.steps if until is None else until
-        for stage in self.batch_ramp:
-            left = stage.steps_left(step, tokens, self.sequence_length)
-            if (count := min(left, last - step)) > 0:
-                yield EqualSteps(step, count, stage.batch)
-                step, tokens = step + count, tokens + count * stage.batch * self.sequence_length
-        if step < last:
-            yield EqualSteps(step, last - step, self.global_batch)
-
-    def batch(self, step: int, tokens: int) -> int:
-        """Return the global batch of the step after `step` steps and `tokens` tokens."""
-        return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
-
-    def samples(self, step: int = 0, tokens: int = 0, until: int | None = None) -> int:
-        """Return the sequences of the parts that `equal_steps` yields."""
-        return sum(each.samples for each in self.equal_steps(step, tokens, until))
-
-    @property
-    def batches(self) -> list[int]:
-        """All global batches of the run, ascending."""
-        return [*(stage.batch for stage in self.batch_ramp), self.global_batch]
-
-    def checks(self) -> Iterator[Check]:
-        """Check the loss, the precision and the length."""
-        chunked = self.fused_loss == "liger" and self.loss_chunk is not None
-        yield "loss_chunk", chunked, "must be null with fused_loss liger"
-        yield "fp8", self.fp8 is not None and self.precision != "bf16", "needs precision bf16"
-        late = self.exit_step is not None and self.exit_step > self.steps
-        yield "exit_step", late, f"must be at most steps = {self.steps}"
-        run = self.global_batch, self.steps, self.sequence_length
-        yield from ramp_checks(self.batch_ramp, *run)
-
-
-class ScheduleConfig(Section):
-    """Learning rate over the run, as a factor on every group's peak."""
-
-    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
-    unit: Literal["steps", "tokens"] = "steps"
-    """What warm-up and decay count: steps, or tokens, of which `train.global_batch` sequences are
-    one step: a step of `train.batch_ramp` then moves the rate by its share."""
-    warmup_steps: Whole = 0
-    """Steps of linear warm-up from 0 to the peak."""
-    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Factor at the end of the run, for every kind but constant."""
-    cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Fraction of the run over which wsd decays."""
-
-    def length(self, train: TrainConfig) -> float:
-        """Return the length of a run in steps, or in tokens over those of a full step."""
-        return train.steps if self.unit == "steps" else train.samples() / train.global_batch
-
-    def cooldown_steps(self, total_steps: float) -> int:
-        """Return the steps over which wsd decays in a run of `total_steps`."""
-        return round(self.cooldown_fraction * total_steps)
-
-    def decay_start(self, train: TrainConfig) -> int:
-        """Return the steps of a run before wsd decays."""
-        cooldown = self.cooldown_steps(self.length(train))
-        if self.unit == "steps":
-            return train.steps - cooldown
-        left = train.samples() - cooldown * train.global_batch
-        for part in train.equal_steps():
-            if left <= part.samples:
-                return part.first + -(-left // part.batch)
-            left -= part.samples
-        return train.steps
-
-
 class WandbConfig(Section):
     """How the run appears in Weights & Biases, if `log.trackers` has wandb.
 
@@ -485,46 +268,6 @@ class MonitorsConfig(Section):
     to it."""
 
 
-class ValidationConfig(Section):
-    """How often the run is validated, and on how many sequences."""
-
-    interval: Whole = 0
-    """Steps between validations, besides the one after the last step; 0 has only that one."""
-    samples: Count | None = None
-    """Sequences of each set per validation; null = the whole set."""
-    samples_interval: Whole = 0
-    """Steps between samples of text: the most probable continuation of each set's first tokens, in
-    metrics.jsonl and on the run's page. 0 writes none."""
-    samples_tokens: Count = 32
-    """Tokens of a continuation; each costs a forward pass of one sequence per set."""
-
-    @staticmethod
-    def prompt_tokens(sequence_length: int) -> int:
-        """Return the number of tokens that a sample of text continues."""
-        return min(16, sequence_length // 2)
-
-
-class TasksConfig(Section):
-    """Multiple-choice tasks that the model in training is scored on."""
-
-    files: dict[str, str] = field(default_factory=dict)
-    """Files of tasks by name, which becomes part of their metrics, `task/<name>/acc`: a line is
-    `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py makes
-    them. null leaves out tasks of a base as for `data.train`."""
-    interval: Whole = 0
-    """Steps between scorings, besides the one after the last step; 0 has only that one."""
-    examples: Count | None = None
-    """Number of examples of each file to score, from its first; null = all."""
-
-    def checks(self) -> Iterator[Check]:
-        """Check the names, and where the files are."""
-        for name, path in self.files.items():
-            rule = f"must name tasks by letters, digits, '_', '-' and '.', got {name!r}"
-            yield "files", not SET_NAME.fullmatch(name), rule
-            _, wrong, rule = local_path("files", path)
-            yield "files", wrong, f"{rule}, got {path!r} for {name}"
-
-
 class Config(Section):
     """A whole run."""
 
@@ -559,3 +302,38 @@ class Config(Section):
     monitors: MonitorsConfig = MonitorsConfig()
     validation: ValidationConfig = ValidationConfig()
     tasks: TasksConfig = TasksConfig()
+
+
+ADAMW_LEVEL: Final = 4
+"""The level of PC layers under AdamW."""
+
+SPECTRAL_LEVEL: Final = 2
+"""The level of PC layers under Muon."""
+
+SMALL_COEFFICIENT: Final = 1e-3
+"""The lambda of the Gram penalty for 160M parameters, whose width is 768."""
+
+LARGE_COEFFICIENT: Final = 1e-4
+"""The lambda for 405M and 1.4B parameters, whose widths are 1024 and 2048."""
+
+LARGE_WIDTH: Final = 1024
+"""Least width of a model that takes `LARGE_COEFFICIENT`."""
+
+
+def with_paper_choices(config: Config) -> Config:
+    """Return `config` with the papers' choices for PC layers and Gram penalty where it has null, so
+    that a run's own config says what it trains with. What has no effect is null."""
+    pc, penalty, optimizer = config.pc, config.gram_penalty, config.optimizer
+    if pc is not None:
+        spectral = RULES[optimizer.matrix.rule].whole_matrix
+        level = (SPECTRAL_LEVEL if spectral else ADAMW_LEVEL) if pc.level is None else pc.level
+        decay = pc.gamma_decay(optimizer.settings_for("gamma").weight_decay)
+        pc = replace(
+            pc,
+            level=level if pc.polynomial.kind == "preset" else None,
+            gamma_weight_decay=decay if pc.learnable_gamma else None,
+        )
+    if penalty is not None and penalty.coefficient is None:
+        large = config.model.hidden >= LARGE_WIDTH
+        penalty = replace(penalty, coefficient=LARGE_COEFFICIENT if large else SMALL_COEFFICIENT)
+    return replace(config, pc=pc, gram_penalty=penalty)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from training.data.documents import Borders
+from training.data.document_index import Borders
 from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20

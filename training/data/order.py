@@ -1,48 +1,71 @@
-"""The order of training samples, and validation data.
+"""The order of training samples.
 
 Sample k of a phase of a run is a pure function of the seed, of the counts of each set at the start
 of the phase, and of k: the weights determine its set, and a permutation per epoch its window of the
 set. Nothing depends on the number of steps, the batch size or the number of ranks, so a run can
 stop, resume and change its layout at any sample. A change of the mixture begins the next phase.
+
+A stored permutation of a trillion-token set would take gigabytes on every rank, and those that
+numpy draws may change with its version. `Permutation` computes one element at a time instead:
+element i passes a Feistel network, which is a permutation of the next power of four whatever its
+round function; a value outside [0, size) passes it again until it is inside (cycle walking), at
+most four times on average.
 """
 
 import copy
 import hashlib
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from training.data.documents import CROSSED, Borders
-from training.data.manifest import SetEntry
-from training.data.phase import Counts, Phase, SetCount
-from training.data.shuffle import Permutation
-from training.data.token_bytes import decoded_bytes, open_tokenizer
-from training.data.token_set import TokenSet
-from training.errors import ConfigError, DataError
+from training.data.document_index import CROSSED, Borders
+from training.data.run_progress import Counts, Phase, SetCount
+from training.data.token_set import OpenSet, TokenSet
+from training.errors import ConfigError
 
-Windows = tuple[tuple[int, int], ...]
-"""[first, end) ranges of samples that a run leaves out."""
+_ROUNDS = 8
+_MASK64 = (1 << 64) - 1
 
-OpenSet = Callable[[str, str | Path, int], TokenSet]
-"""What makes a set of (name, path without suffix, sequence length)."""
 
-SHARED_MEMORY: Final = "/dev/shm"
-AHEAD: Final = 2
-"""Batches that a worker reads ahead, as torch's DataLoader has it."""
-SPARE_BYTES: Final = 1 << 20
-"""Bytes of shared memory for semaphores and what others take."""
+class Permutation:
+    """Permutation of [0, size) for a key, the same on every machine and in every version."""
+
+    def __init__(self, size: int, key: str) -> None:
+        self.size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._round_keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.sha512(key.encode()).digest())
+
+    def __getitem__(self, index: int) -> int:
+        """Return the image of `index`; both are in [0, size)."""
+        value = self._network(index)
+        while value >= self.size:
+            value = self._network(value)
+        return value
+
+    def _network(self, value: int) -> int:
+        bits = self._half_bits
+        left, right = value >> bits, value & ((1 << bits) - 1)
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix(right ^ key) >> (64 - bits))
+        return left << bits | right
+
+
+def _mix(value: int) -> int:
+    """Return a 64-bit hash: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
 
 BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats
 
@@ -261,184 +284,3 @@ class TrainingData(Dataset[Tensor]):
 def window_order(name: str, windows: int, seed: int, epoch: int) -> Permutation:
     """Return the order of a set's windows in epoch `epoch`."""
     return Permutation(windows, f"{seed}/{epoch}/{name}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GlobalBatchSampler:
-    """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
-
-    Global batch n starts at sample `consumed + n * global_batch`, or after the samples that are
-    left out if it would contain one of them. Rank r takes its r-th part, in order, and splits it
-    into micro-batches, so the samples of a global batch depend on neither `data_size` nor
-    `micro_batch`. A config has made sure that their product divides `global_batch`.
-    """
-
-    consumed: int  # samples used so far, over all ranks
-    global_batch: int
-    micro_batch: int
-    data_rank: int
-    data_size: int
-    left_out: Windows = ()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        share = self.global_batch // self.data_size
-        batch = self.consumed
-        while True:
-            batch = batch_start(batch, self.global_batch, self.left_out)
-            start = batch + self.data_rank * share
-            for first in range(start, start + share, self.micro_batch):
-                yield list(range(first, first + self.micro_batch))
-            batch += self.global_batch
-
-
-def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
-    """Return the first sample, from `sample` on, of a global batch without left-out samples."""
-    for first, end in sorted(left_out):
-        if sample < end and sample + global_batch > first:
-            sample = end
-    return sample
-
-
-def training_loader(
-    data: TrainingData, sampler: GlobalBatchSampler, *, workers: int = 0
-) -> DataLoader[Tensor]:
-    """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
-    `[micro_batch, 2, sequence_length + 1]` with borders.
-
-    To resume, build it with a sampler whose `consumed` is the number of samples used so far.
-
-    Args:
-        workers: processes that read ahead; 0 reads in this one. It does not change the order.
-
-    Raises:
-        ConfigError: there is too little shared memory for what `workers` read ahead.
-    """
-    if workers:
-        rows = sampler.micro_batch * (2 if data.borders.needed else 1)
-        _check_shared_memory(workers, rows * (data.sequence_length + 1) * 8)
-    return DataLoader(
-        data,
-        batch_sampler=sampler,
-        num_workers=workers,
-        pin_memory=torch.cuda.is_available(),
-        # A DataLoader draws a seed when it starts: from this generator, not from the run's.
-        generator=torch.Generator().manual_seed(0),
-    )
-
-
-def _check_shared_memory(workers: int, batch_bytes: int) -> None:
-    """Check that the batches which the workers of this machine read ahead fit into /dev/shm."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = ranks * workers * (AHEAD + 1) * batch_bytes + SPARE_BYTES
-    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
-    if free < needed:
-        raise ConfigError(
-            f"data.workers = {workers} needs {needed / 2**20:.1f} MiB of {SHARED_MEMORY}, where "
-            f"{free / 2**20:.1f} are free: give a container more (--shm-size), or set it to 0"
-        )
-
-
-class ValidationData:
-    """The first windows of a validation set, each counted exactly once on any layout.
-
-    Args:
-        name: of the set, as in the config.
-        prefix: path of the .bin/.idx pair without its suffix.
-        sequence_length: tokens the model predicts per window. The tokens after the last full
-            window are left out.
-        samples: largest number of windows; None means the whole set.
-        token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
-        tokenizer: the tokenizer.json that made the tokens, with which they are decoded without
-            `token_bytes`. Without both, the bytes are estimated from the manifest's mean bytes
-            per token, and unknown if there is no manifest.
-        open_set: what makes the set of its name and prefix; the default reads files.
-        borders: what is made of the borders between documents.
-
-    Raises:
-        DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        prefix: str | Path,
-        *,
-        sequence_length: int,
-        samples: int | None = None,
-        token_bytes: Tensor | None = None,
-        tokenizer: Path | None = None,
-        open_set: OpenSet = TokenSet,
-        borders: Borders = CROSSED,
-    ) -> None:
-        self.name = name
-        self.set = open_set(name, prefix, sequence_length)
-        self.borders = borders
-        self.samples = min(len(self.set), samples or len(self.set))
-        self.target_tokens = self.samples * sequence_length
-        left_out: list[int] = []
-        if not borders.first_token_loss:
-            left_out = self.set.starts(1, self.target_tokens + 1).tolist()
-        self.counted_tokens = self.target_tokens - len(left_out)
-        self.target_bytes = self._target_bytes(token_bytes, tokenizer)
-        if self.target_bytes is not None and left_out:
-            self.target_bytes -= self._bytes_of(left_out, token_bytes)
-
-    def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
-        """Bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
-        if token_bytes is None:
-            entry = self.set.entry
-            if tokenizer is not None:
-                return float(self._decoded_bytes(open_tokenizer(tokenizer), entry))
-            return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
-        if self.set.max_token() >= len(token_bytes):
-            raise DataError(
-                f"set {self.name} holds token id {self.set.max_token()}, "
-                f"but the tokenizer has only {len(token_bytes)} tokens"
-            )
-        lengths = token_bytes.numpy()
-        blocks = self.set.blocks(1, self.target_tokens + 1)
-        return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
-
-    def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Bytes of text of the tokens at these places: without `token_bytes` as many as of others
-        in the mean."""
-        tokens = [int(self.set.read(place, 1)[0]) for place in places]
-        if token_bytes is None:
-            assert self.target_bytes is not None
-            return len(tokens) * self.target_bytes / self.target_tokens
-        return float(token_bytes[tokens].sum())
-
-    def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """As `_target_bytes`, by decoding the targets, or the rest of a set of known size."""
-        end, size = self.target_tokens + 1, self.set.tokens
-        if entry is None or end - 1 < size - end:
-            return decoded_bytes(tokenizer, self.set.document_parts(1, end))
-        rest = [*self.set.document_parts(0, 1), *self.set.document_parts(end, size)]
-        return entry.bytes - decoded_bytes(tokenizer, rest)
-
-    def bits_per_byte(self, loss: float) -> float | None:
-        """Return a mean loss, in nats per token, as bits per byte, None if bytes are unknown."""
-        if not self.target_bytes:
-            return None
-        return loss * self.counted_tokens / (math.log(2) * self.target_bytes)
-
-    def micro_batches(self, *, micro_batch: int, data_size: int) -> int:
-        """Return the number of micro-batches on each rank."""
-        return -(-self.samples // (micro_batch * data_size))
-
-    def batches(
-        self, *, micro_batch: int, data_rank: int, data_size: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
-
-        With borders the first are what `TokenSet.sample` returns, `[micro_batch, 2, ...]`.
-        Weights, float32 `[micro_batch]`, are 1 for windows that count and 0 for repetitions of the
-        last window that fill up the batch. Over all ranks every window counts once.
-        """
-        for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
-            first = (batch * data_size + data_rank) * micro_batch
-            indices = range(first, first + micro_batch)
-            last = self.samples - 1
-            windows = [self.set.sample(min(index, last), self.borders) for index in indices]
-            counted = [float(index < self.samples) for index in indices]
-            yield torch.from_numpy(np.stack(windows)), torch.tensor(counted)

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,16 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
-from training.data.document_index import DocumentIndex
-from training.data.documents import SPREAD as SPREAD_WINDOWS
-from training.data.documents import Borders, first_tokens, squared_length
+from training.data.document_index import (
+    HEADER,
+    MAGIC,
+    Borders,
+    DocumentIndex,
+    first_tokens,
+    squared_length,
+)
+from training.data.document_index import SPREAD as SPREAD_WINDOWS
 from training.data.hashes import BlockHashes, file_sha256
-from training.data.index_file import HEADER, MAGIC
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
 from training.errors import DataError, MissingSetError
 
@@ -318,6 +323,10 @@ class TokenSet:
                     file.seek((total - size) * block // (spread - 1))
                     digest.update(file.read(size))
         return digest.hexdigest()
+
+
+OpenSet = Callable[[str, str | Path, int], TokenSet]
+"""What makes a set of (name, path without suffix, sequence length)."""
 
 
 def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:

@@ -1,9 +1,17 @@
-"""Speed of a run, and which rank slows it down."""
+"""Speed of a run, and what slows it down: ranks that have long been slower than others, and the
+garbage collector of Python, which all ranks run at the same steps.
+
+By itself the collector starts when enough objects were made, on every rank at another step, and all
+others wait for that rank.
+"""
 
 import contextlib
+import gc
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -13,10 +21,9 @@ from parallel.comm.collectives import Agreement, from_all
 from parallel.comm.groups import Groups
 from parallel.plan.devices import peak_flops
 from spectral.kernels.dispatch import device_name
-from training.checkpoint.progress import Progress
 from training.config import Config
 from training.data.order import TrainingData
-from training.lifecycle.stragglers import Stragglers
+from training.data.run_progress import Progress
 from training.report.metrics import performance
 
 
@@ -116,3 +123,69 @@ class Clock:
         self._intervals.clear()
         total, self._seconds = self._seconds, 0.0
         return total
+
+
+RATIO: Final = 1.2
+"""Local time, of the median over ranks of the same pipeline stage, above which a rank is slow."""
+
+STEPS: Final = 50
+"""Steps in a row for which a rank must be slow to be named."""
+
+
+class Stragglers:
+    """Counts for how many steps in a row each rank has been slow.
+
+    Ranks that wait for each other within forward and backward passes, those of one tensor-parallel
+    group or pipeline, are slow together.
+    """
+
+    def __init__(self, hosts: Sequence[str], stages: Sequence[int]) -> None:
+        """`hosts` and `stages` have host name and pipeline stage of every rank."""
+        self.hosts = hosts
+        self.stages = stages
+        self._slow = [0] * len(hosts)
+
+    def new(self, seconds: Sequence[float], steps: int) -> Iterator[str]:
+        """Yield a sentence for each rank that has become a straggler.
+
+        seconds  local time of every rank, a mean over the last steps
+        steps    number of these steps
+        """
+        medians = {}
+        for stage in set(self.stages):
+            there = [s for s, other in zip(seconds, self.stages, strict=True) if other == stage]
+            medians[stage] = median(there)
+        for rank, (own, stage) in enumerate(zip(seconds, self.stages, strict=True)):
+            before = self._slow[rank]
+            self._slow[rank] = before + steps if own > RATIO * medians[stage] else 0
+            if before < STEPS <= self._slow[rank]:
+                yield (
+                    f"rank {rank} (host {self.hosts[rank]}) has been slow for "
+                    f"{self._slow[rank]} steps: {own:.3g} s a step before it waits for others, "
+                    f"the median of its stage is {medians[stage]:.3g} s"
+                )
+
+
+INTERVAL: Final = 10
+"""Steps between collections of what was made since the run began."""
+
+
+@contextlib.contextmanager
+def collected_at_steps() -> Iterator[None]:
+    """Context in which nothing is collected but by `collect`, and what exists already never is."""
+    automatic = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if automatic:
+            gc.enable()
+
+
+def collect(step: int) -> None:
+    """Collect after every `INTERVAL`-th step."""
+    if step % INTERVAL == 0:
+        gc.collect()

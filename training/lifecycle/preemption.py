@@ -7,10 +7,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from training.aid import Aid
 from training.config.schema import StopConfig
-from training.lifecycle.interrupts import Interrupts
+from training.errors import Aid
 from training.lifecycle.run_folder import STOP
+from training.lifecycle.terminal import Interrupts
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
 """What schedulers and shells send before they kill; the last where processor time is limited."""

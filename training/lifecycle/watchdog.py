@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from parallel.disk import replace_file
-from training.aid import Aid
 from training.config.schema import WatchdogConfig
+from training.errors import Aid
 
 HEARTBEAT: Final = "heartbeat.json"
 STACKS: Final = "stacks"

@@ -1,13 +1,43 @@
-"""Which device ranks train on: asked for by the config, or a GPU each where there is one."""
+"""The device that a rank trains on: chosen and prepared before CUDA starts.
 
+The config asks for one, or each rank takes a GPU where there is one.
+"""
+
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
+from torch.utils import deterministic
 
+from training.config import Config
 from training.errors import InputError
+from training.machine import environment
+
+
+def prepare(config: Config) -> None:
+    """Set what the run needs of the environment; before CUDA starts, and again without effect."""
+    if config.run.device == "cpu":
+        # PyTorch and the engine, which ask for CUDA in many places, find no GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        environment.prepare(config)
+
+
+def start(config: Config) -> Literal["cuda", "cpu"]:
+    """Prepare the environment, and return the kind of device that this rank trains on.
+
+    Raises DeviceError if the device that the config asks for cannot be had.
+    """
+    prepare(config)
+    wanted = config.run.device
+    if wanted == "cpu":
+        return "cpu"
+    return choose(wanted, gpus_here(), int(os.environ.get("LOCAL_RANK", "0")))
+
 
 Wanted = Literal["auto", "cuda", "cpu"]
 
@@ -101,3 +131,23 @@ def _first_line(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Context in which PyTorch takes deterministic kernels, as before afterwards.
+
+    An operation without one warns and goes on: a run must not end in a step that the tests, without
+    a GPU, never took. To set it loads torch's compiler, which takes seconds.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Nothing reads memory that it has not written; filling it costs a pass.
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+        deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

@@ -35,11 +35,10 @@ from training.assignments import unit_options
 from training.config import Config, group_of
 from training.config.optimizer import ROUTERS
 from training.config.schema import MonitorsConfig
-from training.monitor import figures
+from training.monitor import matrix_figures as figures
 from training.monitor.expert_balance import ExpertBalance
-from training.monitor.figures import Figures, Record
+from training.monitor.matrix_figures import Figures, Record, WholeMatrices
 from training.monitor.update_history import UpdateHistory, Updates
-from training.monitor.whole_matrices import WholeMatrices
 
 DEFAULT_INTERVAL: Final = 100
 """Steps between monitored steps where a plan does not choose them, and the fewest that it does."""

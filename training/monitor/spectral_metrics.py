@@ -1,16 +1,138 @@
-"""Counts of what spectral rules missed and refused, and metrics of PC layers, over all ranks."""
+"""Counts of solves that spectral rules missed and of updates that units refused, and metrics of PC
+layers, over all ranks."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import MAX, all_reduce_
+from parallel.comm.collectives import MAX, all_reduce_, from_all
 from parallel.comm.groups import Groups
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.effective_weight import DOMAIN
-from training.monitor.unit_counts import Refusals, Solves
+
+SHOWN = 8
+"""Refused units that are named in one report."""
+
+
+class Events(ABC):
+    """Events of units since the start of the run, of which some are new since the last report."""
+
+    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
+        self.optimizer = optimizer
+        self.total = 0.0
+        self._none = torch.zeros((), device=groups.device)
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop what is new."""
+
+    @abstractmethod
+    def _new_here(self) -> Tensor:
+        """Return how many are new on this rank."""
+
+    def _sum(self) -> float:
+        total = self._new_here()
+        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
+        return float(total.item())
+
+    def state(self) -> float:
+        """Return the events since the start of the run, over all ranks; waits for them."""
+        return self.total + self._sum()
+
+    def restore(self, total: float) -> None:
+        """Continue from what `state` returned."""
+        self.total = total
+        self._forget()
+
+
+class Refusals(Events):
+    """Counter of steps that units did not take, because the update was not finite or not bounded.
+
+    Weights stay finite without it; it is what says so.
+
+    Attributes:
+        worst: the unit with most refusals in a row before the last report, and how many.
+    """
+
+    worst: tuple[str, int] = ("", 0)
+
+    def _forget(self) -> None:
+        self._names: list[str] = []  # of the entries of the following, `[names]` each
+        self._new = self._row = self._longest = self._none.new_zeros(0)
+
+    def _new_here(self) -> Tensor:
+        return self._new.sum()
+
+    def record(self) -> None:
+        """Count the refusals of a step, without waiting for the device."""
+        counts = dict(self.optimizer.refused())
+        known = set(self._names)
+        self._add_names([name for name in counts if name not in known])
+        if not self._names:
+            return
+        refused = torch.stack([counts.get(name, self._none) for name in self._names])
+        self._row = (self._row + 1) * (refused > 0)
+        self._new = self._new + refused
+        self._longest = torch.maximum(self._longest, self._row)
+
+    def _add_names(self, names: list[str]) -> None:
+        """Begin to count for more names; the first step has nearly all that there will be."""
+        if not names:
+            return
+        self._names += names
+        more = self._none.new_zeros(len(names))
+        self._new, self._row, self._longest = (
+            torch.cat([counts, more]) for counts in (self._new, self._row, self._longest)
+        )
+
+    def _counted(self) -> list[tuple[str, float, float]]:
+        """Return units that this rank steps, if any, with their refusals and most in a row."""
+        return list(zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True))
+
+    def summary(self) -> dict[str, float]:
+        """Return the metrics since the last report; waits for device and ranks.
+
+        optim/refused         refused steps of units since the start of the run
+        optim/refused/<unit>  since the last report, of the units with most of them
+        """
+        new, self.worst = self._sum(), ("", 0)
+        self.total += new
+        metrics = {"optim/refused": self.total}
+        if new:
+            mine = [each for each in self._counted() if each[1]]
+            rows = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
+            metrics |= {f"optim/refused/{name}": count for name, count, _ in rows[:SHOWN]}
+            name, _, row = max(rows, key=lambda each: each[2], default=("", 0, 0))
+            self.worst = name, round(row)
+        self._new, self._longest = torch.zeros_like(self._new), torch.zeros_like(self._longest)
+        return metrics
+
+
+class Solves(Events):
+    """Counter of multiplier solves that missed their tolerance."""
+
+    def _forget(self) -> None:
+        self._missed = self._none.clone()
+
+    def _new_here(self) -> Tensor:
+        return self._missed.clone()
+
+    def record(self, active: Tensor) -> None:
+        """Count the solves of a step, if it is `active`, without waiting for the device."""
+        for stack in self.optimizer.stacks:
+            if "converged" in stack.report:
+                self._missed += (1 - stack.report["converged"].float()).sum() * active
+
+    def summary(self) -> dict[str, float]:
+        """Return `spectral/unconverged`, the misses since the start of the run; waits for device
+        and ranks."""
+        self.total += self._sum()
+        self._forget()
+        return {"spectral/unconverged": self.total}
 
 
 class SpectralMetrics:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from parallel.comm.groups import world_size
 from parallel.plan.devices import Device, device_named
-from training.build import with_vocabulary
 from training.config import Config, check
 from training.config.checks import legal_ranks
+from training.data.build_data import with_vocabulary
 from training.dry_run import plan_run, step_shape
 from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts, changed

@@ -14,8 +14,7 @@ from parallel.plan.planner import (
 )
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.storage.stage_units import declare_stage_units
-from training.assignments import unit_options
-from training.build import config_assignments, config_units
+from training.assignments import config_assignments, config_units, unit_options
 from training.config import Config
 from training.config.checks import fits, holds, layout_checks, run_checks
 from training.dry_run import step_flops, step_shape

@@ -13,13 +13,12 @@ from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import rule_seconds
 from spectral.batching import grouped
 from spectral.rules import RULES
-from training.build import config_routes
+from training.assignments import config_routes
 from training.config import Config
-from training.data_use import data_table
-from training.dry_run import attended_length, batch_seconds, documents_known, step_shape
+from training.dry_run import attended_length, batch_seconds, data_table, documents_known, step_shape
 from training.planning.monitor_cost import planned_cost, run_hours
 from training.planning.task_cost import task_cost
-from training.report.opening import layout
+from training.report.console import layout
 from training.report.table import table
 
 SHOWN_STAGES: Final = 8
@@ -83,13 +82,8 @@ def run_table(config: Config, planned: Plan) -> str:
         ),
     ]
     if config.data.document_mask:
-        whose = (
-            "lengths of the training sets"
-            if documents_known(config)
-            else "assumed lengths, those of data.mock"
-        )
-        text = f"attention costs as much as in equal documents of {length:,.0f} tokens: {whose}"
-        rows.append(("documents", text))
+        whose = "of the training sets" if documents_known(config) else "assumed, as of data.mock"
+        rows.append(("documents", f"attention as in documents of {length:,.0f} tokens, {whose}"))
     return table(("", ""), rows)
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from parallel.plan.devices import GIB
 from parallel.plan.step_time import fits_at_best, least_seconds
 from training.config.checks import divisors
-from training.config.files import as_yaml, escaped, merged_overrides, over
+from training.config.yaml_files import as_yaml, escaped, merged_overrides, over
 from training.planning.layouts import AXES, LEVELS, Changes, Layouts, Variant, by_section, changed
 from training.planning.remedies import LOSS_CHUNK
 from training.report.table import table

@@ -1,8 +1,8 @@
 """What scores of tasks cost, by the model of plans."""
 
 from parallel.plan.planner import Plan
-from training.build import build_tasks
 from training.config import Config
+from training.data.build_data import build_tasks
 from training.dry_run import gpu_hours
 from training.errors import InputError
 from training.task_scores import lengths

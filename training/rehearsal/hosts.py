@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from parallel.checkpoint import state_writer
 from parallel.checkpoint.state import check_fits
 from parallel.checkpoint.state_writer import StatePlanner
-from training.monitor import figures
+from training.monitor import matrix_figures as figures
 from training.rehearsal.places import place
 from training.rehearsal.replacement import put, replace
 from training.rehearsal.trace import Call, Trace

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spectral.kernels.dispatch import has_triton
-from training.build import on_mock_tokens
 from training.config import Config
+from training.data.build_data import on_mock_tokens
 from training.dry_run import compiled_on_gpu, fused_on_gpu
 from training.monitor.monitors import steps_compared
 from training.rehearsal import liger

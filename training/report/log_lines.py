@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from parallel.disk import replace_file
-from training.aid import Aid
+from training.errors import Aid
 from training.json_file import parse_json, read_regular
 
 LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")

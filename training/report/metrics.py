@@ -9,7 +9,7 @@ Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from errno import ENOENT
 from pathlib import Path
 from typing import Any
@@ -38,40 +38,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     return read_lines(path).lines
-
-
-def console_line(
-    metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
-) -> str:
-    """Return a line of step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
-    width = len(str(total_steps))
-    parts = [f"step {step:>{width}}/{total_steps}"]
-    for name, form in _CONSOLE:
-        value = metrics.get(name)
-        text = form(value) if isinstance(value, int | float) else None
-        if text is not None:
-            parts.append(text)
-    return " | ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Return `seconds` as h:mm:ss, or `?` if not finite."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-_CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
-    ("train/loss", lambda v: f"loss {v:.4f}"),
-    ("lr/matrix", lambda v: f"lr {v:.2e}"),
-    ("optim/grad_norm", lambda v: f"grad {v:.3g}"),
-    ("perf/tokens_per_sec", lambda v: f"{v:,.0f} tok/s"),
-    ("perf/step_time_s", lambda v: f"{1000 * v:.0f} ms"),
-    ("perf/mfu", lambda v: f"mfu {v:.1f}%"),
-    ("progress/eta_s", lambda v: f"eta {duration(v)}"),
-    ("optim/skipped_steps", lambda v: f"skipped {v:.0f}" if v else None),
-)
 
 
 def performance(

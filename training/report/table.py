@@ -1,5 +1,6 @@
-"""Tables of text, aligned for a terminal or in Markdown."""
+"""Tables, counts and times as text, for a terminal or in Markdown."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 
@@ -21,3 +22,19 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """The lines of a Markdown table, each ended by a newline."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def short(count: float) -> str:
+    """Return a count with three digits and a unit: 1.84M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return `seconds` as h:mm:ss, or `?` if not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -21,7 +21,7 @@ from models.blocks.softcapped_attention import softcapped_attention
 from parallel.comm.groups import Groups
 from tests.live_bytes import peak_bytes
 from tests.run_configs import tiny_config
-from training.build import kernel_of
+from training.machine.backends import kernel_of
 
 Problem = tuple[Tensor, Tensor, Tensor]
 

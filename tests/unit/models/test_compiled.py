@@ -17,9 +17,9 @@ from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import drawn, losses_of, tokens_of
 from tests.slow_cases import slow_but
-from training.build import check_backend
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
+from training.machine.backends import check_backend
 
 # torch.compile asks every input for its gradient, also those that are no leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

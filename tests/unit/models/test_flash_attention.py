@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks import flash_attention
-from models.blocks.attention import causal_attention
-from models.blocks.flash_attention import MODULES
+from models.blocks.attention import FLASH_MODULES, causal_attention
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import drawn, losses_of
-from training.build import check_backend, check_device, kernel_of
+from training import build
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
+from training.machine.backends import check_backend, check_device, kernel_of
 
 ASKED = ["model.attention_kernel=flash_attention_3", "train.precision=bf16"]
 
@@ -46,13 +45,13 @@ def stand_in(with_sums: bool) -> SimpleNamespace:
     return SimpleNamespace(flash_attn_func=flash_attn_func)
 
 
-@pytest.mark.parametrize("kernel", MODULES)
+@pytest.mark.parametrize("kernel", FLASH_MODULES)
 @pytest.mark.parametrize("family", ["qwen3", "moe"])
 def test_a_model_has_the_losses_and_gradients_of_sdpa(
     family: str, kernel: str, world: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, MODULES[kernel], stand_in(kernel == "flash_attention_4"))
+    monkeypatch.setitem(sys.modules, FLASH_MODULES[kernel], stand_in(kernel == "flash_attention_4"))
     results = []
     for name in ("auto", kernel):
         chunk, _ = drawn(tiny_model(family, attention_kernel=name), torch.float64)
@@ -69,7 +68,7 @@ def test_a_model_has_the_losses_and_gradients_of_sdpa(
 def test_auto_takes_none_of_them_and_the_log_names_the_one_that_is_asked(
     minimal: Any, world: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_attention, "imported", lambda kernel: pytest.fail("imported"))
+    monkeypatch.setattr(build, "flash_attention", lambda kernel: pytest.fail("imported"))
     config = load_config(minimal, [])
     check_backend(config)
     check_device(config, torch.device("cpu"))

@@ -7,10 +7,10 @@ import torch
 
 from models.blocks.activation import ACTIVATIONS, with_one_gradient
 from tests.commands import interpreted
-from training import build
-from training.build import check_backend, check_device, fused_backward
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
+from training.machine import backends
+from training.machine.backends import check_backend, check_device, fused_backward
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -28,12 +28,12 @@ def test_losses_are_those_without_them_in_the_interpreter() -> None:
 
 def test_auto_takes_them_on_gpus_with_triton(minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(minimal, [])
-    monkeypatch.setattr(build, "missing_compiler", lambda device: None)
+    monkeypatch.setattr(backends, "missing_compiler", lambda device: None)
     assert fused_backward(config, GPU) and not fused_backward(config, CPU)
     assert not fused_backward(load_config(minimal, ["train.fused_backward=null"]), GPU)
     engine = load_config(minimal, ["model.attention_backend=transformer_engine"])
     assert not fused_backward(engine, GPU)
-    monkeypatch.setattr(build, "missing_compiler", lambda device: "a C compiler")
+    monkeypatch.setattr(backends, "missing_compiler", lambda device: "a C compiler")
     assert not fused_backward(config, GPU)
 
 
@@ -46,7 +46,7 @@ def test_what_cannot_run_is_refused(minimal: Any, monkeypatch: pytest.MonkeyPatc
         config = load_config(minimal, [f"train.{key}={value}"])
         with pytest.raises(ConfigError, match=f"train.{key} must be auto or null on a cpu"):
             check_device(config, CPU)
-    monkeypatch.setattr(build, "has_triton", lambda: False)
+    monkeypatch.setattr(backends, "has_triton", lambda: False)
     with pytest.raises(ConfigError, match="fused_backward is triton, which is not installed"):
         check_backend(load_config(minimal, ["train.fused_backward=triton"]))
 

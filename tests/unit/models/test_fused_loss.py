@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.commands import interpreted
-from training.build import check_backend, fused_loss
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
+from training.machine.backends import check_backend, fused_loss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from parallel.comm.groups import Groups
 from tests.matrices import penalty_by_definition
 from tests.small_recipes import every_recipe, small_recipe, write_bytes
-from training.build import build_data, build_trainer
+from training.build import build_trainer
 from training.config import Config
-from training.config.paper_choices import with_paper_choices
-from training.config.schema import GramPenaltyConfig
+from training.config.schema import GramPenaltyConfig, with_paper_choices
+from training.data.build_data import build_data
 from training.loop import Trainer
-from training.monitor.figures import global_figures
+from training.monitor.matrix_figures import global_figures
 
 
 def large(pattern: str) -> list[Any]:

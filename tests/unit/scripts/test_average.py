@@ -20,8 +20,8 @@ from tests.live_bytes import peak_bytes
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import state_of
 from tests.unit.training.checkpoint.test_checkpoint import reseal
-from training.build import config_routes
-from training.checkpoint.files import read_checkpoint, step_folder
+from training.assignments import config_routes
+from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.checkpoint.weights import CheckpointWeights
 from training.run import train
 

@@ -17,9 +17,9 @@ from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.token_files import prepare_text
-from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
 from training.data.token_set import TokenSet
+from training.data.validation_data import ValidationData
 from training.errors import InputError
 
 TEXT = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"

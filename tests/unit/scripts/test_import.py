@@ -29,7 +29,7 @@ from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
 from tests.slow_cases import slow_but
-from training.checkpoint.files import read_checkpoint
+from training.checkpoint.checkpoints import read_checkpoint
 from training.config import load_config, to_yaml
 from training.data.token_set import TokenSet
 from training.run import train

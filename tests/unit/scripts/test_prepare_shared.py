@@ -22,7 +22,7 @@ from scripts.data import encoding, folder, hub, plan, progress, set_writer
 from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
 from tests.text_files import TEXTS, lines, write_byte_level_tokenizer, write_jsonl
-from training.data import index_file
+from training.data import document_index as index_file
 from training.data.hashes import file_sha256
 from training.data.manifest import read_manifest
 from training.errors import DataError

@@ -10,7 +10,7 @@ import pytest
 from scripts.verify import main
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
-from training.checkpoint.files import step_folder
+from training.checkpoint.checkpoints import step_folder
 from training.run import train
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from spectral import Muon, SpectralOptimizer, SpectralSphere
 from spectral.cuda_graph import CapturedStep
-from spectral.optimizer import Muon, SpectralOptimizer, SpectralSphere
 from tests.live_bytes import held_and_peak_bytes
 from tests.step_trace import traced, without_eigensolvers
 from tests.update_cases import OPTIMIZERS, library_optimizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.optimizer import MuonSphere
+from spectral import MuonSphere
 from spectral.rules import RULES, MuonSphereRule, SpectralSphereRule
 from spectral.rules.base import decay_problem, take_step
 from spectral.sphere import SCALES, dynamic_factor, hard_factor, radius, spectral_init_

@@ -15,12 +15,12 @@ import torch
 from parallel.checkpoint.state_writer import write_plain
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
-from training.checkpoint.files import steps
+from training.checkpoint.checkpoints import steps
 from training.checkpoint.saving import CheckpointError
 from training.config.schema import StopConfig, WatchdogConfig
-from training.lifecycle.output import LastingFile
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
+from training.lifecycle.terminal import LastingFile
 from training.lifecycle.watchdog import Watchdog
 from training.loop import StepResult
 from training.report.log_lines import LogFile

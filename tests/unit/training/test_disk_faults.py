@@ -14,7 +14,7 @@ from tests.failing_disk import KINDS, FailingDisk, Fault, compiler
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
-from training.checkpoint.files import steps
+from training.checkpoint.checkpoints import steps
 
 pytestmark = [
     pytest.mark.slow,

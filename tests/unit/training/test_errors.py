@@ -9,10 +9,10 @@ import pytest
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import tiny_config
 from training import errors
-from training.control.guard import NonFiniteError
 from training.errors import fail, printable
+from training.nonfinite import NonFiniteError
+from training.report.console import sample_lines
 from training.report.log_lines import read_lines
-from training.report.opening import sample_lines
 from training.run import reports, train
 
 

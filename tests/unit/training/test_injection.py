@@ -11,7 +11,8 @@ from torch import Tensor
 from parallel.comm.groups import Groups
 from tests.run_configs import RULES, tiny_config
 from tests.slow_cases import slow_but
-from training.build import build_data, build_trainer
+from training.build import build_trainer
+from training.data.build_data import build_data
 from training.loop import Trainer
 
 POISONS = [float("nan"), float("inf"), 1e30]
@@ -113,7 +114,7 @@ def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> 
 
 
 def test_a_unit_that_is_refused_for_long_ends_the_run(folder: str, world: Groups) -> None:
-    from training.control.guard import NonFiniteError
+    from training.nonfinite import NonFiniteError
 
     config = tiny_config(folder, "muon", **SMALL, train__max_skipped_steps=2)
     trainer = build_trainer(config, world, *build_data(config))

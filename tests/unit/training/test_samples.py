@@ -9,9 +9,9 @@ from scripts.huggingface.export import Options, export
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.token_files import prepare_text
-from training.build import build_sampler
 from training.errors import ConfigError
 from training.run import train
+from training.samples import build_sampler
 
 TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"
 

@@ -17,9 +17,9 @@ from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from tests.unit.training.test_aids import largest_file
-from training.build import check_device
 from training.config import load_config
 from training.errors import ConfigError
+from training.machine.backends import check_device
 from training.run import train
 from training.step_profile import announcement
 

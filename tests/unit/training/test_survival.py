@@ -16,15 +16,16 @@ import torch
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
-from training.build import build_data, build_trainer
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import read_checkpoint, steps
+from training.build import build_trainer
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import read_checkpoint, steps
 from training.checkpoint.saving import CheckpointError
 from training.config.schema import StopConfig
-from training.control.guard import NonFiniteError, SpikeDetector
+from training.data.build_data import build_data
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
 from training.loop import StepResult
+from training.nonfinite import NonFiniteError, SpikeDetector
 from training.run import train
 
 KEYS: dict[str, Any] = {
@@ -308,7 +309,7 @@ def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatc
 
     keys = {"checkpoint__interval": 2, "checkpoint__keep_last": 1}
     with monkeypatch.context() as patch:
-        patch.setattr("training.checkpoint.files.delete", refuse)
+        patch.setattr("training.checkpoint.checkpoints.delete", refuse)
         assert train(config_of(folder, **keys, train__exit_step=6), world).step == 6
     said = capsys.readouterr().out
     assert said.count("warning: older checkpoints are not removed: Permission denied: ") == 1

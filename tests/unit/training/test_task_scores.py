@@ -20,10 +20,11 @@ from tests.run_configs import MIXTURE, read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.task_files import task_keys, write_tasks
 from tests.token_files import prepare_text
-from training.build import build_data, build_tasks, build_trainer
-from training.checkpoint.files import read_checkpoint
+from training.build import build_trainer
+from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume import ResumeError
 from training.config import load_config
+from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples
 from training.errors import ConfigError, DataError
 from training.planning.command import dry_run

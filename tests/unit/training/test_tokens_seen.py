@@ -11,7 +11,7 @@ from scripts.plots.run_data import read_run
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import build
-from training.checkpoint.files import read_checkpoint
+from training.checkpoint.checkpoints import read_checkpoint
 from training.report.log_lines import read_lines
 from training.report.metrics import read_metrics
 from training.run import train

@@ -12,14 +12,16 @@ from models.layout import Layout
 from parallel.comm import groups as process_groups
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines
-from training.build import build_data, build_trainer
-from training.checkpoint.progress import Progress
+from training.build import build_trainer
 from training.config import group_of, load_config
 from training.config.binding import bind
 from training.config.optimizer import GROUPS
-from training.control.guard import NonFiniteError
-from training.evaluate import as_batch, mean_loss, mean_over_sets
+from training.data.batches import as_batch
+from training.data.build_data import build_data
+from training.data.run_progress import Progress
+from training.nonfinite import NonFiniteError
 from training.run import train
+from training.validation import mean_loss, mean_over_sets
 
 
 def lines(folder: str, name: str) -> list[dict]:

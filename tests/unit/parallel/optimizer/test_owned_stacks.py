@@ -13,7 +13,7 @@ from spectral.kernels import dispatch
 from spectral.polar import workspace
 from spectral.stepping import Units, batches
 from tests.paths import ROOT
-from training.build import config_assignments, config_units
+from training.assignments import config_assignments, config_units
 from training.config import load_config
 
 RATED = [f"optimizer.roles.{role}.lr={rate}" for role, rate in (("q", 0.1), ("up", 0.2))]

@@ -19,8 +19,7 @@ from spectral.rules import RULES
 from spectral.singular_triplets import NEARBY
 from tests.paths import ROOT
 from tests.stepped_models import assign_to
-from training.assignments import assignments
-from training.build import config_assignments, config_units
+from training.assignments import assignments, config_assignments, config_units
 from training.config import group_of, load_config
 
 RECIPES = [

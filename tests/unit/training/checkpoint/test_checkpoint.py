@@ -22,10 +22,10 @@ from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.slow_cases import slow_but
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
-from training.checkpoint.identity import saved_identity
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import BrokenCheckpointError, ResumeError, read_checkpoint
 from training.checkpoint.resume import find_start
+from training.checkpoint.resume_rules import saved_identity
 from training.checkpoint.saving import rng_state, set_rng_state
 from training.errors import InputError
 from training.lifecycle.run_folder import locked

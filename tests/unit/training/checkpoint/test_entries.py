@@ -15,8 +15,9 @@ from spectral.rules.spectral_sphere import SpectralSphereRule
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import without_times
 from tests.slow_cases import slow_but
-from training.build import build_data, build_trainer
-from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
+from training.build import build_trainer
+from training.checkpoint.checkpoints import CheckpointInfo, ResumeError, read_checkpoint
+from training.data.build_data import build_data
 from training.restore import restore
 from training.run import train
 

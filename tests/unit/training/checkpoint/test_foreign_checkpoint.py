@@ -18,7 +18,7 @@ from scripts.plots.spectrum import plot_spectrum
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
 from tests.unit.training.checkpoint.test_checkpoint import forge, reseal
-from training.checkpoint.files import (
+from training.checkpoint.checkpoints import (
     BrokenCheckpointError,
     problems,
     read_checkpoint,

@@ -12,8 +12,8 @@ from parallel.checkpoint.safe_index import read_index
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, tiny_config
 from tests.unit.training.checkpoint.test_checkpoint import forge
-from training.build import build_data, build_trainer
-from training.checkpoint.files import (
+from training.build import build_trainer
+from training.checkpoint.checkpoints import (
     BrokenCheckpointError,
     ResumeError,
     read_checkpoint,
@@ -21,6 +21,7 @@ from training.checkpoint.files import (
 )
 from training.checkpoint.initial_weights import initial_weights
 from training.config import Config
+from training.data.build_data import build_data
 from training.errors import InputError
 from training.run import train
 

@@ -12,11 +12,10 @@ from models.config import ModelConfig
 from models.families import all_units, model_size
 from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
-from training.assignments import assignments
-from training.build import config_routes
+from training.assignments import assignments, config_routes
 from training.config import InvalidConfigError, load_config, to_yaml
 from training.config.optimizer import GroupConfig
-from training.report.opening import opening
+from training.report.console import opening
 
 
 def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:

@@ -17,8 +17,8 @@ from training.config import (
     load_saved_config,
     to_yaml,
 )
-from training.config.files import LARGEST, escaped, unescaped
-from training.report.opening import first_line, next_commands
+from training.config.yaml_files import LARGEST, escaped, unescaped
+from training.report.console import first_line, next_commands
 
 SECRET = "hunter2"
 

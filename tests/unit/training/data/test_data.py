@@ -14,18 +14,12 @@ from hypothesis import strategies as st
 
 from tests.token_files import write_manifest
 from tests.unit.training.data.conftest import SIZES
-from training.data import order
-from training.data.order import (
-    BLEND_PERIOD,
-    GlobalBatchSampler,
-    TrainingData,
-    ValidationData,
-    batch_start,
-    build_blend,
-    training_loader,
-)
-from training.data.shuffle import Permutation
+from training.data import batches
+from training.data.batches import GlobalBatchSampler, training_loader
+from training.data.order import BLEND_PERIOD, Permutation, TrainingData, build_blend
+from training.data.run_progress import batch_start
 from training.data.token_set import TokenSet
+from training.data.validation_data import ValidationData
 from training.errors import ConfigError, DataError
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
@@ -221,7 +215,7 @@ def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(
 
 
 def test_workers_without_shared_memory_are_refused(prefixes, monkeypatch) -> None:
-    monkeypatch.setattr(order, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(batches, "SPARE_BYTES", 1 << 60)
     sampler = GlobalBatchSampler(
         consumed=0, global_batch=2, micro_batch=2, data_rank=0, data_size=1
     )

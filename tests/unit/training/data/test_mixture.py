@@ -12,10 +12,10 @@ from tests.mixtures import LENGTH, SIZES, expected, windows_of
 from tests.token_files import write_token_set
 from tests.unit.training.checkpoint.test_checkpoint import reseal
 from tests.unit.training.data.test_data import training_data
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import ResumeError
-from training.data.order import GlobalBatchSampler, training_loader
-from training.data.phase import Phase
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import ResumeError
+from training.data.batches import GlobalBatchSampler, training_loader
+from training.data.run_progress import Phase
 from training.report.metrics import read_metrics
 
 FIRST = {"big": 0.6, "middle": 0.3, "small": 0.1}

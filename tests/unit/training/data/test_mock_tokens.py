@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.run_configs import tiny_config
-from training.build import build_data, with_vocabulary
 from training.config import load_config
+from training.data.build_data import build_data, with_vocabulary
 from training.data.mock_tokens import MockTokens
 from training.data.token_set import check_vocabulary
 

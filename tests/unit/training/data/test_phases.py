@@ -16,10 +16,10 @@ from tests.minimal_config import problems
 from tests.mixtures import LENGTH, SIZES, Read, expected, windows_of
 from tests.run_results import metrics_of, same_state, state_of
 from training.build import build_trainer
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import ResumeError
+from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint.checkpoints import ResumeError
 from training.config import load_config
-from training.data_use import data_table, phase_uses
+from training.dry_run import phase_uses
 
 FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
 PHASES = [
@@ -55,12 +55,6 @@ def logged(folder: Path) -> list[dict[str, float]]:
         {key: value for key, value in line.items() if not key.startswith("data/")}
         for line in metrics_of(folder)
     ]
-
-
-def test_the_plan_names_sets_whose_epochs_are_unknown(minimal: Path) -> None:
-    table = data_table(load_config(minimal))
-    assert "text  100.0%, 25,600  25,600  unknown" in " ".join(table.split("\n"))
-    assert table.endswith("\nepochs are unknown without the manifest.json of text")
 
 
 def test_each_set_goes_on_at_its_count_and_stops_change_nothing(

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from scripts.prepare_data import main as prepare
 from tests.text_files import write_byte_level_tokenizer
 from training.data.hashes import file_sha256
-from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
+from training.data.validation_data import ValidationData
 from training.errors import DataError
 
 

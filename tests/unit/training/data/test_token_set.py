@@ -16,11 +16,11 @@ import pytest
 from scripts import prepare_data
 from scripts.verify import main as verified
 from tests.token_files import write_manifest, write_stream
-from training.build import without_worker_traces
 from training.data import hashes
+from training.data.batches import GlobalBatchSampler, training_loader, without_worker_traces
 from training.data.hashes import BLOCK
 from training.data.manifest import read_manifest
-from training.data.order import GlobalBatchSampler, TrainingData, training_loader
+from training.data.order import TrainingData
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import DataError, InputError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spectral.kernels import dispatch
+from training.machine.backends import check_kernels
 from training.machine.device import DeviceError, Gpus, choose
-from training.machine.kernels import check_kernels
 
 NONE = Gpus(built="13.0", found=(), problem=None, usable=0)
 EIGHT = Gpus(built="13.0", found=tuple(f"/dev/nvidia{i}" for i in range(8)), problem=None, usable=8)

@@ -7,7 +7,8 @@ from torch import Tensor
 from models.blocks.router import routers
 from parallel.comm.groups import Groups
 from tests.run_configs import MIXTURE, tiny_config
-from training.build import build_data, build_trainer
+from training.build import build_trainer
+from training.data.build_data import build_data
 from training.loop import Trainer
 
 

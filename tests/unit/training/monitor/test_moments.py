@@ -6,7 +6,8 @@ from torch.nn.functional import cosine_similarity
 
 from spectral import measures
 from tests.matrices import penalty_by_definition
-from training.monitor import figures, moments
+from training.monitor import matrix_figures as figures
+from training.monitor import moments
 
 SHAPES = [(2, 30, 7), (2, 7, 30), (1, 9, 9), (3, 1, 5), (3, 5, 1)]
 

@@ -14,10 +14,11 @@ from tests.matrices import stable_rank
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import json_lines, state_of
 from tests.step_trace import without_eigensolvers
-from training.build import build_data, build_trainer
+from training.build import build_trainer
 from training.config import Config
+from training.data.build_data import build_data
 from training.loop import Trainer
-from training.monitor.figures import is_figure
+from training.monitor.matrix_figures import is_figure
 from training.monitor.monitors import REPORTED
 from training.run import train
 

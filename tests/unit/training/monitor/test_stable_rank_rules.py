@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from tests.matrices import stable_rank
 from tests.run_configs import tiny_config
-from training.build import build_data, build_trainer
+from training.build import build_trainer
+from training.data.build_data import build_data
 
 SLACK = (1 + 0.25) / (1 - 0.25)
 HIDDEN, LAYERS = 64, 3

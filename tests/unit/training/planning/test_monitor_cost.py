@@ -7,8 +7,8 @@ import torch
 
 from parallel.plan.devices import device_named
 from tests.paths import ROOT
-from training.build import on_mock_tokens
 from training.config import load_config
+from training.data.build_data import on_mock_tokens
 from training.dry_run import plan_run, step_shape
 from training.planning import monitor_cost as cost
 

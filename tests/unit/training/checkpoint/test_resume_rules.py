@@ -1,0 +1,109 @@
+"""The identity of a run, which new keys in the config schema do not change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.run_configs import tiny_config
+from training.checkpoint.resume_rules import differences, identity, refusal, settings
+from training.config import load_config, load_saved_config, to_yaml
+
+EVERY_SECTION: dict[str, dict[str, Any]] = {
+    "pc": {},
+    "gram_penalty": {},
+    "model": {"family": "moe"},
+    "model__moe": {"experts": 4, "top_k": 2, "expert_ffn": 32, "dense_layers": 1},
+}
+"""Overrides with which every section is there but those of latent attention."""
+
+
+def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """`content` as a version would have written it that did not know the key at `path`."""
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in content.items() if key != first}
+    return {**content, first: without(content[first], tuple(rest))}
+
+
+def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path) -> None:
+    now = tiny_config(str(tmp_path), "muon", model__rope_base=5e4, optimizer__qkv_units="group")
+    content = yaml.safe_load(to_yaml(now))
+    older = without(without(content, ("model", "rope_base")), ("optimizer", "qkv_units"))
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(older))
+    before = load_saved_config(tmp_path / "saved.yaml")
+    assert differences(settings(before), settings(now), ()) == {
+        "model": ["rope_base was 10000.0, is 50000.0"],
+        "optimizer": ["qkv_units was head, is group"],
+    }
+
+
+def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
+    """It is one although all its keys are at their defaults."""
+    before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
+    found = differences(settings(before), settings(now), ())
+    assert list(found) == ["model"] and "pc.level was absent, is 2" in found["model"]
+
+
+def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
+    """A dtype by its name or by default, and a set that is dated or has hashes by now."""
+    keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
+    before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
+    assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
+
+
+@pytest.mark.parametrize("beginning", ["after_share: 0.5", "with_decay: true"])
+def test_a_phase_that_begins_at_another_step_is_other_data(beginning, tmp_path: Path) -> None:
+    """Although the key that says where is the same."""
+    keys = {"schedule__kind": "wsd", "schedule__cooldown_fraction": 0.5}
+    keys["data__phases"] = f"[{{{beginning}, weights: {{walk: 1}}}}]"
+    facts: dict[str, Any] = {"data": {}, "tokenizer": {}}
+    before, now = (
+        identity(tiny_config(str(tmp_path), "muon", **keys, train__steps=steps), facts)
+        for steps in (20, 40)
+    )
+    assert differences(before, now, ["schedule"]) == {"data": ["phases[0].start was 10, is 20"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "fits"),
+    [("model.heads=2", False), ("model.ffn=64", False), ("model.rope_base=1", True)],
+)
+def test_a_model_of_another_size_is_not_offered_to_be_loaded(key, fits, minimal):
+    before, now = (
+        settings(load_config(minimal, ["model.vocab_size=100", *keys])) for keys in ([], [key])
+    )
+    said = refusal("step_1", differences(before, now, ()), pc=False)
+    assert ("checkpoint.allow_change=[model]" in said) == fits
+    assert ("name another run.dir" in said) != fits and "--resume none" in said
+
+
+ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initialize_from=step_1 to"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "offer"),
+    [
+        ({}, {"optimizer__matrix__rule": "muon"}, BEGIN),
+        ({}, {"optimizer__head__rule": "muon"}, BEGIN),
+        ({}, {"optimizer__roles__q__rule": "adamw"}, BEGIN),
+        ({}, {"optimizer__qkv_units": "group"}, BEGIN),
+        ({}, {"optimizer__distributed__momentum_dtype": "bf16"}, BEGIN),
+        ({"pc": {}}, {}, BEGIN),
+        ({}, {"pc": {}}, "cannot be loaded: name another run.dir;"),
+        ({}, {"optimizer__roles__q__lr": 0.1}, ALLOW),
+        ({}, {"optimizer__rules__spectral_sphere__momentum": 0.5}, ALLOW),
+        ({}, {"optimizer__roles": {"q": {"rule": "spectral_sphere"}}}, None),
+        ({}, {"optimizer__distributed__momentum_dtype": "fp32"}, None),
+        ({}, {"optimizer__distributed__gradient_dtype": "fp32"}, None),
+    ],
+    ids=str,
+)
+def test_what_is_offered_can_be_done(before, now, offer, tmp_path):
+    """A role that is given the rule that it already has is no difference."""
+    ours, theirs = (tiny_config(str(tmp_path), "spectral_sphere", **keys) for keys in (now, before))
+    different = differences(settings(theirs), settings(ours), ())
+    said = refusal("step_1", different, ours.pc is not None)
+    assert bool(different) == (offer is not None) and (offer or "") in said
+    assert offer == ALLOW or not different or "allow_change" not in said

@@ -1,0 +1,262 @@
+"""A batch ramp equals the run that is cut by hand where its batch grows, however it is stopped."""
+
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain
+from models.families import model_size
+from scripts.plots.run_data import read_run
+from tests.minimal_config import problems
+from tests.run_configs import read_config, tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from training import build
+from training.build import build_trainer
+from training.checkpoint import checkpoints as checkpoint
+from training.config import InvalidConfigError, check, load_config
+from training.config.schedule import (
+    RampStage,
+    ScheduleConfig,
+    TrainConfig,
+    learning_rate_factor,
+    step_factor,
+)
+from training.data.order import TrainingData
+from training.dry_run import batch_seconds, gpu_hours, plan_run
+from training.run import train
+
+LENGTH = 32
+RAMP = "[{batch: 2, until_steps: 3}, {batch: 4, until_tokens: 700}]"
+"""Of 3 steps with 192 tokens, 4 with 512 (700 are reached in the last), then 8 sequences a step."""
+BATCHES = [2] * 3 + [4] * 4 + [8] * 5
+COMMON: dict[str, Any] = {
+    "train__steps": 12,
+    "train__batch_ramp": RAMP,
+    "log__interval": 1,
+    "checkpoint__interval": 100,
+    "checkpoint__keep_last": "null",
+    "validation__interval": 1,
+    "validation__samples": 2,
+    "monitors__interval": 3,
+    "monitors__groups": "[weights]",
+}
+TOKENS = {"schedule__unit": "tokens", "schedule__kind": "wsd", "schedule__cooldown_fraction": 0.5}
+
+
+def trained(folder: str, name: str, world: Any, exit_step: int = 12, **keys: Any) -> None:
+    """Train FOLDER/NAME to a step."""
+    keys = {**COMMON, **keys, "run__dir": f"{folder}/{name}", "train__exit_step": exit_step}
+    train(read_config(folder, **keys), world)
+
+
+@pytest.fixture
+def config_folder(folder: str) -> str:
+    """A folder with a token set and the config of a run."""
+    tiny_config(folder, "muon")
+    return folder
+
+
+def equal(folder: str, one: str, other: str, steps: int = 12) -> None:
+    """Assert that two runs have the same metrics and the same last checkpoint."""
+    lines, others = (metrics_of(Path(folder) / name) for name in (one, other))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    for line in (*lines, *others):
+        del line["progress/pct"]  # of `train.steps`, which runs by hand change
+    assert lines == others
+    states = [state_of(Path(folder) / name, steps) for name in (one, other)]
+    assert same_state(*states) == []
+
+
+@pytest.mark.slow
+def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: list[int]) -> None:
+    trained(config_folder, "ramp", world)
+    assert sum(counted) == sum(BATCHES)
+    printed = capsys.readouterr().out
+    assert "batch: 4 sequences a step from step 4 on, after 192 tokens" in printed
+    assert "batch: 8 sequences a step from step 8 on, after 704 tokens" in printed
+    change = {"checkpoint__allow_change": "[train]", "train__batch_ramp": "[]"}
+    trained(config_folder, "cut", world, 3, **change, train__global_batch=2)
+    trained(config_folder, "cut", world, 7, **change, train__global_batch=4)
+    trained(config_folder, "cut", world, **change)
+    equal(config_folder, "ramp", "cut")
+    tokens = [line["progress/tokens"] for line in metrics_of(Path(config_folder) / "ramp")]
+    assert tokens == [sum(BATCHES[: i + 1]) * LENGTH for i in range(12)]
+
+
+@pytest.mark.slow
+def test_by_tokens_it_is_a_run_cut_by_hand(config_folder: str, world) -> None:
+    """The config of each part states the same 64 sequences, warm-up over 8 and decay over 32."""
+    ramp = "[{batch: 2, until_steps: 4}, {batch: 4, until_steps: 8}]"
+    common = {**TOKENS, "train__steps": 13, "schedule__warmup_steps": 1}
+    trained(config_folder, "ramp", world, 13, **{**common, "train__batch_ramp": ramp})
+    change = {"checkpoint__allow_change": "[train,schedule]", "train__batch_ramp": "[]"}
+    for until, batch, steps in ((4, 2, 32), (8, 4, 4 + 56 // 4), (13, 8, 13)):
+        keys = {"train__global_batch": batch, "schedule__warmup_steps": 8 // batch}
+        trained(config_folder, "cut", world, until, **TOKENS, **change, **keys, train__steps=steps)
+    equal(config_folder, "ramp", "cut", 13)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sequences of each micro-batch that runs read."""
+    read: list[int] = []
+    batches = build.training_batches
+
+    def noted(*arguments: Any) -> Any:
+        for batch in batches(*arguments):
+            read.append(batch.shape[0])
+            yield batch
+
+    monkeypatch.setattr(build, "training_batches", noted)
+    return read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{"data__workers": 1}, TOKENS], ids=["workers", "tokens"])
+def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) -> None:
+    trained(config_folder, "ramp", world, **keys)
+    counted.clear()
+    for until in (2, 3, 5, 12):
+        trained(config_folder, "stopped", world, until, **keys)
+        stated = checkpoint.read_checkpoint(f"{config_folder}/stopped").meta["progress"]
+        used = sum(BATCHES[:until])
+        assert sum(counted) == used == stated["sample"]
+        assert used * LENGTH == stated["tokens"] == stated["read"]["walk"]["tokens"]
+    equal(config_folder, "ramp", "stopped")
+    stated = json.loads((Path(config_folder) / "stopped" / "data.json").read_text())
+    assert stated["tokens"] == sum(BATCHES) * LENGTH == stated["sets"][0]["tokens"]
+    run = read_run(Path(config_folder) / "stopped")
+    assert [run.tokens(line) for line in run.monitors] == [line["tokens"] for line in run.monitors]
+
+
+def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, monkeypatch) -> None:
+    """Steps 4 and 5 are not finite: the run returns to step 2, and their samples 6 to 13 are left
+    out; the steps that follow have the batches of their numbers."""
+    read: list[list[int]] = []
+    source = TrainingData.__getitem__
+    monkeypatch.setattr(
+        TrainingData, "__getitem__", lambda data, k: read.append(k) or source(data, k)
+    )
+    poisoned: list[int] = []
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        trainer = build_trainer(*arguments, **options)
+
+        def after_step(step: int, result: Any) -> None:
+            if step == 3 and step not in poisoned:
+                next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
+                poisoned.append(step)
+
+        trainer.on_step = after_step
+        return trainer
+
+    monkeypatch.setattr("training.run.build_trainer", built)
+    keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 2}
+    keys |= {"monitors__interval": 0, "log__interval": 5, "validation__interval": 2}
+    trained(config_folder, "rewound", world, **keys)
+    taken = [*range(2), *range(2, 4), *range(4, 6), *range(6, 10), *range(10, 14)]
+    again = [*range(4, 6), *range(14, 30), *range(30, 70)]
+    assert read == taken + again
+    progress = checkpoint.read_checkpoint(f"{config_folder}/rewound").meta["progress"]
+    assert progress["left_out"] == [[6, 14]] and progress["sample"] == 62 + 8
+    assert progress["tokens"] == sum(BATCHES) * LENGTH
+    tokens = {step: sum(BATCHES[:step]) * LENGTH for step in (2, 4, 5, 6, 8, 10, 12)}
+    lines = metrics_of(Path(config_folder) / "rewound")
+    assert {line["step"]: line["progress/tokens"] for line in lines} == tokens
+
+
+def test_the_rate_by_tokens_is_that_by_steps_without_a_ramp() -> None:
+    train_ = TrainConfig(steps=100, global_batch=8, micro_batch=2, sequence_length=32)
+    for kind in ("cosine", "linear", "wsd", "constant"):
+        by_steps = ScheduleConfig(kind=kind, warmup_steps=7)
+        by_tokens = ScheduleConfig(kind=kind, warmup_steps=7, unit="tokens")
+        for step in range(100):
+            factor = step_factor(step, step * 8 * 32, train_, by_tokens)
+            assert factor == step_factor(step, step * 8 * 32, train_, by_steps)
+            assert factor == learning_rate_factor(step, 100, by_steps)
+
+
+def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
+    """Warm-up ends after as many tokens as of full steps, decay with the last token."""
+    ramp = (RampStage(batch=2, until_steps=6), RampStage(batch=4, until_steps=10))
+    config = TrainConfig(
+        steps=20, global_batch=8, micro_batch=2, sequence_length=32, batch_ramp=ramp
+    )
+    schedule = ScheduleConfig(kind="linear", warmup_steps=2, min_ratio=0.0, unit="tokens")
+    batches = [2] * 6 + [4] * 4 + [8] * 10
+    tokens = 0
+    for step, batch in enumerate(batches):
+        end = tokens + batch * 32
+        warm, total = 2 * 8 * 32, sum(batches) * 32
+        expected = min(1.0, end / warm) if tokens < warm else 1 - (tokens - warm) / (total - warm)
+        assert step_factor(step, tokens, config, schedule) == pytest.approx(expected, rel=1e-12)
+        tokens = end
+
+
+def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
+    """Steps of each batch are those of a run that has that batch from its start."""
+    ramp = "train.batch_ramp=[{batch: 4, until_steps: 30}, {batch: 8, until_tokens: 15000}]"
+    keys = ["model.vocab_size=512", "train.global_batch=32", "train.micro_batch=2"]
+    config = load_config(minimal, [*keys, ramp])
+    planned = plan_run(config, 2)
+    second = ceil((15_000 - 30 * 4 * 32) / (8 * 32))
+    counts = {4: 30, 8: second, 32: 70 - second}
+    hours = 0.0
+    for (part, seconds), (batch, steps) in zip(
+        batch_seconds(config, planned), counts.items(), strict=True
+    ):
+        alone = load_config(minimal, [*keys, f"train.global_batch={batch}"])
+        assert (part.batch, part.steps) == (batch, steps)
+        assert seconds == plan_run(alone, 2).time.total
+        hours += steps * seconds * 2 / 3600
+    assert gpu_hours(config, planned) == pytest.approx(hours, rel=1e-12)
+    assert pretrain.main(["--config", str(minimal), *keys, ramp, "--dry-run", "--gpus", "2"]) == 0
+    printed = capsys.readouterr().out
+    tokens = sum(batch * steps for batch, steps in counts.items()) * 32
+    flops = model_size(config.model, 32).flops_per_token * tokens
+    assert f"100 steps, {tokens:,} tokens" in printed and f"{flops:.4g} in all" in printed
+    assert f"8 sequences in the {second} steps after step 30, " in printed
+
+
+WRONG = [
+    (["[{batch: 8, until_steps: 3}]"], None, "[0].batch must be below global_batch = 8, as a ramp"),
+    (["[{batch: 4, until_steps: 9}, {batch: 2, until_steps: 12}]"], None, "below the next stage"),
+    (["[{batch: 2, until_steps: 9}, {batch: 4, until_steps: 9}]"], None, "must be above 9 steps"),
+    (["[{batch: 2, until_steps: 9}, {batch: 4, until_tokens: 500}]"], None, "and 576 tokens"),
+    (["[{batch: 2, until_steps: 100}]"], None, "must end before the last of steps = 100"),
+    (["[{batch: 2, until_tokens: 6369}]"], None, "got 6,369, 100 steps: a shorter run is exit_ste"),
+    (["[{batch: 2}]"], None, "[0].until_steps must be given or until_tokens"),
+    (["[{batch: 2, until_steps: 3, until_tokens: 9}]"], None, "got 2 of them"),
+    (["[{batch: 2, until_steps: 3.5}]"], None, "[0].until_steps must be an integer"),
+    (["[{batch: 2, until_step: 3}]"], None, "until_step; did you mean train.batch_ramp[0].until_s"),
+    (["{batch: 2, until_steps: 3}"], None, "must be a list, each item a section"),
+    (["[{batch: 2, until_steps: 3}]"], 2, "[0].batch must be divisible by train.micro_batch times"),
+    (["[{batch: 3, until_steps: 3}]"], 1, "train.micro_batch times the data-parallel size = 2 * 1"),
+    (
+        ["[{batch: 2, until_steps: 3}]", "schedule.unit=tokens", "schedule.warmup_steps=98"],
+        None,
+        "schedule.warmup_steps must be below the run's 97.75 full steps, got 98",
+    ),
+]
+
+
+def test_stages_that_are_over_limit_no_layout(minimal) -> None:
+    """A run that began on one rank goes on after the stage where its batch would be too small."""
+    config = load_config(minimal, ["train.batch_ramp=[{batch: 2, until_steps: 3}]"])
+    check(config, 2, step=3, tokens=192)
+    check(config, 2, step=config.train.steps)
+    with pytest.raises(InvalidConfigError, match=r"train.batch_ramp\[0\].batch must be divisible"):
+        check(config, 2, step=2, tokens=128)
+    with pytest.raises(InvalidConfigError, match="train.global_batch must be divisible"):
+        check(config, 8, step=3, tokens=192)
+
+
+@pytest.mark.parametrize(("keys", "ranks", "text"), WRONG)
+def test_a_ramp_that_makes_no_sense_is_refused(keys, ranks, text, minimal) -> None:
+    found = problems(minimal, f"train.batch_ramp={keys[0]}", *keys[1:], world_size=ranks)
+    assert len(found) == 1
+    assert text in found[0]

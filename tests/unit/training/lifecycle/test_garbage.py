@@ -1,0 +1,43 @@
+"""The garbage collector runs at fixed steps of a run, on whatever rank."""
+
+import gc
+
+import pytest
+
+from tests.run_configs import tiny_config
+from training.lifecycle import pace as garbage
+from training.run import train
+
+
+def test_a_run_collects_at_fixed_steps_alone(folder, world, monkeypatch):
+    monkeypatch.setattr(garbage, "INTERVAL", 2)
+    steps, collected = [], []
+
+    def seen(phase, details):
+        if phase == "start":
+            collected.append(len(steps))
+
+    def on_step(step, result):
+        steps.append(step)
+        cycle = []
+        cycle.append(cycle)
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+
+    gc.callbacks.append(seen)
+    try:
+        train(tiny_config(folder, "muon", train__exit_step=5), world, on_step=on_step)
+    finally:
+        gc.callbacks.remove(seen)
+    during = [count for count in collected if 0 < count < 5]
+    assert during == [1, 3]  # within steps 2 and 4, before `on_step`
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_the_collector_is_as_before_after_a_failure():
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="lost"), garbage.collected_at_steps():
+            raise RuntimeError("lost")
+        assert not gc.isenabled() and gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

@@ -1,0 +1,36 @@
+"""Which ranks are named as stragglers, and when."""
+
+from training.lifecycle.pace import Stragglers
+
+HOSTS = ["n1", "n1", "n2", "n2"]
+
+
+def test_a_rank_is_named_once_it_has_been_slow_for_fifty_steps():
+    found = Stragglers(HOSTS, [0, 0, 0, 0])
+    slow = [1.0, 1.1, 1.3, 0.9]
+    assert [list(found.new(slow, 10)) for _ in range(4)] == [[]] * 4
+    [text] = found.new(slow, 10)
+    assert text.startswith("rank 2 (host n2) has been slow for 50 steps: 1.3 s a step")
+    assert text.endswith("the median of its stage is 1.05 s")
+    assert list(found.new(slow, 10)) == []  # known by now
+
+
+def test_a_rank_that_recovers_is_counted_anew():
+    found = Stragglers(HOSTS, [0, 0, 0, 0])
+    slow, even = [1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.1]
+    assert not list(found.new(slow, 49)) and not list(found.new(even, 1))
+    assert not list(found.new(slow, 49))
+    assert len(list(found.new(slow, 1))) == 1
+    assert not list(found.new(even, 10))
+    assert len(list(found.new(slow, 60))) == 1
+
+
+def test_stages_are_compared_with_themselves():
+    found = Stragglers(HOSTS, [0, 1, 0, 1])
+    assert not list(found.new([1.0, 2.0, 1.0, 2.0], 100))
+    [text] = found.new([1.0, 2.0, 1.0, 4.0], 100)
+    assert text.startswith("rank 3 (host n2)")
+
+
+def test_one_rank_is_never_slow():
+    assert not list(Stragglers(["n1"], [0]).new([3.0], 100))

@@ -1,0 +1,464 @@
+"""The checkpoints of a run folder: how one is completed, found, verified and removed.
+
+    RUN/checkpoints/latest          name of the newest step folder, for people and scripts
+    RUN/checkpoints/step_00000100/
+        state/       every tensor, in logical coordinates (parallel/checkpoint/state.py)
+        config.yaml  resolved config of the run
+        rng.pt       random number generators of every rank
+        meta.json    step, data position, identity, versions, and a hash of every file
+        COMPLETE     hash of meta.json, written last
+
+A checkpoint is written to `.writing-...` beside these and renamed once all of it is on disk, so a
+folder named step_* was complete once. It needs nothing outside its folder, and `latest` never
+decides what is loaded.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import secrets
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, Final
+
+from pydantic import ConfigDict
+from torch import Tensor
+
+from models.section import Whole
+from parallel.checkpoint.safe_index import (
+    INDEX_FILE,
+    PLAIN_FILE,
+    UnsafeIndexError,
+    index_files,
+    read_index,
+)
+from parallel.checkpoint.state_writer import FileFacts, file_facts
+from parallel.disk import delete, replace_file, sync, sync_all
+from parallel.error_text import described
+from training.checkpoint.stored_tensors import StoredTensors
+from training.config import Config, InvalidConfigError, MissingRuleError, load_saved_config
+from training.config.binding import bind
+from training.data.run_progress import Progress
+from training.errors import BrokenCheckpointError, InputError
+from training.json_file import parse_json, read_regular, real_path
+
+FORMAT: Final = 2
+"""Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
+
+FOLDER: Final = "checkpoints"
+LATEST: Final = "latest"
+META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
+WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
+"""Files that every checkpoint has and lists, also one of imported weights."""
+REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
+"""Files that a run's checkpoint has and lists."""
+UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
+STEP: Final = re.compile(r"step_([0-9]{8,})")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json of imported weights must have."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    step: Whole
+    files: dict[str, FileFacts]
+    identity: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """State of `NonFiniteGuard`."""
+
+    skipped: int
+    in_a_row: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a trainer keeps beside its tensors."""
+
+    guard: Guard
+    spikes: list[float]
+    spectral: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunMeta(Meta):
+    """What meta.json of a run must have."""
+
+    run_id: str
+    progress: Progress
+    trainer: TrainerState
+
+    def __post_init__(self) -> None:
+        if missing := {"data", "tokenizer"} - self.identity.keys():
+            raise ValueError(f"identity must have {' and '.join(sorted(missing))}")
+        if self.progress.step != self.step:
+            raise ValueError(f"step must be that of progress, {self.progress.step}")
+
+
+@dataclass(frozen=True)
+class AveragedCheckpoints:
+    """Steps of a run whose weights were averaged, and how much of each."""
+
+    steps: list[int]
+    weights: list[float]
+    on_sphere: bool
+
+
+@dataclass(frozen=True)
+class AverageMeta(Meta):
+    """What meta.json of an average must have; progress is that of its last checkpoint."""
+
+    averaged: AveragedCheckpoints
+    progress: Progress
+
+
+class ResumeError(InputError):
+    """A run that cannot be continued as asked."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete checkpoint.
+
+    path  folder of the checkpoint
+    meta  content of meta.json
+    """
+
+    path: Path
+    meta: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps taken."""
+        return int(self.meta["step"])
+
+    @property
+    def imported(self) -> bool:
+        """Whether the weights are those of another program's model, which no run has trained."""
+        return self.meta.get("weights_only") is True and "averaged" not in self.meta
+
+    @property
+    def state(self) -> Path:
+        """Folder that `parallel.checkpoint.state.load_state` reads."""
+        return self.path / STATE
+
+    @property
+    def config(self) -> Config:
+        """Config of the run that saved the checkpoint, with its vocabulary size.
+
+        Raises BrokenCheckpointError if the file has changed since it was written, ResumeError if it
+        has keys or values that this version does not know.
+        """
+        path = self.path / CONFIG
+        if file_facts(path) != self.files[CONFIG]:
+            raise BrokenCheckpointError(changed(self.path, CONFIG))
+        try:
+            return load_saved_config(path)
+        except MissingRuleError as error:
+            raise ResumeError(f"{path} cannot be used here: {error}") from None
+        except InvalidConfigError as error:
+            raise ResumeError(
+                f"{path} is of another version: {'; '.join(error.problems)}"
+            ) from None
+
+    @property
+    def files(self) -> dict[str, FileFacts]:
+        """Size and hash of every file but meta.json and COMPLETE, by its path in the folder."""
+        return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
+
+    def tensors(self, prefix: str = "weight/") -> dict[str, Tensor]:
+        """Return the tensors whose key begins with `prefix`, whole, on the CPU, by key.
+
+        `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; all keys are those of
+        `parallel.checkpoint.state`. Needs no process group. Raises BrokenCheckpointError if the
+        tensors cannot be read.
+        """
+        stored = StoredTensors(self.state)
+        return stored.read(stored.keys(prefix))
+
+
+def read_checkpoint(path: str | Path) -> CheckpointInfo:
+    """Return the checkpoint in a step folder, or the newest complete one in a run folder.
+
+    Checks that it is complete and that its files have their sizes; `problems` also compares their
+    content. Prints a warning of each newer one that is broken. Needs no process group. Raises
+    BrokenCheckpointError, or ResumeError if there is no folder, or none of its checkpoints is
+    complete.
+    """
+    path = Path(path)
+    if not (path / FOLDER).is_dir():
+        if not STEP.fullmatch(path.name) and not (path / META).exists():
+            if not path.exists():
+                raise ResumeError(f"{path} does not exist")
+            if (path / "config.json").is_file():
+                raise ResumeError(
+                    f"{path} is a Hugging Face folder: scripts/convert_hf.py import makes a "
+                    "checkpoint of it"
+                )
+            raise ResumeError(
+                f"{path} has no checkpoint; checkpoint.interval sets when a run saves"
+            )
+        return _complete(path)
+    broken = []
+    for step in sorted(steps(path), reverse=True):
+        try:
+            found = _complete(step_folder(path, step))
+        except BrokenCheckpointError as error:
+            broken.append(str(error))
+            continue
+        for problem in broken:
+            print(f"warning: {problem}; taking {found.path.name}", file=sys.stderr)
+        return found
+    raise ResumeError("; ".join([f"{path} has no complete checkpoint", *broken]))
+
+
+def steps(run_dir: str | Path) -> list[int]:
+    """Return the steps of the checkpoints in a run folder, ascending, broken ones included."""
+    folder = Path(run_dir) / FOLDER
+    names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    found = [(int(match[1]), match[0]) for match in names if match]
+    return sorted(step for step, name in found if name == step_folder(run_dir, step).name)
+
+
+def step_folder(run_dir: str | Path, step: int) -> Path:
+    """Return the folder of the checkpoint of `step`."""
+    return Path(run_dir) / FOLDER / f"step_{step:08d}"
+
+
+def _complete(path: Path) -> CheckpointInfo:
+    """Return the checkpoint in a step folder.
+
+    Raises BrokenCheckpointError if it is incomplete, ResumeError if it is of another version.
+    """
+    try:
+        content = read_regular(path / META)
+        marker = read_regular(path / COMPLETE).decode().strip()
+        if marker != hashlib.sha256(content).hexdigest():
+            raise BrokenCheckpointError(changed(path, META))
+        meta = parse_json(content)
+        found = meta.get("format") if isinstance(meta, dict) else None
+        if found != FORMAT:
+            raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
+        weights_only = meta.get("weights_only") is True
+        bind((AverageMeta if "averaged" in meta else Meta) if weights_only else RunMeta, meta)
+        named = STEP.fullmatch(path.name)
+        if named is not None and int(named[1]) != meta["step"]:
+            raise BrokenCheckpointError(f"{path}: it is the checkpoint of step {meta['step']}")
+        info = CheckpointInfo(path, meta)
+        _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)
+        for name, facts in info.files.items():
+            status = (path / name).stat()
+            if not S_ISREG(status.st_mode):
+                raise BrokenCheckpointError(f"{path}: {name} must be a regular file")
+            size = status.st_size
+            if size != facts.bytes:
+                raise BrokenCheckpointError(
+                    f"{path}: {name} must have {facts.bytes} bytes, got {size}"
+                )
+    except OSError as error:
+        raise BrokenCheckpointError(described(error, path)) from None
+    except InvalidConfigError as error:
+        raise BrokenCheckpointError(f"{path}: {META}: {error.problems[0]}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error!r:.200}") from None
+    return info
+
+
+def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
+    """Raise BrokenCheckpointError unless the files that a checkpoint lists lie in its folder, and
+    the required ones are among them."""
+    for name in listed:
+        if not real_path(path / name).is_relative_to(real_path(path)):
+            raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is not inside")
+    for name in required:
+        if name not in listed:
+            raise BrokenCheckpointError(f"{path}: {META} does not list {name}")
+
+
+def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
+    """Yield a sentence for each file, of a share of them, that has changed since it was written.
+
+    The first share also has the tensors' index, which must name no file that is not compared.
+    """
+    if not share.start:
+        yield from _unlisted(info)
+    for name, facts in sorted(info.files.items())[share]:
+        try:
+            same = file_facts(info.path / name) == facts
+        except OSError as error:
+            yield described(error, info.path / name)
+            continue
+        if not same:
+            yield changed(info.path, name)
+
+
+def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
+    """Yield a sentence for each tensor, of a share of them, that is not finite.
+
+    Raises BrokenCheckpointError if they cannot be read, as after `problems`.
+    """
+    stored = StoredTensors(info.state)
+    for key in stored.keys()[share]:
+        if not bool(stored.read([key])[key].isfinite().all()):
+            yield f"{info.path}: {key} is not finite"
+
+
+def _unlisted(info: CheckpointInfo) -> Iterator[str]:
+    """Yield why the index of tensors cannot be trusted, or each file that it alone names."""
+    try:
+        named = set(index_files(read_index(info.state)))
+    except UnsafeIndexError as error:
+        yield str(error)
+        return
+    for name in sorted(named):
+        if f"{STATE}/{name}" not in info.files:
+            yield f"{info.path}: the index of tensors names {name}, which {META} does not list"
+
+
+def changed(folder: Path, name: str) -> str:
+    """Return the sentence that says that a file of a checkpoint differs from its hash."""
+    return f"{folder}: {name} has changed since it was written"
+
+
+def new_folder(run_dir: str | Path, step: int) -> Path:
+    """Make and return a folder to write the checkpoint of `step` to, with an empty `state`.
+
+    The run folder must exist: one that has gone is not made again.
+    """
+    folder = Path(run_dir) / FOLDER / f".writing-{step}-{secrets.token_hex(4)}"
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()
+    (folder / STATE).mkdir()
+    return folder
+
+
+def complete(
+    folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
+) -> Path:
+    """Seal the checkpoint written to `folder`, and return the step folder that it becomes.
+
+    `meta` and `state` are those of `seal`. Everything is on disk before the folder is renamed, and
+    the new name before this returns. `name_latest` comes next.
+    """
+    seal(folder, meta, state)
+    target = step_folder(run_dir, meta["step"])
+    if target.exists():
+        quarantine(target)
+    folder.rename(target)
+    try:
+        sync(target.parent)
+    except OSError:
+        target.rename(folder)  # after a crash it might be gone
+        raise
+    return target
+
+
+def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
+    """Write meta.json and COMPLETE into a checkpoint that has all other files, and sync it to disk.
+
+    `state` has size and hash of the files in its state folder, whose tensors are on disk already.
+    """
+    files = {f"{STATE}/{name}": facts for name, facts in state.items()}
+    files |= {path.name: file_facts(path) for path in _files(folder)}
+    content = {**meta, "format": FORMAT, "files": {n: asdict(f) for n, f in files.items()}}
+    text = json.dumps(content, indent=1) + "\n"
+    (folder / META).write_text(text, encoding="utf-8")
+    (folder / COMPLETE).write_bytes(hashlib.sha256(text.encode()).hexdigest().encode() + b"\n")
+    plain = folder / STATE / PLAIN_FILE
+    sync_all([*_files(folder), *([plain] if plain.is_file() else [])])
+    sync_all(path for path in (folder / STATE, folder) if path.is_dir())
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder, without those of folders in it."""
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def name_latest(run_dir: str | Path, name: str) -> None:
+    """Make `latest` name a step folder, atomically, and sync it and the folder to disk."""
+    replace_file(Path(run_dir) / FOLDER / LATEST, name + "\n", synced=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, renaming it first so that a half-removed one is never loaded."""
+    doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
+    folder.rename(doomed)
+    delete(doomed)
+
+
+def quarantine(folder: Path) -> Path:
+    """Rename a broken checkpoint to `broken-...` and return its new path."""
+    aside = free_name(folder.with_name(f"broken-{folder.name}"))
+    folder.rename(aside)
+    return aside
+
+
+def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Remove old checkpoints and return their steps.
+
+    Keeps the `keep_last` newest complete ones (None: all) and those whose step is a multiple of
+    `keep_every` (None: no others). Broken ones are left alone. What an earlier call could not
+    remove is removed first.
+    """
+    for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
+        delete(leftover)
+    if keep_last is None:
+        return []
+    whole: list[int] = []
+    for step in steps(run_dir):
+        with contextlib.suppress(InputError):  # of one that is broken
+            whole.append(_complete(step_folder(run_dir, step)).step)
+    old = whole[:-keep_last]
+    doomed = [step for step in old if keep_every is None or step % keep_every]
+    for step in doomed:
+        remove(step_folder(run_dir, step))
+    return doomed
+
+
+def sweep(run_dir: str | Path) -> list[str]:
+    """Remove unfinished and half-removed checkpoints and return their names.
+
+    No other process may be using the run folder.
+    """
+    folder = Path(run_dir) / FOLDER
+    if not folder.is_dir():
+        return []
+    names = sorted(path.name for path in folder.iterdir() if UNFINISHED.fullmatch(path.name))
+    for name in names:
+        delete(folder / name)
+    return names
+
+
+def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
+    """Move the checkpoints of steps after `step` out of the way.
+
+    A run that returned to `step` must never continue from them. Returns their new folder, None if
+    there are no such checkpoints.
+    """
+    later = [each for each in steps(run_dir) if each > step]
+    if not later:
+        return None
+    aside = free_name(Path(run_dir) / f"{FOLDER}-left-at-{step:08d}")
+    aside.mkdir()
+    for each in later:
+        source = step_folder(run_dir, each)
+        source.rename(aside / source.name)
+    sync(aside)
+    return aside
+
+
+def free_name(path: Path) -> Path:
+    """Return `path`, or the first of path.1, path.2, ... that does not exist."""
+    names = (path.with_name(f"{path.name}.{n}") if n else path for n in itertools.count())
+    return next(name for name in names if not name.exists())

@@ -1,0 +1,243 @@
+"""The identity of a run: what a checkpoint and the run that continues it must agree in."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from math import prod
+from typing import Any, Final
+
+from models.families import all_units
+from spectral.rules import RULES
+from spectral.rules.base import settings as rule_settings
+from training.checkpoint.checkpoints import CheckpointInfo
+from training.config import Config
+from training.config.optimizer import GROUPS
+from training.config.yaml_files import flat
+from training.data.hashes import file_sha256
+from training.data.manifest import Manifest
+from training.data.order import TrainingData
+from training.data.token_bytes import tokenizer_file
+from training.data.validation_data import ValidationData
+
+SHOWN: Final = 6
+OF_STATE: Final = re.compile(r".*\.rule|qkv_units|split_gate_up|momentum_dtype|pc\.(blocks|roles)")
+"""Keys that decide what a checkpoint has beside the weights."""
+OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
+"""Keys of the train section that results depend on; the schedule has the steps."""
+BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
+"""Keys of the model section that choose an implementation and change no result."""
+
+Identity = dict[str, dict[str, Any]]
+"""Values by kind, such as model or schedule, and dotted key."""
+
+
+def identity(config: Config, facts: Identity) -> Identity:
+    """Return everything that must stay the same for a run to be continued, by kind.
+
+    `facts` has the kinds `data` and `tokenizer`, from `data_facts`. Layout, micro-batches,
+    backends, paths, logging, validation and `train.exit_step` are not part of an identity, as no
+    result depends on them.
+    """
+    kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
+    # A share of the steps, or the decay, begins elsewhere if other sections change.
+    kept |= {f"phases[{i}].start": start for i, start in enumerate(config.phase_starts())}
+    return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
+
+
+def saved_identity(info: CheckpointInfo) -> Identity:
+    """Return the identity of the run that saved a checkpoint.
+
+    Its settings come from its config, so a key that its version did not know has its default, and
+    one with another name since is compared under the present one. Raises BrokenCheckpointError if
+    the config is not as it was written.
+    """
+    return identity(info.config, info.meta["identity"])
+
+
+def data_facts(
+    config: Config,
+    data: TrainingData,
+    validation: Iterable[ValidationData],
+    manifest: Manifest | None,
+) -> Identity:
+    """Return the kinds `data` and `tokenizer` of an identity, which checkpoints keep."""
+    return {
+        "data": _data(config, data, validation),
+        "tokenizer": {"sha256": _tokenizer(config, manifest)},
+    }
+
+
+def modification_times(data: TrainingData) -> dict[str, str]:
+    """Return, by key of the kind `data`, when sets were written to that no hash covers whole.
+
+    Copies of a set on several nodes may differ in it, so one rank says it for all.
+    """
+    times = {f"{each.name}.modified": each.modified for each in data.all_sets}
+    return {key: time for key, time in times.items() if time is not None}
+
+
+def settings(config: Config) -> Identity:
+    """Return the kinds of an identity that the config alone decides."""
+    units = all_units(config.model)
+    model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
+    model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
+    if config.pc is not None:  # where PC(W) is evaluated changes no result
+        model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
+    optimizer = _optimizer(config)
+    if config.gram_penalty is not None:
+        penalty = flat(asdict(config.gram_penalty))
+        optimizer |= {f"gram_penalty.{k}": v for k, v in penalty}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": {**asdict(config.schedule), "steps": config.train.steps},
+        "train": {
+            **{key: asdict(config.train)[key] for key in OF_TRAIN},
+            **{f"batch_ramp[{i}]": str(each) for i, each in enumerate(config.train.batch_ramp)},
+        },
+    }
+
+
+def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dict[str, list[str]]:
+    """Return, by kind of `now` that is not in `allowed`, a sentence for each value that changed."""
+    found = {
+        kind: list(changes(*comparable(saved.get(kind, {}), values)))
+        for kind, values in now.items()
+        if kind not in allowed
+    }
+    return {kind: lines for kind, lines in found.items() if lines}
+
+
+def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
+    """Return a sentence for each accepted change since a checkpoint that figures depend on.
+
+    These are changes of allowed kinds, of validation, of tasks, and of what counts as a spike.
+    """
+    saved, now = saved_identity(info), identity(config, facts)
+    allowed = config.checkpoint.allow_change
+    lines = differences(saved, now, now.keys() - allowed).values()
+    return [
+        *(text for kind in lines for text in kind),
+        *changes(*map(_beside, (info.config, config))),
+    ]
+
+
+def _beside(config: Config) -> dict[str, Any]:
+    """What is not part of the identity but changes the metrics of a run."""
+    spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
+    sets = {f"validation.{name}": "there" for name in config.data.validation}
+    sets |= {f"tasks.{name}": "there" for name in config.tasks.files}
+    sizes = {
+        "validation.samples": config.validation.samples, "tasks.examples": config.tasks.examples
+    }  # fmt: skip
+    return {**spikes, **sizes, **sets}
+
+
+def comparable(
+    saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both without what only one of them can say: a validation set or task may come or go,
+    data with a manifest has the sha256 of a set, a large set without one when it was written to."""
+    optional = {
+        key
+        for key in saved.keys() | now.keys()
+        if key.startswith(("validation.", "tasks.")) or key.endswith((".sha256", ".modified"))
+    }
+    dropped = {key for key in optional if saved.get(key) is None or now.get(key) is None}
+    before, after = (
+        {key: value for key, value in each.items() if key not in dropped} for each in (saved, now)
+    )
+    return before, after
+
+
+def refusal(place: str, different: Mapping[str, list[str]], pc: bool) -> str:
+    """Return the message of a refusal to continue: a line per kind, and what to do about it.
+
+    `pc` says whether the run has PC layers.
+    """
+    lines = []
+    for kind, changes in different.items():
+        more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+        lines.append(f"{place} differs in its {kind}: {', '.join(changes[:SHOWN])}{more}")
+    keys = [text.split(" ", 1)[0] for changes in different.values() for text in changes]
+    if "weights" in keys:
+        todo = "its weights do not fit this model: name another run.dir"
+    elif any(map(OF_STATE.fullmatch, keys)):
+        todo = f"it cannot be loaded: {new_run(place, pc)}"
+    else:
+        todo = f"to continue it anyway, set checkpoint.allow_change=[{', '.join(different)}]"
+    return "\n".join([*lines, f"{todo}; to start over, use --resume none"])
+
+
+def new_run(place: str, pc: bool) -> str:
+    """Return what a run, with PC layers or without, can do if the state of a checkpoint does not
+    fit."""
+    if pc:  # checkpoint.initialize_from is refused, as they would change the effective weights
+        return "name another run.dir"
+    return f"name another run.dir, and checkpoint.initialize_from={place} to begin from its weights"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each value that changed."""
+    for key in [*saved, *(key for key in now if key not in saved)]:
+        before, after = saved.get(key, "absent"), now.get(key, "absent")
+        if before != after:
+            yield f"{key} was {_short(before)}, is {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."
+
+
+def _data(
+    config: Config, data: TrainingData, validation: Iterable[ValidationData]
+) -> dict[str, Any]:
+    """What determines the tokens of sample k, and of validation."""
+    found: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
+    for each in data.all_sets:
+        found[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
+        found[f"{each.name}.tokens"] = each.tokens
+        found[f"{each.name}.content"] = each.digest
+        found[f"{each.name}.sha256"] = each.stated_sha256
+    for held_out in validation:
+        found[f"validation.{held_out.name}.content"] = held_out.set.digest
+        found[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
+    for i, (phase, (_, mixture)) in enumerate(zip(config.data.phases, data.later, strict=True)):
+        place = f"phases[{i}]"
+        found[f"{place}.{phase.beginning}"] = getattr(phase, phase.beginning)
+        for name, share in mixture.shares.items():
+            found[f"{place}.{name}.share"] = round(share, 6)
+        found[f"{place}.fingerprint"] = mixture.fingerprint()
+    # Covers also what the keys above do not say of the order.
+    found["fingerprint"] = data.fingerprint()
+    return found
+
+
+def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
+    """The sha256 of the tokenizer's file, None if there is no file."""
+    if config.data.tokenizer is None:
+        return None if manifest is None else manifest.tokenizer.sha256
+    path = tokenizer_file(config.data.tokenizer)
+    return file_sha256(path) if path.exists() else None
+
+
+def _optimizer(config: Config) -> dict[str, Any]:
+    """Settings of the groups, of the rules in use, and of the distribution if results depend on
+    them."""
+    settings = asdict(config.optimizer)
+    distributed = settings.pop("distributed")
+    del settings["rules"]
+    groups = [settings[name] for name in GROUPS]
+    used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
+    plain = replace(config.optimizer, roles={})
+    for role, own in settings["roles"].items():  # what its group says too is no difference
+        usual = asdict(plain.settings_for(role))
+        settings["roles"][role] = {k: v for k, v in own.items() if v not in (None, usual.get(k))}
+    settings["rules"] = {
+        name: rule_settings(config.optimizer.rule(name)) for name in RULES if name in used
+    }
+    found = dict(flat(settings))
+    found["tensor_mode"] = distributed["tensor_mode"]
+    found["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision
+    return found | {k: distributed[k] or "fp32" for k in ("gradient_dtype", "momentum_dtype")}

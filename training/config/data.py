@@ -1,0 +1,184 @@
+"""The sections of a run config about data: training sets and their phases, validation and tasks."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from models.section import AtLeast0, Check, Count, Positive, Section, Whole, named
+
+URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?=/)|hf:")
+VARIABLE: Final = re.compile(r"\$(\w+)")
+
+
+def local_path(key: str, path: str | None) -> Check:
+    """Check that the path in `key`, which may be null, is local and needs no expansion."""
+    path = path or ""
+    if URL.match(path):
+        rule = (
+            "must be a local path, as no object store or hub is read or written: mount the store "
+            "and name the folder there, or copy the files"
+        )
+        return key, True, rule
+    variable = VARIABLE.search(path)
+    name = "HOME" if path.startswith("~") else variable[1] if variable else None
+    rule = f"must be written out, as no ~ or $NAME is expanded: '${{oc.env:{name}}}' is the value"
+    return key, name is not None, rule
+
+
+BEGINNINGS = ("after_steps", "after_share", "with_decay")
+"""Keys of which a phase has one."""
+
+
+class DataPhase(Section):
+    """A part of the run, to its end or the next phase, with its own weights of the sets."""
+
+    after_steps: Count | None = None
+    """Steps of the run before the phase; null = another key says where it begins."""
+    after_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of `train.steps` before the phase, rounded to a step; null = another key says where it
+    begins."""
+    with_decay: bool = False
+    """Begin with the decay of `schedule.kind` wsd."""
+    weights: Annotated[dict[str, Positive], Field(min_length=1)]
+    """Weight of each set of `data.train` in the phase; those that are not named are not read."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check that one beginning is given."""
+        given = [key for key in BEGINNINGS if getattr(self, key)]
+        rule = f"must be given, or after_share or with_decay, one of them, got {len(given)}"
+        yield "after_steps", len(given) != 1, rule
+
+    @property
+    def beginning(self) -> str:
+        """The key that says where the phase begins."""
+        return next(key for key in BEGINNINGS if getattr(self, key))
+
+
+# Set names become parts of metric names.
+SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+class TrainSet(Section):
+    """One training set of the blend."""
+
+    path: str
+    """Prefix of the set's `.bin` and `.idx` files."""
+    weight: AtLeast0 = 1.0
+    """Weight of this set in the blend, relative to the other sets' weights; 0 for a set that only
+    later phases read."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check where the set is."""
+        yield local_path("path", self.path)
+
+
+class ValidationSet(Section):
+    """One validation set, evaluated and logged under its name."""
+
+    path: str
+    """Prefix of the set's `.bin` and `.idx` files."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check where the set is."""
+        yield local_path("path", self.path)
+
+
+class DataConfig(Section):
+    """Which tokens the run reads."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json or Hugging Face tokenizer folder; null takes the data manifest's."""
+    mock: bool = False
+    """Make random tokens instead of reading files, in documents of 1,024 in the mean. The sets keep
+    their names and weights; without any there is one, `mock`."""
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Background processes per rank that read samples; 0 reads in the training process."""
+    verify: Literal["none", "sample", "full"] = "sample"
+    """What the run checks against the manifest's hashes: none: nothing; sample: the tokenizer, the
+    index, 64 blocks of tokens, and others when it first reads them; full: everything at each
+    start."""
+    document_mask: bool = False
+    """Keep attention within each document of the sets' indexes, with positions from its first token
+    in the sequence; false attends to all documents of a sequence. Validation does the same."""
+    first_token_loss: bool = True
+    """Count the loss of a document's first token, which is predicted from the end of another; false
+    leaves it out of training and validation."""
+    train: dict[str, TrainSet] = field(default_factory=dict)
+    """Training sets by name; at least one, unless `mock`. `replace: true` beside them leaves out
+    the base's section `data`, `NAME: null` one set of it. All sets must have one tokenizer."""
+    phases: tuple[DataPhase, ...] = ()
+    """Later parts of the run with other weights of the sets, such as
+    `[{after_share: 0.8, weights: {web: 1, books: 3}}]`; [] has those of `train` throughout. Sets go
+    on where they were."""
+    validation: dict[str, ValidationSet] = field(default_factory=dict)
+    """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
+    out sets as for `train`."""
+    made_by: str | None = None
+    """Command that makes the sets, and its cost; shown if a file of theirs is missing."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check that there are sets, their names, and where the tokenizer is."""
+        yield local_path("tokenizer", self.tokenizer)
+        yield "train", not (self.train or self.mock), "must name at least one set, got none"
+        for kind in ("train", "validation"):
+            for name in getattr(self, kind):
+                rule = f"must name sets by letters, digits, '_', '-' and '.', got {name!r}"
+                yield kind, not SET_NAME.fullmatch(name), rule
+        yield from self._weight_checks()
+
+    def _weight_checks(self) -> Iterator[Check]:
+        """Check that phases read sets that there are, and that each set is read."""
+        read = {name for phase in self.phases for name in phase.weights}
+        for i, phase in enumerate(self.phases):
+            for name in phase.weights.keys() - self.train.keys():
+                sets = named(name, self.train) if self.train else f"sets of train, got {name!r}"
+                yield f"phases[{i}].weights", True, f"must name {sets}"
+        somewhere = " here or in a phase" if self.phases else ""
+        for name, each in self.train.items():
+            unread = each.weight == 0 and name not in read
+            yield f"train.{name}.weight", unread, f"must be above 0{somewhere}, got 0"
+        first = not self.train or any(each.weight for each in self.train.values())
+        yield "train", not first, "must have a set of a weight above 0 at the start, got only 0"
+
+
+class ValidationConfig(Section):
+    """How often the run is validated, and on how many sequences."""
+
+    interval: Whole = 0
+    """Steps between validations, besides the one after the last step; 0 has only that one."""
+    samples: Count | None = None
+    """Sequences of each set per validation; null = the whole set."""
+    samples_interval: Whole = 0
+    """Steps between samples of text: the most probable continuation of each set's first tokens, in
+    metrics.jsonl and on the run's page. 0 writes none."""
+    samples_tokens: Count = 32
+    """Tokens of a continuation; each costs a forward pass of one sequence per set."""
+
+    @staticmethod
+    def prompt_tokens(sequence_length: int) -> int:
+        """Return the number of tokens that a sample of text continues."""
+        return min(16, sequence_length // 2)
+
+
+class TasksConfig(Section):
+    """Multiple-choice tasks that the model in training is scored on."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    """Files of tasks by name, which becomes part of their metrics, `task/<name>/acc`: a line is
+    `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py makes
+    them. null leaves out tasks of a base as for `data.train`."""
+    interval: Whole = 0
+    """Steps between scorings, besides the one after the last step; 0 has only that one."""
+    examples: Count | None = None
+    """Number of examples of each file to score, from its first; null = all."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check the names, and where the files are."""
+        for name, path in self.files.items():
+            rule = f"must name tasks by letters, digits, '_', '-' and '.', got {name!r}"
+            yield "files", not SET_NAME.fullmatch(name), rule
+            _, wrong, rule = local_path("files", path)
+            yield "files", wrong, f"{rule}, got {path!r} for {name}"

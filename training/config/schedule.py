@@ -1,0 +1,253 @@
+"""How long a run trains, on which batches, and at which learning rate: `train` and `schedule`."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from models.section import Check, Count, Section, Whole
+
+Batch = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+class RampStage(Section):
+    """A part of the run, from its start or the stage before, with fewer sequences a step."""
+
+    batch: Batch
+    """Sequences per optimizer step, below those of later stages and `train.global_batch`."""
+    until_steps: Count | None = None
+    """Step of the run that is the last of the stage; null = `until_tokens` says when it ends."""
+    until_tokens: Count | None = None
+    """Tokens of the run after which the stage ends, with the step that reaches them; null =
+    `until_steps` says when it ends."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check that one limit is given."""
+        given = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
+        rule = f"must be given or until_tokens, one of the two, got {len(given)} of them"
+        yield "until_steps", len(given) != 1, rule
+
+    def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
+        """Return the steps of this stage after `step` steps and `tokens` tokens."""
+        if self.until_tokens is None:
+            return max(0, (self.until_steps or 0) - step)
+        return max(0, -((tokens - self.until_tokens) // (self.batch * sequence_length)))
+
+    def __str__(self) -> str:
+        if self.until_steps is not None:
+            return f"{self.batch} until step {self.until_steps:,}"
+        return f"{self.batch} until {self.until_tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class EqualSteps:
+    """Consecutive steps of a run with one global batch.
+
+    first    steps taken before
+    steps    how many they are
+    batch    sequences of each
+    """
+
+    first: int
+    steps: int
+    batch: int
+
+    @property
+    def samples(self) -> int:
+        """Sequences of all steps."""
+        return self.steps * self.batch
+
+
+def ramp_checks(
+    ramp: tuple[RampStage, ...], final: int, steps: int, sequence_length: int
+) -> Iterator[Check]:
+    """Check that the batch of each stage is below the next, and that no stage is without a step.
+
+    final  global batch after the ramp
+    steps  of the run
+    """
+    step = tokens = 0
+    if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
+        return  # which the stage says itself
+    for i, stage in enumerate(ramp):
+        after = ramp[i + 1].batch if i + 1 < len(ramp) else final
+        place, name = f"batch_ramp[{i}]", "global_batch" if i + 1 == len(ramp) else "the next stage"
+        grows = f"must be below {name} = {after}, as a ramp only grows, got {stage.batch}"
+        yield f"{place}.batch", stage.batch >= after, grows
+        count = stage.steps_left(step, tokens, sequence_length)
+        key = "until_tokens" if stage.until_steps is None else "until_steps"
+        limit = getattr(stage, key)
+        over = f"must be above {step:,} steps and {tokens:,} tokens, which are over then"
+        yield f"{place}.{key}", not count, f"{over}, got {limit:,}"
+        step, tokens = step + count, tokens + count * stage.batch * sequence_length
+        rule = f"must end before the last of steps = {steps:,}, got {limit:,}, {step:,} steps"
+        help_ = "a shorter run is exit_step, which leaves the ramp as it is"
+        yield f"{place}.{key}", step >= steps, f"{rule}: {help_}"
+
+
+Steps = Annotated[int, Field(ge=1, le=10**10)]
+
+
+class TrainConfig(Section):
+    """How long the model is trained, on which batches, and in which precision."""
+
+    steps: Steps
+    """Optimizer steps of the whole run, where the learning-rate schedule ends."""
+    exit_step: Count | None = None
+    """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
+    global_batch: Batch
+    """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
+    batch_ramp: tuple[RampStage, ...] = ()
+    """Stages at the start of the run with fewer sequences a step than `global_batch`, which follows
+    on them, such as `[{batch: 64, until_tokens: 252000000}]`; [] has `global_batch` from the start.
+    `steps` counts their steps too."""
+    micro_batch: Batch
+    """Sequences per forward and backward pass on one rank."""
+    sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
+    """Tokens per sequence."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Data type of forward and backward; master weights and optimizer state are fp32."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that backward recomputes: none; selective: those of dense and shared feed-forward
+    blocks; full: all of a layer but its input."""
+    loss_chunk: Count | None = None
+    """Vocabulary entries per rank whose logits are in memory at once; backward then multiplies by
+    the output head once more. null keeps all logits."""
+    fused_loss: Literal["auto", "liger"] | None = "auto"
+    """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
+    the engine's, one pass per operation. auto is liger on a GPU if liger-kernel is installed and
+    `loss_chunk` is null."""
+    z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    """Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (PaLM: 1e-4),
+    which is added to the loss that is minimised. `train/loss` and validation are without it,
+    `train/z_loss` is the mean without the coefficient. 0 = none."""
+    fused_backward: Literal["auto", "triton"] | None = "auto"
+    """Kernels of the backward passes of gated activations and of the heads of attention: triton
+    writes each gradient in one pass; null leaves it to `compile`, or to autograd. auto is triton on
+    a GPU with Triton, null under Transformer Engine."""
+    compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
+    """Backend of torch.compile for norms with the sums before them, rotary embedding and
+    activations: inductor fuses them,
+    aot_eager captures the same graphs, for debugging; null does not compile. auto is inductor on a
+    GPU where it works, null on a CPU and under Transformer Engine, which fuses the same
+    operations."""
+    max_skipped_steps: Whole = 10
+    """Consecutive non-finite steps to skip before the run aborts."""
+
+    @property
+    def last(self) -> int:
+        """Step after which the run ends, `exit_step` or `steps`."""
+        return self.exit_step or self.steps
+
+    def equal_steps(
+        self, step: int = 0, tokens: int = 0, until: int | None = None
+    ) -> Iterator[EqualSteps]:
+        """Yield the parts of the run with one global batch, after `step` steps and `tokens` tokens,
+        to step `until` or the last."""
+        last = self.steps if until is None else until
+        for stage in self.batch_ramp:
+            left = stage.steps_left(step, tokens, self.sequence_length)
+            if (count := min(left, last - step)) > 0:
+                yield EqualSteps(step, count, stage.batch)
+                step, tokens = step + count, tokens + count * stage.batch * self.sequence_length
+        if step < last:
+            yield EqualSteps(step, last - step, self.global_batch)
+
+    def batch(self, step: int, tokens: int) -> int:
+        """Return the global batch of the step after `step` steps and `tokens` tokens."""
+        return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
+
+    def samples(self, step: int = 0, tokens: int = 0, until: int | None = None) -> int:
+        """Return the sequences of the parts that `equal_steps` yields."""
+        return sum(each.samples for each in self.equal_steps(step, tokens, until))
+
+    @property
+    def batches(self) -> list[int]:
+        """All global batches of the run, ascending."""
+        return [*(stage.batch for stage in self.batch_ramp), self.global_batch]
+
+    def checks(self) -> Iterator[Check]:
+        """Check the loss, the precision and the length."""
+        chunked = self.fused_loss == "liger" and self.loss_chunk is not None
+        yield "loss_chunk", chunked, "must be null with fused_loss liger"
+        yield "fp8", self.fp8 is not None and self.precision != "bf16", "needs precision bf16"
+        late = self.exit_step is not None and self.exit_step > self.steps
+        yield "exit_step", late, f"must be at most steps = {self.steps}"
+        run = self.global_batch, self.steps, self.sequence_length
+        yield from ramp_checks(self.batch_ramp, *run)
+
+
+class ScheduleConfig(Section):
+    """Learning rate over the run, as a factor on every group's peak."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
+    unit: Literal["steps", "tokens"] = "steps"
+    """What warm-up and decay count: steps, or tokens, of which `train.global_batch` sequences are
+    one step: a step of `train.batch_ramp` then moves the rate by its share."""
+    warmup_steps: Whole = 0
+    """Steps of linear warm-up from 0 to the peak."""
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Factor at the end of the run, for every kind but constant."""
+    cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Fraction of the run over which wsd decays."""
+
+    def length(self, train: TrainConfig) -> float:
+        """Return the length of a run in steps, or in tokens over those of a full step."""
+        return train.steps if self.unit == "steps" else train.samples() / train.global_batch
+
+    def cooldown_steps(self, total_steps: float) -> int:
+        """Return the steps over which wsd decays in a run of `total_steps`."""
+        return round(self.cooldown_fraction * total_steps)
+
+    def decay_start(self, train: TrainConfig) -> int:
+        """Return the steps of a run before wsd decays."""
+        cooldown = self.cooldown_steps(self.length(train))
+        if self.unit == "steps":
+            return train.steps - cooldown
+        left = train.samples() - cooldown * train.global_batch
+        for part in train.equal_steps():
+            if left <= part.samples:
+                return part.first + -(-left // part.batch)
+            left -= part.samples
+        return train.steps
+
+
+def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleConfig) -> float:
+    """Return the factor of the step that follows on `step` steps and `tokens` tokens."""
+    if schedule.unit == "steps":
+        return learning_rate_factor(step, train.steps, schedule)
+    full = train.global_batch * train.sequence_length
+    total = tokens + train.samples(step, tokens) * train.sequence_length
+    size = train.batch(step, tokens) / train.global_batch
+    return learning_rate_factor(tokens / full, total / full, schedule, size)
+
+
+def learning_rate_factor(
+    step: float, total_steps: float, schedule: ScheduleConfig, size: float = 1.0
+) -> float:
+    """Return the factor of step `step`, counted from 0, in a run of `total_steps`.
+
+    A step of a batch ramp may have the `size` of a part of a step, and then begin within one.
+
+    Warm-up is (step + 1) / warmup_steps, so no step has rate 0 and the last one has factor 1. Decay
+    starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the
+    first that is not taken; from there on the factor is constant. That is torch's CosineAnnealingLR
+    or LinearLR over total_steps - warmup_steps steps.
+    """
+    if step < schedule.warmup_steps:
+        return min(1.0, (step + size) / schedule.warmup_steps)
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "wsd":
+        start = total_steps - schedule.cooldown_steps(total_steps)
+    else:
+        start = schedule.warmup_steps
+    length = max(1, total_steps - start)
+    done = 1.0 if step >= total_steps else max(0.0, (step - start) / length)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
+    return schedule.min_ratio + (1 - schedule.min_ratio) * left

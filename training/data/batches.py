@@ -1,0 +1,158 @@
+"""Micro-batches of one rank: which samples, read ahead, and moved to the device."""
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from models.blocks.document_attention import documents_of
+from models.layout import context_part
+from parallel.comm.groups import Groups
+from parallel.error_text import last_line
+from parallel.model import Batch
+from training.config import Config
+from training.data.document_index import Borders
+from training.data.order import TrainingData
+from training.data.run_progress import Progress, Windows, batch_start
+from training.errors import ConfigError, DataError
+
+SHARED_MEMORY: Final = "/dev/shm"
+AHEAD: Final = 2
+"""Batches that a worker reads ahead, as torch's DataLoader has it."""
+SPARE_BYTES: Final = 1 << 20
+"""Bytes of shared memory for semaphores and what others take."""
+
+
+def training_batches(
+    config: Config, groups: Groups, data: TrainingData, progress: Progress
+) -> Iterator[torch.Tensor]:
+    """Return an endless iterator of this rank's micro-batches after `progress`.
+
+    Each is `[micro_batch, sequence_length + 1]` token ids, or as `training_loader` says.
+    """
+    sampler = GlobalBatchSampler(
+        consumed=progress.sample,
+        global_batch=config.train.batch(progress.step, progress.tokens),
+        micro_batch=config.train.micro_batch,
+        data_rank=groups.data.rank,
+        data_size=groups.data.size,
+        left_out=progress.left_out,
+    )
+    present = data.at(progress.step).since(progress.phase)
+    loader = training_loader(present, sampler, workers=config.data.workers)
+    return without_worker_traces(loader)
+
+
+def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield `batches`; a DataError of a worker process says what happened, not where."""
+    try:
+        yield from batches
+    except DataError as error:
+        prefix = f"{DataError.__module__}.DataError: "
+        raise DataError(last_line(error).removeprefix(prefix)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatchSampler:
+    """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
+
+    Global batch n starts at sample `consumed + n * global_batch`, or after the samples that are
+    left out if it would contain one of them. Rank r takes its r-th part, in order, and splits it
+    into micro-batches, so the samples of a global batch depend on neither `data_size` nor
+    `micro_batch`. A config has made sure that their product divides `global_batch`.
+    """
+
+    consumed: int  # samples used so far, over all ranks
+    global_batch: int
+    micro_batch: int
+    data_rank: int
+    data_size: int
+    left_out: Windows = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.global_batch // self.data_size
+        batch = self.consumed
+        while True:
+            batch = batch_start(batch, self.global_batch, self.left_out)
+            start = batch + self.data_rank * share
+            for first in range(start, start + share, self.micro_batch):
+                yield list(range(first, first + self.micro_batch))
+            batch += self.global_batch
+
+
+def training_loader(
+    data: TrainingData, sampler: GlobalBatchSampler, *, workers: int = 0
+) -> DataLoader[Tensor]:
+    """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
+    `[micro_batch, 2, sequence_length + 1]` with borders.
+
+    To resume, build it with a sampler whose `consumed` is the number of samples used so far.
+
+    Args:
+        workers: processes that read ahead; 0 reads in this one. It does not change the order.
+
+    Raises:
+        ConfigError: there is too little shared memory for what `workers` read ahead.
+    """
+    if workers:
+        rows = sampler.micro_batch * (2 if data.borders.needed else 1)
+        _check_shared_memory(workers, rows * (data.sequence_length + 1) * 8)
+    return DataLoader(
+        data,
+        batch_sampler=sampler,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        # A DataLoader draws a seed when it starts: from this generator, not from the run's.
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def _check_shared_memory(workers: int, batch_bytes: int) -> None:
+    """Check that the batches which the workers of this machine read ahead fit into /dev/shm."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = ranks * workers * (AHEAD + 1) * batch_bytes + SPARE_BYTES
+    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
+    if free < needed:
+        raise ConfigError(
+            f"data.workers = {workers} needs {needed / 2**20:.1f} MiB of {SHARED_MEMORY}, where "
+            f"{free / 2**20:.1f} are free: give a container more (--shm-size), or set it to 0"
+        )
+
+
+def as_batch(
+    window: Tensor, groups: Groups, borders: Borders, weight: Tensor | None = None
+) -> Batch:
+    """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with borders.
+
+    Its inputs and next-token labels `[b, s / context]` are this context rank's part of the
+    sequences, on the device. If first tokens give no loss, `counted` states which labels do.
+    """
+    move = partial(on_device, device=groups.device)
+    place = {"rank": groups.context.rank, "size": groups.context.size}
+    tokens, firsts = window.unbind(1) if borders.needed else (window, None)
+    tokens = move(tokens)
+    batch: Batch = {
+        "tokens": context_part(tokens[:, :-1], 1, **place).contiguous(),
+        "labels": context_part(tokens[:, 1:], 1, **place).contiguous(),
+    }
+    if firsts is not None and borders.mask:
+        batch["documents"] = documents_of(firsts[:, :-1], move, **place)
+    if firsts is not None and not borders.first_token_loss:
+        counted = firsts[:, 1:] < torch.arange(1, firsts.shape[1])
+        batch["counted"] = move(context_part(counted, 1, **place).contiguous())
+    if weight is not None:
+        batch["weight"] = move(weight)
+    return batch
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` of the host on the device; nobody waits for the copy, which needs pinned memory."""
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

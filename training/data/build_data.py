@@ -1,0 +1,238 @@
+"""The data, tokenizer, vocabulary and tasks of a run, from its config."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from training.config import Config
+from training.config.data import DataConfig, TrainSet, ValidationSet
+from training.data.document_index import Borders
+from training.data.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    check_one_tokenizer,
+    check_tokenizer,
+    read_manifest,
+    shared_text,
+)
+from training.data.mock_tokens import VOCABULARY as MOCK_VOCABULARY
+from training.data.mock_tokens import MockTokens
+from training.data.order import TrainingData
+from training.data.tasks import Task, made_task, read_task
+from training.data.token_bytes import (
+    open_tokenizer,
+    token_byte_lengths,
+    tokenizer_file,
+    vocabulary_size,
+)
+from training.data.token_set import OpenSet, TokenSet, check_vocabulary
+from training.data.validation_data import ValidationData
+from training.errors import ConfigError, MissingSetError, VocabularyError
+
+MOCK_SAMPLES = 64
+"""Windows of a validation set whose tokens are made, where the config does not say how many."""
+
+
+def data_manifest(config: Config) -> Manifest | None:
+    """Return the manifest beside the first training set, None if there is none."""
+    if not config.data.train:
+        return None
+    folder = Path(next(iter(config.data.train.values())).path).parent
+    return read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
+
+
+def tokenizer_path(config: Config) -> Path | None:
+    """Return the tokenizer.json of the config or its data's manifest, None if neither names one."""
+    source = config.data.tokenizer or data_manifest(config)
+    return None if source is None else tokenizer_file(source)
+
+
+def with_vocabulary(config: Config) -> Config:
+    """Return `config` with model.vocab_size, from the data manifest if it is null.
+
+    Raises DataError if it is null and there is no manifest, unless tokens are made.
+    """
+    if config.model.vocab_size is not None:
+        return config
+    manifest = data_manifest(config)
+    if manifest is None and config.data.mock:
+        return replace(config, model=replace(config.model, vocab_size=MOCK_VOCABULARY))
+    if manifest is None:
+        name, first = next(iter(config.data.train.items()))
+        if not Path(f"{first.path}.idx").exists():
+            plan = "a plan without data needs model.vocab_size"
+            raise MissingSetError(
+                f"set {name}: no file {first.path}.idx; {plan}", ("data", "train", name)
+            )
+        raise MissingSetError(
+            f"model.vocab_size must be set, as there is no {MANIFEST_FILE} beside {first.path}, "
+            "got null; scripts/prepare_data.py prepares data with one",
+            ("data", "train", name),
+        )
+    return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
+
+
+def data_vocabulary(config: Config) -> int | None:
+    """Return the number of ids of the data's tokenizer, None if it is not known."""
+    if config.data.mock:
+        return None
+    if config.data.tokenizer is not None and tokenizer_file(config.data.tokenizer).exists():
+        return vocabulary_size(config.data.tokenizer)
+    manifest = data_manifest(config)
+    return None if manifest is None else manifest.tokenizer.vocab_size
+
+
+def check_rows(config: Config) -> None:
+    """Raise VocabularyError if the embedding has more rows than the data's ids, padded, need."""
+    ids, model = data_vocabulary(config), config.model
+    rows = model.padded_vocab if ids is None else replace(model, vocab_size=ids).padded_vocab
+    if model.padded_vocab > rows:
+        raise VocabularyError(
+            f"model.vocab_size must be at most {rows:,}, which is the {ids:,} ids of the data "
+            f"padded to a multiple of model.vocab_multiple = {model.vocab_multiple}, got "
+            f"{model.vocab_size:,}: set model.vocab_size=null, or a larger model.vocab_multiple "
+            "for rows that no token trains"
+        )
+
+
+def on_mock_tokens(config: Config) -> Config:
+    """Return `config` on made tokens, with a vocabulary, and without samples of text."""
+    return with_vocabulary(
+        replace(
+            config,
+            data=replace(config.data, mock=True),
+            validation=replace(config.validation, samples_interval=0),
+        )
+    )
+
+
+def build_data(
+    config: Config, share: tuple[int, int] = (0, 1)
+) -> tuple[TrainingData, list[ValidationData]]:
+    """Return the training data and the validation sets, checked against the vocabulary.
+
+    `share` is (rank, size) of the ranks that share a full verification. Raises DataError for files
+    that are missing, corrupt or too short, or token ids beyond the vocabulary.
+    """
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    data, samples = config.data, config.validation.samples
+    open_set: OpenSet = partial(
+        TokenSet, vocab_size=config.model.vocab_size, verify=data.verify, share=share
+    )
+    source: str | Manifest | None = data.tokenizer or data_manifest(config)
+    if data.mock:
+        data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES
+        open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
+    else:
+        check_tokenizers(data)
+        if isinstance(source, Manifest) and data.verify != "none":
+            check_tokenizer(source)
+    borders = Borders(mask=data.document_mask, first_token_loss=data.first_token_loss)
+    train = TrainingData(
+        [(name, each.path, each.weight) for name, each in data.train.items()],
+        sequence_length=config.train.sequence_length,
+        seed=config.seed,
+        open_set=named(open_set, "train"),
+        phases=[
+            (start, phase.weights)
+            for start, phase in zip(config.phase_starts(), data.phases, strict=True)
+        ],
+        borders=borders,
+    )
+    lengths = token_byte_lengths(source) if source is not None else None
+    validation = [
+        ValidationData(
+            name,
+            each.path,
+            sequence_length=config.train.sequence_length,
+            samples=samples,
+            token_bytes=lengths,
+            tokenizer=None if source is None else tokenizer_file(source),
+            open_set=named(open_set, "validation"),
+            borders=borders,
+        )
+        for name, each in data.validation.items()
+    ]
+    sets = [*train.all_sets, *(each.set for each in validation)]
+    check_vocabulary(sets, config.model.vocab_size)
+    for each in sets if borders.needed else []:
+        each.check_documents(borders)
+    return train, validation
+
+
+def check_tokenizers(data: DataConfig) -> None:
+    """Raise DataError unless all sets, and `data.tokenizer` if it is set, have one tokenizer."""
+    sections = (data.train, data.validation)
+    sets = [(name, each.path) for section in sections for name, each in section.items()]
+    check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
+
+
+def shared_sets(data: DataConfig) -> Iterator[str]:
+    """Yield a sentence for each two sets that hold the same text, unless tokens are made."""
+    if not data.mock:
+        prefixes = ({name: each.path for name, each in sets.items()}
+                    for sets in (data.train, data.validation))  # fmt: skip
+        yield from shared_text(*prefixes)
+
+
+def without_sets(config: Config) -> Iterator[str]:
+    """Yield what to do without a recipe's sets: make them, or go on without them."""
+    if config.data.made_by is None:
+        return
+    yield f"make the sets with: {config.data.made_by}"
+    if config.data.made_by == "make data":  # they are the embedded corpus
+        return
+    names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
+    names += [
+        f"data.validation.{name}.path=data/demo/kjv.validation" for name in config.data.validation
+    ]
+    yield (
+        "or go on without them: data.mock=true reads random tokens; `make data` and "
+        f"{' '.join(names)} model.vocab_size=null read the embedded corpus"
+    )
+
+
+def named(open_set: OpenSet, kind: str) -> OpenSet:
+    """Return `open_set`, of whose missing sets the error knows the key in the config."""
+
+    def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:
+        try:
+            return open_set(name, prefix, sequence_length)
+        except MissingSetError as error:
+            raise MissingSetError(str(error), ("data", kind, name)) from None
+
+    return opened
+
+
+def with_mock_sets(data: DataConfig) -> DataConfig:
+    """`data` with sets whose tokens are made where it names none."""
+    return replace(
+        data,
+        train=data.train or {"mock": TrainSet(path="mock")},
+        validation=data.validation or {"mock": ValidationSet(path="mock")},
+    )
+
+
+def build_tasks(config: Config) -> list[Task]:
+    """Return the tasks that the run is scored on, made ones if its tokens are made.
+
+    Raises ConfigError without a tokenizer, DataError for a file that is not a task.
+    """
+    files, window = config.tasks.files, config.train.sequence_length
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    shape = {"window": window, "vocab_size": config.model.vocab_size}
+    if config.data.mock or not files:
+        return [made_task(name, **shape) for name in files]
+    path, manifest = tokenizer_path(config), data_manifest(config)
+    if path is None:
+        first = next(iter(config.data.train.values())).path
+        raise ConfigError(
+            f"tasks.files needs data.tokenizer, as there is no {MANIFEST_FILE} beside {first}"
+        )
+    tokenizer, count = open_tokenizer(path), config.tasks.examples
+    end = None if manifest is None else manifest.tokenizer.eod_id
+    return [
+        read_task(name, Path(file), tokenizer, end_token=end, count=count, **shape)
+        for name, file in files.items()
+    ]

@@ -1,0 +1,122 @@
+"""The windows of a validation set, and the bytes of text that they stand for."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from training.data.document_index import CROSSED, Borders
+from training.data.manifest import SetEntry
+from training.data.token_bytes import decoded_bytes, open_tokenizer
+from training.data.token_set import OpenSet, TokenSet
+from training.errors import DataError
+
+
+class ValidationData:
+    """The first windows of a validation set, each counted exactly once on any layout.
+
+    Args:
+        name: of the set, as in the config.
+        prefix: path of the .bin/.idx pair without its suffix.
+        sequence_length: tokens the model predicts per window. The tokens after the last full
+            window are left out.
+        samples: largest number of windows; None means the whole set.
+        token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
+        tokenizer: the tokenizer.json that made the tokens, with which they are decoded without
+            `token_bytes`. Without both, the bytes are estimated from the manifest's mean bytes
+            per token, and unknown if there is no manifest.
+        open_set: what makes the set of its name and prefix; the default reads files.
+        borders: what is made of the borders between documents.
+
+    Raises:
+        DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str | Path,
+        *,
+        sequence_length: int,
+        samples: int | None = None,
+        token_bytes: Tensor | None = None,
+        tokenizer: Path | None = None,
+        open_set: OpenSet = TokenSet,
+        borders: Borders = CROSSED,
+    ) -> None:
+        self.name = name
+        self.set = open_set(name, prefix, sequence_length)
+        self.borders = borders
+        self.samples = min(len(self.set), samples or len(self.set))
+        self.target_tokens = self.samples * sequence_length
+        left_out: list[int] = []
+        if not borders.first_token_loss:
+            left_out = self.set.starts(1, self.target_tokens + 1).tolist()
+        self.counted_tokens = self.target_tokens - len(left_out)
+        self.target_bytes = self._target_bytes(token_bytes, tokenizer)
+        if self.target_bytes is not None and left_out:
+            self.target_bytes -= self._bytes_of(left_out, token_bytes)
+
+    def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
+        """Bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
+        if token_bytes is None:
+            entry = self.set.entry
+            if tokenizer is not None:
+                return float(self._decoded_bytes(open_tokenizer(tokenizer), entry))
+            return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
+        if self.set.max_token() >= len(token_bytes):
+            raise DataError(
+                f"set {self.name} holds token id {self.set.max_token()}, "
+                f"but the tokenizer has only {len(token_bytes)} tokens"
+            )
+        lengths = token_bytes.numpy()
+        blocks = self.set.blocks(1, self.target_tokens + 1)
+        return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
+
+    def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
+        """Bytes of text of the tokens at these places: without `token_bytes` as many as of others
+        in the mean."""
+        tokens = [int(self.set.read(place, 1)[0]) for place in places]
+        if token_bytes is None:
+            assert self.target_bytes is not None
+            return len(tokens) * self.target_bytes / self.target_tokens
+        return float(token_bytes[tokens].sum())
+
+    def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
+        """As `_target_bytes`, by decoding the targets, or the rest of a set of known size."""
+        end, size = self.target_tokens + 1, self.set.tokens
+        if entry is None or end - 1 < size - end:
+            return decoded_bytes(tokenizer, self.set.document_parts(1, end))
+        rest = [*self.set.document_parts(0, 1), *self.set.document_parts(end, size)]
+        return entry.bytes - decoded_bytes(tokenizer, rest)
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Return a mean loss, in nats per token, as bits per byte, None if bytes are unknown."""
+        if not self.target_bytes:
+            return None
+        return loss * self.counted_tokens / (math.log(2) * self.target_bytes)
+
+    def micro_batches(self, *, micro_batch: int, data_size: int) -> int:
+        """Return the number of micro-batches on each rank."""
+        return -(-self.samples // (micro_batch * data_size))
+
+    def batches(
+        self, *, micro_batch: int, data_rank: int, data_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
+
+        With borders the first are what `TokenSet.sample` returns, `[micro_batch, 2, ...]`.
+        Weights, float32 `[micro_batch]`, are 1 for windows that count and 0 for repetitions of the
+        last window that fill up the batch. Over all ranks every window counts once.
+        """
+        for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
+            first = (batch * data_size + data_rank) * micro_batch
+            indices = range(first, first + micro_batch)
+            last = self.samples - 1
+            windows = [self.set.sample(min(index, last), self.borders) for index in indices]
+            counted = [float(index < self.samples) for index in indices]
+            yield torch.from_numpy(np.stack(windows)), torch.tensor(counted)

@@ -1,0 +1,130 @@
+"""Starting the ranks of a run on this machine, as torchrun does, for `pretrain.py --ranks N`."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from training.errors import print_error
+from training.lifecycle.terminal import CODE, LAUNCHER, SECOND, say
+
+GRACE: Final = 30
+"""Seconds that the other ranks have to end after one has failed, as under torchrun."""
+KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of ranks that were ended by a second Ctrl-C."""
+POLL: Final = 0.1
+"""Seconds between two looks at the ranks."""
+
+
+class Ranks:
+    """The rank processes of this machine, and the signals that are passed on to them.
+
+    Signals that come before the ranks have been started wait for them.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.interrupted = self.killed = False
+        self._waiting: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
+                signal.signal(number, self._pass_on)
+        signal.set_wakeup_fd(-1)
+
+    def started(self, context: SubprocessContext) -> None:
+        """Pass signals on to the processes of `context` from now on."""
+        self.context = context
+        self.processes = [handler.proc for handler in context.subprocess_handlers.values()]
+        for number in self._waiting:
+            self._pass_on(number, None)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to every rank: the second SIGINT as SIGKILL, SIGHUP as SIGTERM."""
+        if not self.processes:
+            self._waiting.append(number)
+            return
+        ends = number == signal.SIGINT and self.interrupted
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        if ends:
+            self.killed = True
+            say(SECOND)
+        if number == signal.SIGHUP:
+            number = signal.SIGTERM
+        for process in self.processes:
+            if process.poll() is None and ends:
+                os.killpg(process.pid, signal.SIGKILL)
+            elif process.poll() is None:
+                os.kill(process.pid, number)
+
+    def wait(self) -> int:
+        """Wait for all ranks and return the exit code of the run: that of the first to fail."""
+        while (codes := [process.poll() for process in self.processes]).count(None):
+            failed = [code for code in codes if code]
+            if failed and not self.interrupted:
+                self.context.close(signal.SIGTERM, GRACE)
+                return self._failure(codes)
+            time.sleep(POLL)
+        if self.interrupted and any(codes):
+            return next((code for code in codes if code and code not in (CODE, *KILLED)), CODE)
+        return self._failure(codes)
+
+    def _failure(self, codes: Sequence[int | None]) -> int:
+        """Return the exit code of the ranks that have ended by themselves, 1 for a signal."""
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        for rank, code in failed.items():
+            if code < 0:
+                print_error(f"rank {rank} was ended by {signal.Signals(-code).name}")
+        return next((code if code > 0 else 1 for code in failed.values()), 0)
+
+
+def launch(ranks: int, command: Sequence[str]) -> int:
+    """Run a Python `command` on `ranks` processes of this machine and return its exit code.
+
+    Ctrl-C and SIGTERM are passed on to the ranks, each once; a second Ctrl-C kills them.
+    """
+    # It warns of every signal that it sends; errors are said by the ranks.
+    logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)
+    # As torchrun's agent does, for a port that no other process can take meanwhile.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        LAUNCHER: str(os.getpid()),
+    }
+    if ranks > 1:  # threads of several ranks would compete for cores
+        common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    environments = {
+        rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+    }
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others have handlers of ours
+    processes = Ranks()
+    with tempfile.TemporaryDirectory(prefix="spectrain-ranks-") as folder:
+        # A rank unblocks Ctrl-C when it listens for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        context = start_processes(
+            "pretrain",
+            sys.executable,
+            {rank: tuple(command) for rank in range(ranks)},
+            environments,
+            DefaultLogsSpecs(log_dir=folder),
+        )
+        assert isinstance(context, SubprocessContext)  # as its entry point is a command
+        processes.started(context)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        code = processes.wait()
+    if processes.killed:  # without Python's way to its end, which takes a second
+        os._exit(code)
+    return code

@@ -1,0 +1,330 @@
+"""Figures of stacks of matrices, and aggregates over many units: pure functions.
+
+Every figure is computed in float64 from float32 values, so it does not depend on the inspection
+rank. Singular values of weights are exact, as all of them are wanted; stable ranks and nuclear
+ranks need products only, and are right to three digits.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.pc_config import BLOCKS
+from models.units import Unit
+from spectral import measures
+from spectral.batching import grouped
+from spectral.device_values import is_known
+from training.monitor.moments import Moments, cosine, moments, of_matrices, split
+
+ROOT_SHIFT = 1e-10
+"""Share of the trace that keeps a Gram matrix of rounding errors positive."""
+QUANTILES = 11
+"""Quantiles of singular values: 0, 10, ... 100%."""
+
+ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
+"""Roles whose matrices multiply the normalised residual stream before attention."""
+
+PC_ROLES = (*BLOCKS, "gate_up")
+"""Roles that the PC paper makes PC layers, whether or not they are in this run (figures 5, 14)."""
+
+EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
+"""Figures of units whose largest is reported."""
+
+QUANTILE_NAMES = ("quantiles", "effective_quantiles", "momentum_quantiles", "update_quantiles")
+Figures = dict[str, Tensor]
+Record = dict[str, Any]
+"""Role, layer and figures of one unit, by name."""
+
+
+def weight_figures(weight: Tensor) -> Figures:
+    """Return figures `[units]` of weights `[units, rows, cols]`.
+
+    `quantiles`, `[units, 11]`, are those of their singular values.
+    """
+    matrices = of_matrices(weight)
+    values = matrices.singular_values()
+    second = values[:, 1] if values.shape[1] > 1 else torch.zeros_like(values[:, 0])
+    return {
+        "spectral_norm": values[:, 0],
+        "weight_rms": matrices.rms(),
+        "stable_rank": measures.stable_rank_of(values),
+        "effective_rank": measures.effective_rank_of(values),
+        "condition_number": measures.modified_condition_number_of(values),
+        "spectral_gap": (values[:, 0] - second) / values[:, 0],
+        "off_diagonal_gram": matrices.off_diagonal,
+        "correlation": matrices.correlation(),
+        "quantiles": quantiles(values),
+    }
+
+
+def quantiles(values: Tensor) -> Tensor:
+    """Return the quantiles `[units, 11]` of singular values `[units, n]`."""
+    steps = torch.linspace(0, 1, QUANTILES, dtype=values.dtype, device=values.device)
+    return torch.quantile(values, steps, dim=1).T
+
+
+def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
+    """Return figures `[units]` of mean gradients `[units, rows, cols]`.
+
+    Their alignment is among them if `previous`, the gradients of the step before, is given.
+    """
+    sums = of_matrices(gradient)
+    figures = {
+        "gradient_rms": sums.rms(),
+        "gradient_nuclear_rank": _nuclear_rank(gradient, sums),
+        "gradient_stable_rank": measures.stable_rank_of_gram(sums.gram),
+    }
+    if previous is not None:
+        blocks = zip(split(gradient), split(previous), strict=True)
+        figures["gradient_alignment"] = cosine((a.double(), b.double()) for a, b in blocks)
+    return figures
+
+
+def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
+    """Return the nuclear ranks `[units]`: by products where a decomposition would wait."""
+    if is_known(gradient):
+        return measures.nuclear_rank_of(sums.singular_values())
+    square = sums.mean_square() * sums.entries
+    return measures.ratio(measures.nuclear_norm(gradient).double().square(), square)
+
+
+def noise_figures(products: Tensor, what: str) -> Figures:
+    """Return noise figures `[units]` from the inner products `[units, samples, samples]`.
+
+    `what`, gradient or update, is the kind of the samples and the prefix of the figures' names.
+    """
+    noise = measures.noise_of(products)
+    return {f"{what}_{name}": value for name, value in noise._asdict().items()}
+
+
+def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the updates of steps, float64, without weight decay, a block of the matrices at a time.
+
+    weights  `[units, rows, cols]` before, between and after the steps
+    kept     `[units, 1, 1]` per step, the factor of weight decay
+    """
+    for parts in zip(*map(split, weights), strict=True):
+        wide = [part.double() for part in parts]
+        yield [new - old * k for old, new, k in zip(wide[:-1], wide[1:], kept, strict=True)]
+
+
+def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+    """Return the inner products `[units, steps, steps]`, float64, of the updates of steps, whose
+    arguments are those of `updates`."""
+    units, steps = len(weights[0]), len(kept)
+    products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
+    for each in updates(weights, kept):
+        flat = torch.stack(each, 1).flatten(2)
+        products += flat @ flat.mT
+    return products
+
+
+def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
+    """Return figures `[units]` of the last of the updates of steps, their alignment with those of
+    the step before among them if there is one; arguments as of `updates`."""
+    sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
+    figures = {
+        "applied_rms": sums.rms(),
+        "update_stable_rank": measures.stable_rank_of_gram(sums.gram),
+    }
+    if len(kept) > 1:
+        pairs = ((each[-1], each[-2]) for each in updates(weights[-3:], kept[-2:]))
+        figures["update_alignment"] = cosine(pairs)
+    return figures
+
+
+def update_spectrum(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
+    """Return quantiles of the singular values of the last update; arguments as of `updates`."""
+    sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
+    return {"update_quantiles": quantiles(sums.singular_values())}
+
+
+def momentum_spectrum(momentum: Tensor) -> Figures:
+    """Return quantiles of the singular values of momenta `[units, rows, cols]`."""
+    return {"momentum_quantiles": quantiles(of_matrices(momentum).singular_values())}
+
+
+def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
+    """Return stable rank and root mean square `[]` of a weight's inputs.
+
+    `gram` is their Gram matrix `[inputs, inputs]`. The inputs of the embedding are indicators: of
+    it `gram` is the diagonal `[rows]`, and the only figure is the stable rank, 1 over the share of
+    the most frequent token.
+    """
+    gram = gram.double()
+    if gram.ndim == 1:
+        return {"input_stable_rank": measures.stable_rank_of(gram.sqrt())}
+    return {
+        "input_stable_rank": measures.stable_rank_of_gram(gram),
+        "input_rms": (gram.trace() / (tokens * len(gram))).sqrt(),
+    }
+
+
+def gram_root(gram: Tensor) -> Tensor:
+    """Return an R `[inputs, inputs]`, float64, with R R^T = `gram` + 1e-10 of its trace."""
+    wide = gram.double()
+    shift = ROOT_SHIFT * wide.trace()
+    shifted = wide + torch.diag(torch.where(shift > 0, shift, 1).expand(len(wide)))
+    factor: Tensor = torch.linalg.cholesky_ex(shifted).L
+    return factor * (shift > 0)  # of zero inputs
+
+
+def output_figures(weight: Tensor, root: Tensor) -> Figures:
+    """Return the stable rank `[]` of W A, from W `[rows, cols]` and a root R of A A^T.
+
+    W R has the singular values of W A, and `root` R is only `[cols, cols]`.
+    """
+    rows, cols = weight.shape
+    if rows >= cols:
+        gram = root.mT @ of_matrices(weight[None]).gram[0] @ root
+    else:
+        gram = measures.gram(weight.double() @ root)
+    return {"output_stable_rank": measures.stable_rank_of_gram(gram)}
+
+
+def pair(units: dict[str, Record]) -> None:
+    """Add figures to the records that need several units, or measurements of several ranks.
+
+    The criterion pairs a weight with its own input, except the output projection of attention,
+    which it pairs with the input of q, k and v ("When do spectral gradient updates help in deep
+    learning?", table 2).
+    """
+    attention = {
+        record["layer"]: record["input_stable_rank"]
+        for record in units.values()
+        if record["role"] in ATTENTION_INPUTS and "input_stable_rank" in record
+    }
+    for record in units.values():
+        if "radius" in record and "spectral_norm" in record:
+            record["radius_error"] = record["spectral_norm"] / record["radius"] - 1
+        if "pc_tracked_norm" in record and record.get("spectral_norm"):
+            record["pc_norm_error"] = abs(record["pc_tracked_norm"] / record["spectral_norm"] - 1)
+        if record["role"] == "o" and "input_stable_rank" in record:
+            record["own_input_stable_rank"] = record["input_stable_rank"]
+            record["input_stable_rank"] = attention[record["layer"]]
+        if "gradient_nuclear_rank" in record and record.get("input_stable_rank"):
+            ratio = record["gradient_nuclear_rank"] / record["input_stable_rank"]
+            record["criterion_ratio"] = ratio
+
+
+def is_figure(name: str, value: Any) -> bool:
+    """Return whether an entry of a record is a number that can be averaged."""
+    return name not in ("role", "layer", *QUANTILE_NAMES) and _finite(value)
+
+
+def role_means(records: Iterable[Record]) -> dict[str, float]:
+    """Return `monitor/<figure>/<role>`, the mean over the units of a role that have the figure."""
+    return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
+
+
+def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """Return the means of figures over the matrices of each layer, by layer."""
+    layers: dict[str, dict[str, float]] = {}
+    inside = [record for record in records if record["layer"] is not None]
+    for (layer, name), value in _means(inside, "layer"):
+        layers.setdefault(str(layer), {})[name] = value
+    return layers
+
+
+def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
+    """Yield ((value of `key`, figure), mean) for every figure."""
+    values: dict[tuple[Any, str], list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            if is_figure(name, value):
+                values.setdefault((record[key], name), []).append(value)
+    return ((place, sum(each) / len(each)) for place, each in values.items())
+
+
+def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
+    """Return figures of the whole model; `matrix` are the roles of matrices in its layers.
+
+    condition_number/geometric_mean  PC Layer's GMCN, over whole matrices, each role and layer with
+                                     the same weight, of PC(W) in PC layers; with /pc that of the
+                                     roles that it makes PC layers, with /qkv that of q, k and v
+    criterion_ratio/geometric_mean   nr(G) / st(A)
+    criterion_ratio/share            share of units where it is at least 1
+    spectral_norm/max, radius_error/max, pc_norm_error/max, multiplier_residual/max,
+    applied_rms/max
+    """
+    roles = set(matrix)
+    inside = [record for record in records if record["role"] in roles]
+    summary: dict[str, float] = {}
+    for group, members in (("", roles), ("/pc", PC_ROLES), ("/qkv", ATTENTION_INPUTS)):
+        chosen = [record for record in inside if record["role"] in members]
+        places = grouped(chosen, lambda record: (record["layer"], record["role"]))
+        means = [geometric_mean(map(condition_number, part)) for part in places.values()]
+        summary[f"condition_number/geometric_mean{group}"] = geometric_mean(means)
+    ratios = [record["criterion_ratio"] for record in inside if "criterion_ratio" in record]
+    summary["criterion_ratio/geometric_mean"] = geometric_mean(ratios)
+    if ratios:
+        summary["criterion_ratio/share"] = sum(ratio >= 1 for ratio in ratios) / len(ratios)
+    for name in EXTREMES:
+        values = [abs(r[name]) for r in inside if _finite(r.get(name))]
+        if values:
+            summary[f"{name}/max"] = max(values)
+    return {f"monitor/{name}": value for name, value in summary.items() if math.isfinite(value)}
+
+
+def condition_number(record: Record) -> float:
+    """Return the condition number of the matrix that a unit is, or is a part of; NaN without."""
+    names = (
+        f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
+    )
+    return next((record[name] for name in names if name in record), math.nan)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of the finite positive values, NaN if there are none."""
+    numbers = torch.tensor(list(values), dtype=torch.float64)
+    return float(measures.global_modified_condition_number(numbers))
+
+
+def block_extremes(blocks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return `monitor/<figure>/max`, the maximum over all blocks."""
+    largest: dict[str, float] = {}
+    for figures in blocks.values():
+        for name, value in figures.items():
+            if _finite(value):
+                key = f"monitor/{name}/max"
+                largest[key] = max(value, largest.get(key, -math.inf))
+    return largest
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+class WholeMatrices:
+    """Collector of units until all rows of their matrix are there.
+
+    The units of one role in one parameter are rows of a matrix, whose order changes no singular
+    value.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        """`units` are those of the model's stage, whichever rank has them."""
+        whole = {unit.name: unit for unit in units if unit.is_matrix}
+        self.sizes = Counter((unit.parameter, unit.role) for unit in whole.values())
+        self._rows: dict[tuple[str, str], dict[str, Tensor]] = {}
+
+    def begin(self) -> None:
+        """Forget the parts of earlier steps."""
+        self._rows.clear()
+
+    def add(self, units: Iterable[Unit], weights: Tensor) -> Iterator[tuple[list[str], Tensor]]:
+        """Add units with their `weights` `[units, rows, cols]`, and yield each matrix that is now
+        whole, `[rows, cols]`, with the names of its units."""
+        for unit, weight in zip(units, weights, strict=True):
+            key = unit.parameter, unit.role
+            if self.sizes[key] == 1:
+                continue
+            rows = self._rows.setdefault(key, {})
+            rows[unit.name] = weight.clone()
+            if len(rows) == self.sizes[key]:
+                yield list(rows), torch.cat([*rows.values()])
+                del self._rows[key]

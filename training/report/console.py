@@ -1,0 +1,104 @@
+"""The lines that a run prints: what it is, how to stop it, its steps, and what to do next."""
+
+from collections.abc import Callable, Iterator, Mapping
+from shlex import quote
+
+from models.families import model_size
+from spectral.batching import grouped
+from training.config import Config
+from training.config.optimizer import groups_of
+from training.errors import printable
+from training.report.table import duration, short
+
+
+def first_line(config: Config) -> str:
+    """Return what is known before anything is loaded: name, folder, how to stop."""
+    folder = config.run.dir
+    stop = quote(f"{folder}/STOP")
+    return f"{config.run.name} in {folder}: Ctrl-C or `touch {stop}` saves and stops"
+
+
+def opening(config: Config, ranks: int) -> Iterator[str]:
+    """Yield the lines about model, layout, tokens and rules of a config with a vocabulary."""
+    train, optimizer = config.train, config.optimizer
+    size = model_size(config.model, train.sequence_length)
+    model = f"{config.model.family} of {short(size.parameters)} parameters"
+    if size.active_parameters < size.parameters:
+        model += f", {short(size.active_parameters)} of them active"
+    lengths = ", then ".join(
+        f"{each.steps:,} steps of {each.batch * train.sequence_length:,} tokens"
+        for each in train.equal_steps()
+    )
+    total = short(train.samples() * train.sequence_length)
+    yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in all"
+    names = {"matrix": "matrices", "scalar": "gains"}
+    if config.model.tie_embeddings:
+        names["embedding"] = "embedding and head, which are one"
+    groups = {names.get(g, g): getattr(optimizer, g) for g in groups_of(config.model)}
+    rules = grouped(groups, lambda name: (groups[name].rule, groups[name].lr))
+    parts = [f"{rule} at {lr:g} for {', '.join(names)}" for (rule, lr), names in rules.items()]
+    yield "; ".join(parts)
+
+
+def layout(config: Config, ranks: int) -> str:
+    """Return the number of ranks, and each axis of parallelism that has more than one."""
+    parallel = config.parallel
+    sizes = {
+        "data": ranks // (parallel.model_ranks),
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "virtual pipeline": parallel.virtual_pipeline,
+        "context": parallel.context,
+        "expert": parallel.expert,
+        "expert tensor": parallel.expert_tensor,
+    }
+    axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return f"{ranks} ranks ({', '.join(axes)})" if axes else "1 rank"
+
+
+_CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
+    ("train/loss", lambda v: f"loss {v:.4f}"),
+    ("lr/matrix", lambda v: f"lr {v:.2e}"),
+    ("optim/grad_norm", lambda v: f"grad {v:.3g}"),
+    ("perf/tokens_per_sec", lambda v: f"{v:,.0f} tok/s"),
+    ("perf/step_time_s", lambda v: f"{1000 * v:.0f} ms"),
+    ("perf/mfu", lambda v: f"mfu {v:.1f}%"),
+    ("progress/eta_s", lambda v: f"eta {duration(v)}"),
+    ("optim/skipped_steps", lambda v: f"skipped {v:.0f}" if v else None),
+)
+
+
+def console_line(
+    metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
+) -> str:
+    """Return a line of step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
+    width = len(str(total_steps))
+    parts = [f"step {step:>{width}}/{total_steps}"]
+    for name, form in _CONSOLE:
+        value = metrics.get(name)
+        text = form(value) if isinstance(value, int | float) else None
+        if text is not None:
+            parts.append(text)
+    return " | ".join(parts)
+
+
+def next_commands(config: Config) -> Iterator[str]:
+    """Yield what can be done with a finished run, a command each."""
+    folder, target = quote(config.run.dir), quote(f"exported/{config.run.name}")
+    yield f"python scripts/plot.py {folder} --html"
+    if config.checkpoint.interval > 0:
+        yield f'python scripts/generate.py {folder} "In the beginning"'
+        yield f"python scripts/convert_hf.py export {folder} {target}"
+
+
+def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
+    """Yield a line for each sample of text: its set, the end of the prompt, and how it goes on."""
+    for key, text in metrics.items():
+        if key.startswith("sample/") and key.endswith("/text"):
+            name = key.split("/")[1]
+            prompt = _one_line(metrics[f"sample/{name}/prompt"])
+            yield f"sample {name}: ...{prompt[-40:]} | {_one_line(text)[:160]}"
+
+
+def _one_line(text: object) -> str:
+    return printable(" ".join(str(text).split()))

@@ -1,0 +1,77 @@
+"""The start of process groups, whose ranks must agree on settings, code, versions and data."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from parallel.comm.collectives import disagreements
+from parallel.comm.groups import Groups, initialize
+from training.config import Config
+from training.config.yaml_files import flat
+from training.errors import ConfigError, InputError
+from training.machine.device import start
+from training.machine.environment import ROOT, allow_open_files, library_versions
+
+PACKAGES: Final = ("spectral", "models", "parallel", "training")
+
+
+class RanksDifferError(InputError):
+    """Ranks of one run that were given different settings, code, versions or data."""
+
+
+def start_groups(config: Config, **options: str) -> Groups:
+    """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
+    them.
+
+    Raises RanksDifferError if ranks have other settings, `options`, code or versions than others,
+    ConfigError as `check_restarts` and `allow_open_files` do.
+    """
+    check_restarts()
+    allow_open_files()
+    facts = {**dict(flat(asdict(config))), **options, **program()}
+    agree = partial(require_agreement, facts)
+    return initialize(
+        config.parallel.layout,
+        timeout_seconds=config.parallel.timeout_seconds,
+        device_type=start(config),
+        agree=agree,
+    )
+
+
+def check_restarts() -> None:
+    """Raise ConfigError if torchrun may restart the ranks of several nodes in one store: each node
+    counts its restarts by itself, and the ranks would look for each other in different attempts."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 in torchrun's environment for "
+            "--max-restarts on several nodes, got "
+            f"{os.environ.get('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', 'nothing')}"
+        )
+
+
+def program() -> dict[str, Any]:
+    """Return a hash of the source files of every package, and the versions of libraries."""
+    facts: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in PACKAGES}
+    return facts | {f"version of {name}": version for name, version in library_versions().items()}
+
+
+def source_hash(folder: Path) -> str:
+    """Return a hash of all Python files in a folder, by their places in it."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def require_agreement(facts: Mapping[str, Any]) -> None:
+    """Raise RanksDifferError, on every rank, with a line per fact that differs. Collective."""
+    lines = disagreements(facts)
+    if lines:
+        raise RanksDifferError("\n".join(lines))
