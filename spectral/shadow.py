@@ -4,8 +4,9 @@ A shadow belongs to a storage, which views share, so views of a tensor need no w
 of an activation its numbers do not change (the batch, the tokens), so a shadow has length 1 there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -46,37 +47,49 @@ class Shadow(NamedTuple):
     def read(self, tensor: Tensor) -> Tensor:
         """Return the numbers of a view of the storage, of length 1 on axes without change."""
         view = Layout.of(tensor)
-        if self.values is not None and view == self.layout:
+        if self.values is None:
+            return (_distances(self.layout, (), view) + self.start).double().to(tensor.device)
+        if view == self.layout:
             return self.values
-        ndim, device = len(view.sizes), tensor.device
-        place = torch.full([1] * ndim, view.offset - self.layout.offset, device=device)
-        for axis, (size, stride) in enumerate(zip(*view[1:], strict=True)):
-            if size > 1 and not self._is_constant(view, axis):
-                steps = torch.arange(size, device=device) * stride
-                place = place + steps.view(-1, *[1] * (ndim - 1 - axis))
-        if self.values is None:
-            return (place + self.start).double()
-        indices: list[Tensor | int] = [0] * self.values.ndim
-        for axis in self._moving():
-            indices[axis] = place // self.layout.strides[axis] % self.layout.sizes[axis]
-        return condensed(self.values[tuple(indices)].expand(place.shape))
+        sizes = tuple(self.values.shape)
+        return condensed(self.values.flatten()[_distances(self.layout, sizes, view)])
 
-    def _moving(self) -> list[int]:
-        """Return the axes of the layout along which numbers change."""
-        return [] if self.values is None else [a for a, n in enumerate(self.values.shape) if n > 1]
 
-    def _is_constant(self, view: Layout, axis: int) -> bool:
-        """Whether no number changes along an axis of a view."""
-        step, start = view.strides[axis], view.offset - self.layout.offset
-        if self.values is None:
-            return step == 0
-        for a in self._moving():
-            stride, size = self.layout.strides[a], self.layout.sizes[a]
-            below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
-            within = step < stride and start % stride + below < stride
-            if step % (stride * size) and not within:
-                return False
-        return True
+@lru_cache(256)  # the layers of a model repeat
+def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
+    """Return how far elements of a view are from a layout's offset, `[1 or n, ...]`.
+
+    In memory or, if `moving` is the shape of values that broadcast to the layout, among these. The
+    length is 1 along axes on which no distance changes.
+    """
+    axes = [axis for axis, size in enumerate(moving) if size > 1]
+    start = view.offset - layout.offset
+    place = torch.full([1] * len(view.sizes), start)
+    for axis, (size, step) in enumerate(zip(*view[1:], strict=True)):
+        constant = (
+            not step
+            if not moving
+            else all(
+                step % (layout.strides[a] * layout.sizes[a]) == 0
+                or (step < layout.strides[a] and _within(layout.strides[a], start, view))
+                for a in axes
+            )
+        )
+        if size > 1 and not constant:
+            steps = torch.arange(size) * step
+            place = place + steps.view(-1, *[1] * (len(view.sizes) - 1 - axis))
+    if not moving:
+        return place
+    among = torch.zeros_like(place)
+    for a in axes:
+        among += place // layout.strides[a] % layout.sizes[a] * prod(moving[a + 1 :])
+    return among
+
+
+def _within(stride: int, start: int, view: Layout) -> bool:
+    """Whether the smaller steps of a view stay within one step of a stride."""
+    below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
+    return start % stride + below < stride
 
 
 class Shadows:
@@ -136,23 +149,22 @@ def condensed(numbers: Tensor) -> Tensor:
     """Return one place of every axis along which no number changes; padding has none."""
     for axis in range(numbers.ndim if numbers.numel() > 1 else 0):
         if numbers.shape[axis] > 1:
+            corners = (float(numbers.select(axis, i)[(0,) * (numbers.ndim - 1)]) for i in (0, -1))
+            if 0 <= next(corners) != next(corners) >= 0:
+                continue  # as most axes do
             last = numbers.amax(axis, keepdim=True)
             if bool(((numbers == last) | (numbers < 0)).all()):
                 numbers = last
     return numbers
 
 
-def sorted_numbers(numbers: Tensor) -> list[int]:
-    """Return the numbers that occur."""
-    return sorted({int(n) for n in numbers.flatten().tolist() if n >= 0})
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists, mappings and records."""
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in lists, mappings and records."""
     if isinstance(values, Tensor):
-        yield values
-        return
+        return [values]
+    if values is None or isinstance(values, (int, float, str)):
+        return []  # at once: operations have many
     if not isinstance(values, (list, tuple, Mapping)):
         values = vars(values) if is_dataclass(values) and not isinstance(values, type) else ()
-    for value in values.values() if isinstance(values, Mapping) else values:
-        yield from tensors_in(value)
+    values = values.values() if isinstance(values, Mapping) else values
+    return [tensor for value in values for tensor in tensors_in(value)]

@@ -24,11 +24,10 @@ import copy
 import random
 import re
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import reduce
-from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -40,7 +39,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .local_part import is_dtensor
-from .shadow import NONE, Shadows, condensed, sorted_numbers, tensors_in
+from .shadow import NONE, Shadows, condensed, tensors_in
 from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
@@ -81,7 +80,8 @@ class Sums(NamedTuple):
     """Columns that are sums of two columns, numbered from `start` on."""
 
     start: int
-    pairs: list[tuple[int, int]]
+    end: int
+    pairs: Tensor  # [columns, 2]
     beneath: frozenset[Use]  # the weights of these columns
 
 
@@ -97,9 +97,8 @@ class Watch(TorchDispatchMode):
         self.paused = False
         self.records: list[Use | Sums] = []
         self.starts: list[int] = []
-        self.end = 0
-        self.settled: set[tuple[str, tuple[int, ...]]] = set()
-        self.sums: dict[tuple[tuple[float, float], ...], int] = {}
+        self.settled = set[tuple[str, int, tuple[int, ...]]]()
+        self.sums: dict[tuple[int, ...], Sums] = {}
         self.columns, self.weights = Shadows(), Shadows()  # of activations, elements of weights
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of parameters written to
         for name, weight in weights.items():
@@ -109,8 +108,8 @@ class Watch(TorchDispatchMode):
                     "apart: give each a tensor of its own (p.data = p.data.clone()), or leave out "
                     "example"
                 )
-            use = Use(name, tuple(weight.shape), weight.stride(), self.end)
-            self._add(use, self.weights.number(weight, self.end))
+            end = self.end + self.weights.number(weight, self.end)
+            self._add(Use(name, tuple(weight.shape), weight.stride(), self.end, end))
         self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
         # Storages that depend on parameters or on the example, and not on positions alone.
         self.live = WeakKeyDictionary(self.parameters)
@@ -151,9 +150,10 @@ class Watch(TorchDispatchMode):
             storage.copy_(values)
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        operands, name = [*tensors_in((args, kwargs))], func.overloadpacket.__name__
+        operands, name = tensors_in((args, kwargs)), func.overloadpacket.__name__
         if any(t.untyped_storage() in self.live for t in operands) and not SHAPES.match(name):
-            self.live.update((t.untyped_storage(), None) for t in tensors_in(result))
+            for t in tensors_in(result):
+                self.live[t.untyped_storage()] = None
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
         if not weights and not tracked:
@@ -209,37 +209,36 @@ class Watch(TorchDispatchMode):
 
     # Numbers, and the weights that they belong to.
 
-    def _add(self, record: Use | Sums, size: int) -> None:
+    @property
+    def end(self) -> int:
+        """The first number that no record has."""
+        return self.records[-1].end if self.records else 0
+
+    def _add(self, record: Use | Sums) -> None:
         self.records.append(record)
         self.starts.append(record.start)
-        self.end += size
 
-    def _parts(self, numbers: list[int]) -> Iterator[tuple[Any, list[int]]]:
+    def _record(self, number: Tensor | int) -> Use | Sums:
+        return self.records[bisect_right(self.starts, int(number)) - 1]
+
+    def _parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
         """Yield the records that runs of numbers belong to, with the numbers of each."""
-        if numbers == sorted(numbers):
-            start = 0
-            while start < len(numbers):
-                after = bisect_right(self.starts, numbers[start])
-                ends = self.starts[after : after + 1]
-                stop = bisect_left(numbers, ends[0], start) if ends else len(numbers)
-                yield self.records[after - 1], numbers[start:stop]
-                start = stop
-            return
-        for after, own in groupby(numbers, lambda n: bisect_right(self.starts, n)):
-            yield self.records[after - 1], [*own]
+        while len(numbers):
+            record = self._record(numbers[0])
+            other = (numbers < record.start) | (numbers >= record.end)
+            size = int(other.byte().argmax()) or len(numbers)
+            yield record, numbers[:size]
+            numbers = numbers[size:]
 
     def _beneath(self, columns: Tensor | None) -> set[Use]:
         """Return the weights that columns belong to."""
-        numbers = sorted_numbers(columns) if columns is not None else []
-        uses: set[Use] = set()
-        for record, _ in self._parts(numbers):
-            uses |= {record} if isinstance(record, Use) else {*record.beneath}
-        return uses
+        numbers = torch.empty(0) if columns is None else columns[columns >= 0].long().cpu()
+        return set[Use]().union(*(record.beneath for record, _ in self._parts(numbers.unique())))
 
     def _use(self, weight: Tensor) -> Use:
         shadow = self.weights[weight]
-        start = shadow.start if shadow.values is None else int(shadow.values.max())
-        use = self.records[bisect_right(self.starts, start) - 1]
+        start = shadow.start if shadow.values is None else shadow.values.max()
+        use = self._record(start)
         assert isinstance(use, Use)
         return use
 
@@ -264,46 +263,57 @@ class Watch(TorchDispatchMode):
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
             return high
-        places = [*zip(low[both].tolist(), high[both].tolist(), strict=True)]
-        key = tuple(dict.fromkeys(places))
+        sides = low[both], high[both]
+        (_, a), (_, b) = (side.unique(return_inverse=True) for side in sides)
+        distinct, places = (a * (b.max() + 1) + b).unique(return_inverse=True)
+        pairs = torch.empty(len(distinct), 2, dtype=torch.long)
+        pairs[places.cpu()] = torch.stack(sides, 1).long().cpu()
+        key = tuple(pairs.flatten().tolist())
         if key not in self.sums:
-            self.sums[key] = self.end
-            sides = [self._beneath(side[both]) for side in (low, high)]
-            pairs = [(int(a), int(b)) for a, b in key]
-            self._add(Sums(self.end, pairs, frozenset(sides[0] | sides[1])), len(key))
-            for own, other in (sides, sides[::-1]):
+            uses = [self._beneath(side) for side in sides]
+            self.sums[key] = Sums(self.end, self.end + len(pairs), pairs, frozenset().union(*uses))
+            self._add(self.sums[key])
+            for own, other in (uses, uses[::-1]):
                 for use in own - other:
                     use.joined |= other
-        start = self.sums[key]
-        index = {pair: start + i for i, pair in enumerate(key)}
-        numbers = high.clone()
-        numbers[both] = numbers.new_tensor([index[pair] for pair in places])
-        return numbers
+        return high.masked_scatter(both, (places + self.sums[key].start).double())
 
     # What operations do with columns.
 
-    def _settle(self, columns: list[int], kind: str) -> None:
-        """Note that an operation uses columns, which are sorted, as one vector."""
-        if (key := (kind, tuple(columns))) in self.settled:
+    def _settle(self, rows: Tensor, kind: str) -> None:
+        """Note that an operation uses the columns of each row, `[rows, n]`, as one vector."""
+        rows = rows.sort().values.unique(dim=0) if len(rows) > 1 else rows.unique()[None]
+        low, high = map(int, rows.aminmax())
+        record = self._record(low)
+        inside = low >= 0 and high < record.end
+        if inside and isinstance(record, Use):
+            sets = (rows - record.start).tolist()
+            return record.sets[kind].update(tuple(dict.fromkeys(columns)) for columns in sets)
+        if (key := (kind, len(rows), tuple(rows.flatten().tolist()))) in self.settled:
             return
         self.settled.add(key)
-        parts, rest = [*self._parts(columns)], set[int]()
-        summed = frozenset[Use]().union(*(r.beneath for r, _ in parts if isinstance(r, Sums)))
-        for record, numbers in parts:
-            if isinstance(record, Sums):
-                rest.update(c for n in numbers for c in record.pairs[n - record.start])
-            elif record in summed:
-                rest.update(numbers)
-            else:
-                record.sets[kind].add(tuple(numbers))
-        if rest:
-            self._settle(sorted(rest), kind)
+        if inside and isinstance(record, Sums):
+            self._settle(record.pairs[rows - record.start].flatten(1), kind)
+        elif len(rows) > 1:
+            for row in rows:
+                self._settle(row[None], kind)
+        else:
+            parts, rest = [*self._parts(rows[rows >= 0].unique())], list[Tensor]()
+            summed = set[Use]().union(*(r.beneath for r, _ in parts if isinstance(r, Sums)))
+            for record, numbers in parts:
+                if isinstance(record, Sums):
+                    rest.append(record.pairs[numbers - record.start].flatten())
+                elif record in summed:
+                    rest.append(numbers)
+                else:
+                    record.sets[kind].add(tuple((numbers - record.start).tolist()))
+            if rest:
+                self._settle(torch.cat(rest)[None], kind)
 
     def _consume(self, columns: Tensor, axis: int, kind: str) -> None:
         """Note the columns of every vector along an axis."""
         rows = columns.movedim(axis, -1).reshape(-1, columns.shape[axis])
-        for row in rows.unique(dim=0) if len(rows) > 1 else rows:
-            self._settle(sorted_numbers(row), kind)
+        self._settle(rows.long().cpu(), kind)
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """An operation on each place: what its operands have there, the result has."""
@@ -330,7 +340,7 @@ class Watch(TorchDispatchMode):
         )
         if name in FACTORS and (scales or len(distinct) > 1):
             for columns in distinct:
-                self._settle(sorted_numbers(columns), PRODUCT)
+                self._consume(columns.flatten(), 0, PRODUCT)
             distinct = distinct[: sum(t in self.columns for t in same)] or distinct
         elif name in ("add", "sub") and len(same) > 1 and len(distinct) == 1:
             self._join(distinct[0], [None])
@@ -338,7 +348,7 @@ class Watch(TorchDispatchMode):
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """An operation that moves numbers moves their columns, or the elements of a weight."""
-        operands = [*tensors_in(args)]
+        operands = tensors_in(args)
         if any(t.is_complex() for t in operands):
             return self._hide(operands, name)
         shadows = self.columns if any(t in self.columns for t in operands) else self.weights
@@ -384,7 +394,7 @@ class Watch(TorchDispatchMode):
         if columns is None or not columns.ndim:
             return
         if columns.shape[axis] > 1:
-            self._settle(sorted_numbers(columns), CHOICE)
+            self._consume(columns.flatten(), 0, CHOICE)
         if isinstance(result, (tuple, list)) and len(result) == 2:
             chosen = columns.expand(args[0].shape).gather(axis, result[1])
             self.columns.write(result[0], condensed(chosen))
@@ -421,29 +431,27 @@ class Watch(TorchDispatchMode):
         axis = summed[weight] - sides[weight].ndim + 2
         parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
         made = [self._outputs(part, [axis], 1 - axis) for part in parts[:1] + parts[1:][-1:]]
-        if made[0] != made[-1]:  # each entry of the batch has outputs of its own
+        if not torch.equal(made[0], made[-1]):  # each entry of the batch has outputs of its own
             made = [self._outputs(part, [axis], 1 - axis) for part in parts]
-            for numbers in made:
-                self._settle(numbers, GROUP)
-        made = made if made[0] != made[-1] else made[:1]
+            self._settle(torch.stack(made), GROUP)
+        else:
+            made = made[:1]
         self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 
-    def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> list[int]:
+    def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
         """Return the numbers of the columns of a product that keeps one axis of a weight."""
 
-        def along(axis: int) -> list[int]:
+        def along(axis: int) -> Tensor:
             line = weight[tuple(slice(None) if a == axis else 0 for a in range(weight.ndim))]
-            return [int(n) for n in self.weights[weight].read(line).expand(len(line)).tolist()]
+            return self.weights[weight].read(line).expand(len(line)).long().cpu()
 
-        ends = [[*line[:2], line[-1]] for line in map(along, summed)]
-        inputs = {a for line in ends for use, own in self._parts(line) for a in use.axes(own)}
-        columns: list[int] = []
-        for use, own in self._parts(along(kept)):
-            outputs, own = use.columns(own, inputs)
-            use.inputs.add(tuple(sorted(inputs)))
-            use.outputs.update(outputs)
-            columns += own
-        return columns
+        ends = [torch.cat([line[:2], line[-1:]]) for line in map(along, summed)]
+        inputs = {a for line in ends for use, own in self._uses(line) for a in use.axes(own)}
+        return torch.cat([use.columns(own, inputs) for use, own in self._uses(along(kept))])
+
+    def _uses(self, elements: Tensor) -> Iterator[tuple[Use, Tensor]]:
+        """Yield the weights that elements are of, as `_parts`."""
+        return ((use, own) for use, own in self._parts(elements) if isinstance(use, Use))
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
         """A convolution; its options are bias, stride, ..., transposed, padding, groups."""
@@ -462,19 +470,17 @@ class Watch(TorchDispatchMode):
         if transposed:
             use.groups = groups
             each = weight.shape[0] // groups * use.strides[0]
-            numbers = [group * each + n for group in range(groups) for n in numbers]
+            numbers = (torch.arange(groups)[:, None] * each + numbers).flatten()
         if groups > 1:
-            size = len(numbers) // groups
-            for start in range(0, len(numbers), size):
-                self._settle(numbers[start : start + size], GROUP)
+            self._settle(numbers.view(groups, -1), GROUP)
         if not depthwise:
             self._made(out, [numbers], 1)
 
-    def _made(self, out: Tensor, columns: list[list[int]], axis: int) -> None:
+    def _made(self, out: Tensor, columns: list[Tensor], axis: int) -> None:
         """Note the columns that a product makes along an axis of its result, by its first axis."""
         sizes = [len(columns), *[1] * (out.ndim - 1)] if len(columns) > 1 else [1] * out.ndim
         sizes[axis] = len(columns[0])
-        numbers = torch.tensor(columns, dtype=torch.float64, device=out.device)
+        numbers = torch.stack(columns).double().to(out.device)
         self.columns.write(out, numbers.view(sizes))
 
 

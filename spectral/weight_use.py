@@ -7,7 +7,8 @@ neither. That is the coarsest division that cuts no set.
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import combinations, groupby
+from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,6 +33,9 @@ class Seen(NamedTuple):
     decays: bool = True
 
 
+Sets = frozenset[tuple[int, ...]]
+
+
 @dataclass(eq=False)
 class Use:
     """What became of the outputs of a weight, whose elements are numbered from `start` on."""
@@ -40,6 +44,7 @@ class Use:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
+    end: int
     used: bool = False
     looked_up: bool = False
     joined: set["Use | None"] = field(default_factory=set)  # added to; None: what no weight made
@@ -48,27 +53,25 @@ class Use:
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
     outputs: set[int] = field(default_factory=set)  # axes that number outputs
+    # By kinds of operations, sets of columns by the places of their first elements.
     sets: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
-    def places(self, numbers: Iterable[int]) -> Tensor:
-        """Return where elements lie, `[axes, elements]`."""
-        rest = torch.tensor([*numbers]) - self.start
-        places = torch.zeros(len(self.shape), len(rest), dtype=torch.long)
-        for axis in sorted(range(len(self.shape)), key=lambda a: -self.strides[a]):
-            if self.shape[axis] > 1:
-                places[axis], rest = rest // self.strides[axis], rest % self.strides[axis]
-        return places
+    @property
+    def beneath(self) -> frozenset["Use"]:
+        """The weights of its columns: itself."""
+        return frozenset([self])
 
-    def axes(self, numbers: Iterable[int]) -> list[int]:
+    def axes(self, numbers: Tensor) -> list[int]:
         """Return the axes along which some elements differ."""
-        return _axes(self.places(numbers))
+        return _changing(_places(numbers - self.start, self.shape, self.strides))
 
-    def columns(self, numbers: Iterable[int], inputs: set[int]) -> tuple[list[int], list[int]]:
-        """Return the axes that number outputs, and the first element of each column."""
-        places = self.places(numbers)
-        outputs = [a for a in _axes(places) if a not in inputs]
-        steps = torch.tensor(self.strides)[outputs]
-        return outputs, (self.start + steps @ places[outputs]).tolist()
+    def columns(self, numbers: Tensor, inputs: set[int]) -> Tensor:
+        """Note a product that sums over some axes; return the first element of each column."""
+        places = _places(numbers - self.start, self.shape, self.strides)
+        outputs = [axis for axis in _changing(places) if axis not in inputs]
+        self.inputs.add(tuple(sorted(inputs)))
+        self.outputs.update(outputs)
+        return self.start + torch.tensor(self.strides)[outputs] @ places[outputs]
 
     def verdict(self, taken: set["Use | None"]) -> Seen:
         """Return what became of the weight.
@@ -89,11 +92,15 @@ class Use:
             return Seen(None, "no product uses it: a table", decays=False)
         if CHOICE in self.sets:
             return Seen(None, "an operation chooses among its columns: a router")
-        windows = [set(s) for s in self.sets.get(INNER, ())]
-        if any(a & b and a - b and b - a for a, b in combinations(windows, 2)):
+        if _overlap(frozenset(self.sets.get(INNER, ()))):
             reason = "windows of its outputs overlap: a table of positions"
             return Seen(None, reason, decays=False)
-        division = self._division() if self.outputs else Division()
+        division = Division()
+        if self.outputs:
+            sets = frozenset[tuple[int, ...]]().union(*self.sets.values())
+            axes = frozenset(self.inputs), frozenset(self.outputs)
+            grouped = GROUP in self.sets
+            division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
         if self in taken and all(len(s) == 1 for kind in self.sets.values() for s in kind):
@@ -105,33 +112,6 @@ class Use:
                 raise ValueError("nothing took its outputs, and the pass did not return them")
             return Seen(None, "its outputs reach no further layer: a head")
         return Seen(division, self._reason())
-
-    def _division(self) -> Division:
-        axis, inputs = max(self.outputs), set().union(*self.inputs)
-        stacked = axis > 0 and 0 not in inputs
-        transposed = any(a < axis for a in inputs)
-        others = {a for a, n in enumerate(self.shape) if n > 1} - inputs - {axis}
-        others -= {0} if stacked else set()
-        if len(self.inputs) > 1 or others or axis != stacked + transposed or axis in inputs:
-            sums = " and ".join(map(str, sorted(self.inputs)))
-            raise ValueError(f"products sum over its axes {sums} of shape {self.shape}")
-        groups = self.groups if transposed else 1
-        parts = self.shape[0] if stacked and 0 in self.outputs else groups
-        each, size, rows = self.shape[0] // parts, self.shape[axis], []
-        for columns in set().union(*self.sets.values()):
-            if parts == 1 and len(columns) == size:
-                continue  # which cuts nothing
-            places = self.places(columns)
-            part = places[0] // each if parts > 1 else 0
-            rows.append({*(places[axis] + size * part).tolist()})
-        # A column that is used alone may be in a matrix with others, unless it is a group's.
-        joint = [r for r in rows if len(r) > 1 or GROUP in self.sets]
-        finest = _labels(rows, parts * size)
-        labels = finest if len(joint) == len(rows) else _labels(joint, parts * size)
-        stride, lengths = _pattern(labels, finest, parts)
-        return Division(
-            rows=lengths, transposed=transposed, stacked=stacked, stride=stride, groups=groups
-        )
 
     def _reason(self) -> str:
         outputs = prod(self.shape[a] for a in self.outputs) * self.groups
@@ -149,8 +129,70 @@ class Use:
         return ", ".join([*phrases, *(f"{kind} all" for kind in whole[:1])])
 
 
-def _axes(places: Tensor) -> list[int]:
+def _places(elements: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Return where elements of a tensor that are numbered as in memory lie, `[axes, elements]`."""
+    places = torch.zeros(len(shape), len(elements), dtype=torch.long)
+    for axis in sorted(range(len(shape)), key=lambda a: -strides[a]):
+        if shape[axis] > 1:
+            places[axis], elements = elements // strides[axis], elements % strides[axis]
+    return places
+
+
+def _changing(places: Tensor) -> list[int]:
+    """Return the axes along which some elements differ."""
     return [int(a) for a in (places != places[:, :1]).any(1).nonzero()]
+
+
+@lru_cache(64)  # the layers of a model repeat
+def _overlap(sets: Sets) -> bool:
+    """Whether two sets have a part in common, and neither contains the other."""
+    smallest = dict[int, int]()  # of the sets so far, that has each column
+    for i, columns in enumerate(sorted(sets, key=len, reverse=True)):
+        if len({smallest.get(column) for column in columns}) > 1:
+            return True
+        smallest.update(dict.fromkeys(columns, i))
+    return False
+
+
+@lru_cache(64)
+def _division(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    sums: Sets,
+    outputs: frozenset[int],
+    sets: Sets,
+    grouped: bool,
+    groups: int,
+) -> Division:
+    """Return how outputs are divided by products over some axes, and by sets of columns.
+
+    Raises ValueError if no division says it.
+    """
+    axis, inputs = max(outputs), set[int]().union(*sums)
+    stacked = axis > 0 and 0 not in inputs
+    transposed = any(a < axis for a in inputs)
+    others = {a for a, n in enumerate(shape) if n > 1} - inputs - {axis}
+    others -= {0} if stacked else set()
+    if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
+        shown = " and ".join(map(str, sorted(sums)))
+        raise ValueError(f"products sum over its axes {shown} of shape {shape}")
+    groups = groups if transposed else 1
+    parts = shape[0] if stacked and 0 in outputs else groups
+    each, size, rows = shape[0] // parts, shape[axis], []
+    for columns in sets:
+        if parts == 1 and len(columns) == size:
+            continue  # which cuts nothing
+        places = _places(torch.tensor(columns), shape, strides)
+        part = places[0] // each if parts > 1 else 0
+        rows.append({*(places[axis] + size * part).tolist()})
+    # A column that is used alone may be in a matrix with others, unless it is a group's.
+    joint = [r for r in rows if len(r) > 1 or grouped]
+    finest = _labels(rows, parts * size)
+    labels = finest if len(joint) == len(rows) else _labels(joint, parts * size)
+    stride, lengths = _pattern(labels, finest, parts)
+    return Division(
+        rows=lengths, transposed=transposed, stacked=stacked, stride=stride, groups=groups
+    )
 
 
 def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
