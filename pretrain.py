@@ -193,7 +193,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
         if untested is not None and own_rank() == 0:
             print(f"warning: {untested}", file=sys.stderr)
         if options.dry_run or options.fit:
-            from training.planning.command import dry_run, fit
+            from training.planning.plan_commands import dry_run, fit
 
             if own_rank() > 0:
                 return 0

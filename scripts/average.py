@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
-    from scripts.checkpoints.average import average
+    from scripts.checkpoints.mean import average
 
     infos, left_out = chosen(options.run, options.output, options.steps, options.last)
     weights = list(shares(len(infos), options.ema))

@@ -44,9 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from scripts.huggingface.consolidated import export_consolidated  # here: it takes seconds
-    from scripts.huggingface.export import Options, export
-    from scripts.huggingface.verify import verify
+    from scripts.huggingface.equivalence import verify
+    from scripts.huggingface.export import (
+        Options,
+        export,
+        export_consolidated,  # here: it takes seconds
+    )
 
     chosen = Options(
         dtype=options.dtype,

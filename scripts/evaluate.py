@@ -18,10 +18,9 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
 from scripts.command import command, write_whole
-from scripts.evaluation.harness import Run, evaluate, rows, table
-from scripts.evaluation.task_files import named_files, score_checkpoint, write_tasks
-from scripts.evaluation.task_sets import TASK_SETS
-from scripts.huggingface.loading import load_whole
+from scripts.evaluation.example_files import named_files, score_checkpoint, write_tasks
+from scripts.evaluation.harness import TASK_SETS, Run, evaluate, rows, table
+from scripts.huggingface.model_folder import load_whole
 from training.errors import InputError
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")

@@ -70,8 +70,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
-    from scripts.huggingface.loading import load_whole
-    from scripts.huggingface.settings import read_settings
+    from scripts.huggingface.model_folder import load_whole, read_settings
 
     end = read_settings(folder).get("eos_token_id")
     logging.disable_progress_bar()

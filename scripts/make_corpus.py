@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from scripts.command import command
-from scripts.data.corpus import read_corpus, write_set
+from scripts.data.debian import read_corpus, write_set
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 

@@ -95,9 +95,9 @@ def compare_runs(options: argparse.Namespace) -> Path:
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
     """Write every figure of the runs, or their pages, and return the files."""
-    from scripts.plots.figures import write_figures
-    from scripts.plots.report import report
     from scripts.plots.run_data import read_run
+    from scripts.plots.run_figures import write_figures
+    from scripts.plots.run_page import report
 
     runs = [read_run(folder) for folder in options.runs]
     if len({run.name for run in runs}) < len(runs):
@@ -128,11 +128,11 @@ def draw_one(options: argparse.Namespace) -> Path:
     check_target(target)
     match options.kind:
         case "spectrum":
-            from scripts.plots.spectrum import plot_spectrum
+            from scripts.plots.effective_weights import plot_spectrum
 
             figure = plot_spectrum(options.run, options.roles)
         case "study":
-            from scripts.plots.study import plot_curves, plot_losses, plot_study
+            from scripts.plots.study_figures import plot_curves, plot_losses, plot_study
 
             if options.by is not None:
                 figure = plot_losses(options.results, options.by)
@@ -141,7 +141,7 @@ def draw_one(options: argparse.Namespace) -> Path:
             else:
                 figure = plot_study(options.results)
         case _:
-            from scripts.plots.maps import plot_maps
+            from scripts.plots.effective_weights import plot_maps
 
             figure = plot_maps()
     save(figure, target)

@@ -22,8 +22,8 @@ sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
 from parallel.error_text import described, first_line
 from scripts.command import command, token_count, whole_number
-from scripts.data.catalogue import read_corpora
-from scripts.data.documents import ReadOptions
+from scripts.data.corpora import read_corpora
+from scripts.data.document_files import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import KNOWN, Found, find_inputs
@@ -139,7 +139,10 @@ def _check_export(tokenizer: Path | None) -> None:
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
-    from scripts.huggingface.verify import DifferentError, checked_tokenizer  # here: it is slow
+    from scripts.huggingface.equivalence import (  # here: it is slow
+        DifferentError,
+        checked_tokenizer,
+    )
 
     try:
         checked_tokenizer(tokenizer, with_template=True)

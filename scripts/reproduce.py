@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     require("matplotlib")
     from scripts.experiments.experiment import perform
-    from scripts.experiments.registry import EXPERIMENTS
-    from scripts.experiments.report import text, write_summary
+    from scripts.experiments.summary import EXPERIMENTS, text, write_summary
 
     if options.list:
         for experiment in EXPERIMENTS.values():

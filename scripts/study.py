@@ -41,14 +41,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.command import command, write_whole
+from scripts.studies.description import Study, read_study
 from scripts.studies.differences import differences, sentences
 from scripts.studies.places import add_places, places
 from scripts.studies.records import Record, RecordBook
-from scripts.studies.schema import Study, read_study
-from scripts.studies.search import Found, Train, run_of, search
+from scripts.studies.search import Found, Train, begin, run_of, search
 from scripts.studies.tables import markdown
 from scripts.studies.trainer import UNKNOWN, Run, Trainer
-from scripts.studies.transfer import begin
 from training.config import Config, load_config
 from training.errors import InputError
 

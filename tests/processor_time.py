@@ -19,7 +19,7 @@ FIRST = (
     "tests/distributed/test_runs.py",
     "tests/distributed/test_state.py",
     "tests/rehearsal/test_programs.py",
-    "tests/rehearsal/test_layouts.py",
+    "tests/rehearsal/test_rehearsed_layouts.py",
     "tests/distributed/test_interrupts.py",
     "tests/smoke/test_restart.py",
     "tests/unit/training/checkpoint/test_checkpoint.py",

@@ -60,7 +60,7 @@ from training.machine.backends import (
 from training.machine.device import repeatable
 from training.machine.environment import described, device_facts, settings, versions
 from training.nonfinite import NonFiniteError
-from training.planning.monitor_cost import monitor_cost
+from training.planning.added_cost import monitor_cost
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 from training.start_groups import require_agreement

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from scripts.data.documents import ReadOptions, check_first_documents
+from scripts.data.document_files import ReadOptions, check_first_documents
 from scripts.data.hub import HubInput
 from scripts.data.sources import FileInput, Found, Input
 from training.data.hashes import file_sha256

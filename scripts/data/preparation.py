@@ -15,8 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from parallel.disk import delete
-from scripts.data.documents import ReadOptions, numbered_documents, read_documents
-from scripts.data.encoding import EncodedChunk, Encoder, Workers
+from scripts.data.document_files import ReadOptions, numbered_documents, read_documents
+from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, Workers
 from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.plan import (
     TOKENIZER_BYTES,
@@ -28,8 +28,7 @@ from scripts.data.plan import (
     is_validation,
     shards_folder,
 )
-from scripts.data.progress import Progress, Saver, read_progress
-from scripts.data.round_trip import RoundTrip
+from scripts.data.resume_point import Progress, Saver, read_progress
 from scripts.data.set_writer import DocumentFile, SetWriter, no_documents, token_dtype
 from scripts.data.shards import (
     RECORDS_FILE,
@@ -42,7 +41,7 @@ from scripts.data.shards import (
     shard_key,
 )
 from scripts.data.sources import Input, Position
-from scripts.data.tokenizer import (
+from scripts.data.text_tokenizer import (
     EOD_TOKEN,
     TOKENIZER_FILE,
     PreparedTokenizer,

@@ -19,7 +19,7 @@ from scripts.data.encoding import EncodedChunk
 from scripts.data.plan import BLOCK, Preparation, Shard, shards_folder
 from scripts.data.set_writer import RECORD, read_records
 from scripts.data.sources import SHARD_FILE, Position
-from scripts.data.tokenizer import TOKENIZER_FILE
+from scripts.data.text_tokenizer import TOKENIZER_FILE
 from training.data.hashes import file_sha256
 from training.errors import DataError, InputError
 from training.json_file import read_json

@@ -1,4 +1,4 @@
-"""Run lm-eval in its own environment and read what it writes."""
+"""Run lm-eval in its own environment, on sets of tasks, and read what it writes."""
 
 import math
 import os
@@ -6,13 +6,43 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from scripts.evaluation.task_sets import TaskSet
-from scripts.huggingface.settings import read_settings
+from scripts.huggingface.model_folder import read_settings
 from training.errors import InputError
 from training.json_file import read_json
 from training.report.table import markdown_table
+
+TaskSet = Mapping[str, tuple[str, ...]]
+"""Tasks that a paper reports together, each with its metrics, the accuracy first: what the paper's
+mean is over."""
+
+TASK_SETS: Final[Mapping[str, TaskSet]] = {
+    "pc_paper": {
+        "arc_easy": ("acc_norm",),
+        "arc_challenge": ("acc_norm",),
+        "hellaswag": ("acc_norm",),
+        "openbookqa": ("acc_norm",),
+        "lambada_openai": ("acc",),
+        "winogrande": ("acc",),
+        "piqa": ("acc",),
+        "boolq": ("acc",),
+        "commonsense_qa": ("acc",),
+    },
+    "sso_paper": {
+        "lambada_openai": ("acc", "perplexity"),
+        "commonsense_qa": ("acc",),
+        "piqa": ("acc",),
+        "hellaswag": ("acc",),
+        "winogrande": ("acc",),
+        "arc_easy": ("acc",),
+        "arc_challenge": ("acc",),
+        "boolq": ("acc",),
+    },
+}
+"""By name: the PC paper's table 3 (section 4.2), and the SSO paper's tables of its dense and its
+mixture model, which say plain accuracy and not how many examples were shown."""
+
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"

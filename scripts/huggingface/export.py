@@ -1,4 +1,6 @@
-"""Export of a checkpoint as a Hugging Face model folder, one parameter at a time."""
+"""Export of a checkpoint, one parameter at a time: as a Hugging Face model folder, or as
+safetensors with our own names.
+"""
 
 import json
 import os
@@ -16,12 +18,19 @@ from tqdm import tqdm
 from models.config import ModelConfig
 from models.huggingface.config_json import InexpressibleError, architecture, config_json
 from models.huggingface.tensors import their_tensors
+from models.units import flat_shape
 from scripts.data.folder import AtomicFolder
-from scripts.data.tokenizer import PreparedTokenizer
+from scripts.data.text_tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card
 from scripts.huggingface.safetensors_file import write_shards
-from scripts.huggingface.tokenizer import find_tokenizer
-from training.checkpoint.checkpoints import CheckpointInfo, not_finite, problems, read_checkpoint
+from scripts.huggingface.tokenizer_files import find_tokenizer
+from training.checkpoint.checkpoints import (
+    CONFIG,
+    CheckpointInfo,
+    not_finite,
+    problems,
+    read_checkpoint,
+)
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
 
@@ -163,3 +172,34 @@ def write_settings(
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name, data in ({} if tokenizer is None else tokenizer.files).items():
         (folder / os.path.basename(name)).write_bytes(data)
+
+
+def export_consolidated(source: Path, target: Path, options: Options) -> CheckpointInfo:
+    """Write whole parameters and buffers to the new folder `target`; return their checkpoint.
+
+    Shapes are megatron-core's on one rank; PC layers are merged. Raises InputError for a source or
+    target that cannot be used.
+    """
+    check_free(target)
+    info = read_checkpoint(source)
+    raise_problems(info)
+    weights = CheckpointWeights(info)
+    weights.check()
+    dtype = DTYPES[options.dtype or stored_dtype(info)]
+    with torch.device("meta"):
+        entries = {n: torch.empty(flat_shape(s), dtype=dtype) for n, s in weights.layouts().items()}
+        entries |= {n: torch.empty(s) for n, s in weights.buffer_shapes().items()}
+    check_room(target, sum(entry.nbytes for entry in entries.values()))
+    with AtomicFolder(target, partial(check_free, target)) as folder:
+        write_shards(folder.path, entries, _tensors(weights), options.shard_bytes)
+        (folder.path / CONFIG).write_bytes((info.path / CONFIG).read_bytes())
+        folder.commit()
+    return info
+
+
+def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
+    layouts = weights.layouts()
+    for name, layout in tqdm(layouts.items(), desc="writing", disable=None):
+        yield name, weights.parameter(name, layout).view(flat_shape(layout))
+    for name, shape in weights.buffer_shapes().items():
+        yield name, weights.buffer(name, shape)

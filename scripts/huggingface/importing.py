@@ -24,10 +24,10 @@ from models.huggingface.tensors import TheirTensor, their_tensors
 from parallel.error_text import first_line
 from scripts.checkpoints.weights_only import write_state
 from scripts.data.folder import AtomicFolder
-from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
+from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
+from scripts.huggingface.equivalence import offline
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE
-from scripts.huggingface.verify import offline
 from spectral.batching import grouped
 from training.checkpoint import checkpoints as checkpoint
 from training.checkpoint.stored_tensors import named

@@ -31,7 +31,7 @@ def planned(run: str) -> Hours:
     """Plan a run on the GPUs that its recipe names."""
     # These load the engine, which a page does not need.
     from training.dry_run import plan_run
-    from training.planning.monitor_cost import run_hours
+    from training.planning.added_cost import run_hours
 
     recipe, *overrides = shlex.split(run)
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", overrides)

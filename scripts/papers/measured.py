@@ -13,7 +13,7 @@ from typing import Any, Final
 import pandas as pd
 
 from scripts.plots.run_data import Line, RunData, read_run
-from scripts.studies.schema import read_study
+from scripts.studies.description import read_study
 from scripts.studies.tables import comparison
 from training.config import load_config, load_saved_config
 from training.errors import InputError

@@ -1,13 +1,81 @@
-"""docs/papers.md, written from introduction.md, papers.yaml and gpu_hours.json alone."""
+"""docs/papers.md, written from introduction.md, papers.yaml and gpu_hours.json alone, and its
+figures, drawn from committed results alone.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
+
+from matplotlib.figure import Figure
 
 from scripts.papers.catalogue import Item, Paper, Status
-from scripts.papers.figure import figure_file
 from scripts.papers.gpu_hours import Hours, key_of
+from scripts.papers.measured import ROOT, runs_of
+from scripts.plots.style import COLORS, new_figure, new_grid
+from training.json_file import read_json
 from training.report.table import markdown_table
+
+FOLDER: Final = Path("docs/images/papers")
+
+
+def figure_file(paper: str, key: str) -> Path:
+    """Return where the figure of a row is, from the project's root."""
+    return FOLDER / f"{paper}_{key}.svg"
+
+
+def draw(item: Item) -> Figure:
+    """Draw the results in the file of a measured item: its series, or the losses of its study."""
+    assert item.measure is not None and item.file is not None
+    results = read_json(ROOT / item.file)
+    if item.measure.study is not None:
+        figure = draw_study(results)
+    else:
+        figure = draw_series(results, item.measure.series)
+    figure.suptitle(item.shows, fontsize=11, wrap=True)
+    return figure
+
+
+def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure:
+    """Draw a panel for each series, in which each run is a line for each of its seeds, or a point
+    if it has one value."""
+    figure, panels = new_grid(len(described), columns=3, width=3.4, height=2.6)
+    names = [name.replace("_", " ") for name in runs]
+    for panel, (series, text) in zip(panels, described.items(), strict=True):
+        panel.set_title(text.removeprefix("metric "), fontsize=9)
+        points = False
+        for place, (name, content) in enumerate(zip(names, runs.values(), strict=True)):
+            for index, run in enumerate(runs_of(content).values()):
+                values, label = run["series"][series], name if index == 0 else None
+                points = len(values) == 1
+                if points:
+                    panel.plot([*values.values()], place, "o", color=f"C{place}", label=label)
+                else:
+                    steps = [int(step) for step in values]
+                    panel.plot(steps, [*values.values()], color=f"C{place}", label=label)
+        if points:
+            panel.set_yticks(range(len(names)), names)
+            panel.invert_yaxis()
+        else:
+            panel.set_xlabel("step")
+    if len(names) > 1:
+        handles, labels = panels[-1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(names), 5))
+    return figure
+
+
+def draw_study(variants: Mapping[str, Any]) -> Figure:
+    """Draw the validation losses of variants: every seed, the mean and its standard error."""
+    figure, (panel,) = new_figure(width=6.0, height=1.2 + 0.34 * len(variants))
+    rows = [*variants.values()][::-1]
+    for place, found in enumerate(rows):
+        losses, color = found["losses"], COLORS[found["against"] is not None]
+        panel.plot(losses, [place] * len(losses), "o", color=color, alpha=0.35, markersize=4)
+        panel.errorbar(found["loss"], place, xerr=found["error"], fmt="D", color=color, capsize=3)
+    panel.set_yticks(range(len(rows)), [found["variant"] for found in rows])
+    panel.set_xlabel("validation loss (nats per token)")
+    return figure
+
 
 HEADINGS = ("", "shows", "our result", "status", "full, GPU-hours")
 INTRODUCTION = Path(__file__).with_name("introduction.md").read_text(encoding="utf-8")

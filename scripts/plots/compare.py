@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.plots.figures import FIGURES
-from scripts.plots.page import PageSection, drawn, page
-from scripts.plots.report import key_figures, subtitle
+from scripts.plots.html_page import PageSection, drawn, page
 from scripts.plots.run_data import RunData, read_run
+from scripts.plots.run_figures import FIGURES
+from scripts.plots.run_page import key_figures, subtitle
 from scripts.plots.run_status import RunStatus, run_status
 from training.config.yaml_files import flat
 from training.errors import InputError

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from scripts.studies.schema import Stage, Study, Variant, settings
+from scripts.studies.description import Stage, Study, Variant, settings
 from training.config import Config
 from training.config.yaml_files import flat
 from training.errors import InputError

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from scripts.studies.schema import Study, first_key, settings
+from scripts.studies.description import Study, first_key, settings
 from training.errors import InputError
 from training.json_file import check_shape, read_json
 from training.report.table import markdown_table

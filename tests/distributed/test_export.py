@@ -41,7 +41,7 @@ def test_transformers_computes_what_was_trained(name: str, folder: str) -> None:
     arguments = {"folder": folder, "keys": keys}
     losses, _ = run_on_ranks(2, "tests.distributed.export_workers", "saved_run", arguments)
     target = f"{folder}/out"
-    # Exporting compares logits with those of our model, to 1e-4 (scripts/huggingface/verify.py).
+    # Exporting compares logits with those of our model, to 1e-4 (huggingface/equivalence.py).
     assert main(["export", f"{folder}/saved", target, "--no-tokenizer"]) == 0
     theirs, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(info.values())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from training.rehearsal.guard import GuardError
+from training.rehearsal.fake_driver import GuardError
 from training.rehearsal.processes import Processes
 
 

@@ -14,7 +14,7 @@ from parallel.storage.domain_model import DomainModel
 from spectral.ieee_products import ieee_products
 from training import validation as evaluate
 from training.loop import Trainer
-from training.rehearsal.replacement import put, replace
+from training.rehearsal.program import put, replace
 
 
 def no_wait_for_weights() -> None:

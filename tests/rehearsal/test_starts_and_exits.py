@@ -17,10 +17,9 @@ from tests.rehearsal.programs import TracedCall, called, program
 from training.config import Config
 from training.loop import Trainer
 from training.machine.device import Gpus, gpus_here
-from training.rehearsal.places import place
 from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.processes import RehearsalError
-from training.rehearsal.replacement import put, replace
+from training.rehearsal.program import place, put, replace
 
 
 def device_error(config: Config) -> None:

@@ -1,16 +1,13 @@
 """What would make a run fit its devices, cheapest first, and what each change costs."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from parallel.plan.devices import GIB
 from parallel.plan.planner import Plan
 from training.config.checks import legal_micro_batches
-from training.planning.layouts import LEVELS, Changes, Layouts, Variant
+from training.planning.layout_search import LEVELS, LOSS_CHUNK, Changes, Layouts, Variant
 from training.report.table import table
-
-LOSS_CHUNK: Final = 16384
-"""Vocabulary entries whose logits exist at once where the planner sets them."""
 
 
 def remedies(layouts: Layouts) -> list[Variant]:

@@ -26,7 +26,7 @@ from training.rehearsal.operations import (
     tensors_in,
     waiting_of,
 )
-from training.rehearsal.replacement import put
+from training.rehearsal.program import put
 from training.rehearsal.trace import Launch, Trace
 
 aten = torch.ops.aten

@@ -16,8 +16,7 @@ from parallel.checkpoint import state_writer
 from parallel.checkpoint.state import check_fits
 from parallel.checkpoint.state_writer import StatePlanner
 from training.monitor import matrix_figures as figures
-from training.rehearsal.places import place
-from training.rehearsal.replacement import put, replace
+from training.rehearsal.program import place, put, replace
 from training.rehearsal.trace import Call, Trace
 
 

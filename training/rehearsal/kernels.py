@@ -5,7 +5,7 @@ import importlib.util
 
 from parallel.plan.devices import SYMMETRIC, Work
 from training.rehearsal.operations import OPERANDS
-from training.rehearsal.places import place
+from training.rehearsal.program import place
 from training.rehearsal.trace import Launch, Trace, size_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from training.rehearsal.replacement import put
+from training.rehearsal.program import put
 from training.rehearsal.trace import Launch, Trace
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, bias
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.experts import Counts, SortedDispatcher
 from training.rehearsal.device_tensors import DeviceTensors
-from training.rehearsal.replacement import put
+from training.rehearsal.program import put
 from training.rehearsal.trace import Launch, Trace
 
 LARGEST_FLASH_HEAD = 256

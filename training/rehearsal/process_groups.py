@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from training.rehearsal.places import place
-from training.rehearsal.replacement import put
+from training.rehearsal.program import place, put
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup

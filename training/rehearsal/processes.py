@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.rehearsal.guard import GuardError
-from training.rehearsal.places import ROOT
+from training.rehearsal.fake_driver import GuardError
+from training.rehearsal.program import ROOT
 from training.rehearsal.rank import Job, RankReport
 
 

@@ -19,11 +19,10 @@ from training.config import Config
 from training.loop import Trainer
 from training.rehearsal import kernels, liger, model_parts, process_groups
 from training.rehearsal.counts import Counts
-from training.rehearsal.cuda_face import Face
 from training.rehearsal.device_tensors import DeviceTensors
+from training.rehearsal.fake_cuda import Face
 from training.rehearsal.hosts import Hosts
-from training.rehearsal.places import name_of
-from training.rehearsal.replacement import replace
+from training.rehearsal.program import name_of, replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
 from training.run import train

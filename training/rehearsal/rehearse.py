@@ -10,12 +10,12 @@ from training.config import Config, check
 from training.data.build_data import on_mock_tokens
 from training.dry_run import plan_run
 from training.errors import ConfigError
-from training.rehearsal.guard import GuardError
+from training.rehearsal.fake_driver import GuardError
 from training.rehearsal.matching import mismatches
 from training.rehearsal.processes import Processes
 from training.rehearsal.rank import Job
-from training.rehearsal.report import Report, combined, described
 from training.rehearsal.scenario import with_known_kernels
+from training.rehearsal.verdict import Report, combined, described
 
 
 def rehearse(

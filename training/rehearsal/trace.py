@@ -13,8 +13,8 @@ from torch import Tensor
 from parallel.plan.devices import Device, Work, collective_seconds, launch_seconds
 from spectral.ieee_products import is_ieee
 from training.rehearsal.counts import Counts
-from training.rehearsal.order import Part, StreamOrder
-from training.rehearsal.places import place
+from training.rehearsal.program import place
+from training.rehearsal.stream_order import Part, StreamOrder
 
 DEFAULT_STREAM = 0
 SETUP = "setup"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.data.catalogue import read_corpora
+from scripts.data.corpora import read_corpora
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import parse
 from tests.paths import ROOT

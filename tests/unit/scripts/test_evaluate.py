@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from scripts.data.tokenizer import train_tokenizer
+from scripts.data.text_tokenizer import train_tokenizer
 from scripts.evaluation import process_results
-from scripts.evaluation.harness import Run, evaluate, rows, table
+from scripts.evaluation.harness import TASK_SETS, Run, evaluate, rows, table
 from scripts.evaluation.local_text import DOCUMENTS, write_tasks
-from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.token_files import prepare_text

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts.convert_hf import main
 from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
+from scripts.huggingface.equivalence import DifferentError, verify
 from scripts.huggingface.safetensors_file import shards
-from scripts.huggingface.tokenizer import settings_of
-from scripts.huggingface.verify import DifferentError, verify
+from scripts.huggingface.tokenizer_files import settings_of
 from tests.export_cases import MOE, SOFTMAX_MOE
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text

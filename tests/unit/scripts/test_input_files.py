@@ -16,9 +16,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from scripts.data.catalogue import read_corpora
 from scripts.data.compression import read_lines
-from scripts.data.documents import ReadOptions, read_documents
+from scripts.data.corpora import read_corpora
+from scripts.data.document_files import ReadOptions, read_documents
 from scripts.data.sources import find_inputs
 from scripts.prepare_data import main
 from tests.text_files import TEXTS, lines, write_jsonl

@@ -19,7 +19,7 @@ from scripts.paper import commands, main, plotting
 from scripts.papers.catalogue import full_command, read_catalogue
 from scripts.papers.gpu_hours import key_of, read_hours
 from scripts.papers.measured import Measure, measure, statistics_of
-from scripts.studies.schema import read_study
+from scripts.studies.description import read_study
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.config import check, load_config

@@ -8,8 +8,8 @@ from statistics import mean, stdev
 import pytest
 
 from scripts.plot import main
-from scripts.plots.spectrum import plot_spectrum
-from scripts.plots.study import plot_curves
+from scripts.plots.effective_weights import plot_spectrum
+from scripts.plots.study_figures import plot_curves
 from scripts.studies.tables import read_results
 from tests.run_configs import tiny_config
 from training.errors import InputError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from tokenizers import Tokenizer
 
-from scripts.data.documents import split_text
+from scripts.data.document_files import split_text
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import chosen, main, parse
 from tests.commands import output_of

@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from scripts.data import encoding, folder, hub, plan, progress, set_writer
+from scripts.data import encoding, folder, hub, plan, resume_point, set_writer
 from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
 from tests.text_files import TEXTS, lines, write_byte_level_tokenizer, write_jsonl
@@ -90,7 +90,7 @@ def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks, small blocks, and a save after every chunk."""
     monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 3000)
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(resume_point, "SECONDS", 0.0)
     monkeypatch.setattr(plan, "BLOCK", 16)
     monkeypatch.setattr("scripts.data.shards.BLOCK", 16)
 

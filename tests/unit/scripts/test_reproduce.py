@@ -31,7 +31,7 @@ from scripts.experiments import (
 )
 from scripts.experiments.check import Check, bounds
 from scripts.experiments.experiment import perform, result_of
-from scripts.experiments.registry import EXPERIMENTS
+from scripts.experiments.summary import EXPERIMENTS
 from scripts.reproduce import main
 from spectral import measures, msign, odd_polynomial
 from spectral.polar import SCHEDULES, Polar

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from scripts.studies import worker
+from scripts.studies.description import TunedIn, first_key, read_study
 from scripts.studies.records import Record, RecordBook
-from scripts.studies.schema import TunedIn, first_key, read_study
-from scripts.studies.search import run_of
-from scripts.studies.transfer import begin
+from scripts.studies.search import begin, run_of
 from scripts.study import main
 from tests.paths import ROOT
 from tests.run_results import json_lines

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from scripts.studies.description import Rung, Search, Stage, Study, Variant
 from scripts.studies.records import Record
-from scripts.studies.schema import Rung, Search, Stage, Study, Variant
 from scripts.studies.search import run_of, search
 from training.errors import InputError
 

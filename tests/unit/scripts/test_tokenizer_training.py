@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from scripts.data.tokenizer import LONGEST_WORD, in_short_words, train_tokenizer
+from scripts.data.text_tokenizer import LONGEST_WORD, in_short_words, train_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog and reads a book of many pages " * 20
 

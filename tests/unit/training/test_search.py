@@ -11,10 +11,9 @@ from tests.paths import ROOT
 from tests.slow_cases import slow_but
 from training.config import check, load_config
 from training.errors import ConfigError
-from training.planning.command import fit
-from training.planning.layouts import Layouts, changed
+from training.planning.layout_search import Layouts, best_layouts, changed, legal_layouts
+from training.planning.plan_commands import fit
 from training.planning.remedies import combined, remedies
-from training.planning.search import best_layouts, legal_layouts
 
 KEYS = ["model.vocab_size=4096", "train.precision=bf16", "train.sequence_length=1024"]
 SMALL = ["model.hidden=256", "model.heads=8", "model.kv_heads=4"]

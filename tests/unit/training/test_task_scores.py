@@ -27,7 +27,7 @@ from training.config import load_config
 from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples
 from training.errors import ConfigError, DataError
-from training.planning.command import dry_run
+from training.planning.plan_commands import dry_run
 from training.restore import restore
 from training.run import train
 from training.task_scores import log_likelihoods

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scripts.huggingface.card import card
-from scripts.plots.report import key_figures
 from scripts.plots.run_data import read_run
+from scripts.plots.run_page import key_figures
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import build

@@ -14,7 +14,7 @@ import torch
 
 import pretrain
 from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
-from scripts.plots.spectrum import plot_spectrum
+from scripts.plots.effective_weights import plot_spectrum
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
 from tests.unit.training.checkpoint.test_checkpoint import forge, reseal

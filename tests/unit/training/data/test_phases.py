@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.plots.report import report
 from scripts.plots.run_data import read_run
+from scripts.plots.run_page import report
 from tests.minimal_config import problems
 from tests.mixtures import LENGTH, SIZES, Read, expected, windows_of
 from tests.run_results import metrics_of, same_state, state_of

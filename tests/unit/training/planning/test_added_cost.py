@@ -10,7 +10,7 @@ from tests.paths import ROOT
 from training.config import load_config
 from training.data.build_data import on_mock_tokens
 from training.dry_run import plan_run, step_shape
-from training.planning import monitor_cost as cost
+from training.planning import added_cost as cost
 
 RUNS = [
     ("llama1b_muon", 1, ["train.micro_batch=2", "train.global_batch=16"]),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.rehearsal.order import Part, StreamOrder
+from training.rehearsal.stream_order import Part, StreamOrder
 
 A, B = 1, 2
 WHOLE = Part(7, 0, 100)

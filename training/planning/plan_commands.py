@@ -12,11 +12,17 @@ from training.config.checks import legal_ranks
 from training.data.build_data import with_vocabulary
 from training.dry_run import plan_run, step_shape
 from training.errors import ConfigError, InputError
-from training.planning.layouts import Layouts, changed
-from training.planning.monitor_cost import planned_cost, run_hours
+from training.planning.added_cost import planned_cost, run_hours
+from training.planning.layout_search import (
+    Layouts,
+    best_layouts,
+    changed,
+    legal_layouts,
+    overlay,
+    search_table,
+)
+from training.planning.plan_screen import describe
 from training.planning.remedies import assignment, remedy_table
-from training.planning.report import describe
-from training.planning.search import best_layouts, legal_layouts, overlay, search_table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:

@@ -16,8 +16,7 @@ from spectral.rules import RULES
 from training.assignments import config_routes
 from training.config import Config
 from training.dry_run import attended_length, batch_seconds, data_table, documents_known, step_shape
-from training.planning.monitor_cost import planned_cost, run_hours
-from training.planning.task_cost import task_cost
+from training.planning.added_cost import planned_cost, run_hours, task_cost
 from training.report.console import layout
 from training.report.table import table
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.rehearsal.replacement import put
+from training.rehearsal.program import put
 from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 
 

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-SOURCE: Final = Path(__file__).with_name("guard.cpp")
+SOURCE: Final = Path(__file__).with_name("fake_driver.cpp")
 FLAGS: Final = ("-std=c++20", "-O1", "-shared", "-fPIC")
 
 

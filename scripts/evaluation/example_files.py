@@ -73,9 +73,9 @@ def score_checkpoint(
 
     import_engine()
     from parallel.comm import groups
-    from scripts.data.tokenizer import TOKENIZER_FILE
+    from scripts.data.text_tokenizer import TOKENIZER_FILE
     from scripts.huggingface.export import raise_problems
-    from scripts.huggingface.tokenizer import compare
+    from scripts.huggingface.tokenizer_files import compare
     from training.build import build_parallel_model
     from training.checkpoint.checkpoints import read_checkpoint
     from training.checkpoint.initial_weights import initial_weights

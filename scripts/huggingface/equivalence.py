@@ -18,7 +18,7 @@ from models.layout import ChunkSpec
 from parallel.comm import groups as process_groups
 from parallel.model import install_in_graph
 from parallel.storage.stage_units import named_buffers, named_parameters
-from scripts.huggingface.loading import load_whole
+from scripts.huggingface.model_folder import load_whole
 from training.assignments import unit_options
 from training.checkpoint.stored_tensors import StoredTensors, named
 from training.checkpoint.weights import CheckpointWeights

@@ -1,16 +1,17 @@
-"""The page about a run: its status, its progress, its figures, samples of text and its config."""
+"""The page about a run: its status, progress, figures, samples of text, data and config."""
 
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
-from scripts.plots.data_use import data_use
-from scripts.plots.figures import FIGURES
-from scripts.plots.page import PageSection, drawn, page
+from scripts.plots.html_page import PageSection, drawn, page
 from scripts.plots.run_data import Line, RunData, spread
+from scripts.plots.run_figures import FIGURES
 from scripts.plots.run_status import run_status
+from training.errors import InputError
+from training.json_file import check_shape, read_json
 from training.report.table import duration, short
 
 HALVES = ("learning_rates", "gradient_norm")
@@ -141,3 +142,36 @@ def said(event: Line) -> str:
         return str(event["text"])
     rank, host = event.get("rank"), event.get("host")
     return f"{event['error']} on rank {rank} (host {host}): {event['text']}"
+
+
+SHAPE: Final = {
+    "sets": [{"name": str, "tokens": int, "epochs": int | float, ...: str | int | float}],
+    "phases": [{"after_steps": int, "shares": {...: int | float}}],
+    ...: object,
+}
+
+
+def data_use(run: RunData) -> dict[str, Any] | None:
+    """Return the header and the rows of the page's table of sets, None for a run that is older than
+    its figures or has no readable data.json."""
+    path = run.folder / "data.json"
+    try:
+        content = read_json(path)
+        check_shape(content, SHAPE, str(path))
+    except (OSError, ValueError, InputError):
+        return None
+    phases = content["phases"]
+    last: Line = next((m for m in reversed(run.metrics) if any(map(_is_count, m))), {})
+    header = ["set", *(f"from step {phase['after_steps'] + 1:,}" for phase in phases)]
+    header += ["tokens read"] * bool(last) + ["tokens in all", "epochs"]
+    rows = []
+    for each in content["sets"]:
+        name = each["name"]
+        read = [f"{last.get(f'data/{name}/tokens', 0):,}"] if last else []
+        shares = [f"{phase['shares'].get(name, 0):.1%}" for phase in phases]
+        rows.append([name, *shares, *read, f"{each['tokens']:,}", f"{each['epochs']:.2f}"])
+    return {"header": header, "rows": rows}
+
+
+def _is_count(key: str) -> bool:
+    return key.startswith("data/") and key.endswith("/tokens")

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from scripts.data.encoding import RoundTrip
 from scripts.data.folder import AtomicFolder
 from scripts.data.plan import Portion, Preparation, SetPlan
-from scripts.data.round_trip import RoundTrip
 from scripts.data.set_writer import DocumentFile, Written
 from scripts.data.sources import Position
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from training.rehearsal.guard import cache
+from training.rehearsal.fake_driver import cache
 
 
 def link(folder: Path) -> None:

@@ -1,14 +1,29 @@
-"""Tables of checks, with a line per check or one for the worst of a series."""
+"""The experiments by name, and tables of their checks.
+
+A table has a line per check, or one for the worst of a series.
+"""
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from scripts.experiments.check import Check
-from scripts.experiments.experiment import Result, result_of, write_json
+from scripts.experiments.experiment import Experiment, Result, result_of, write_json
 from spectral.batching import grouped
 from training.report.table import markdown_table, table
+
+NAMES = (
+    "pi_bound", "relu_features", "gated_features", "rank_growth", "sparse_regression",
+    "gated_batches", "gated_regression", "deep_linear", "over_flattening", "muon_gap",
+    "correlated_weights", "solver_curve",
+)  # fmt: skip
+EXPERIMENTS: dict[str, Experiment[Any]] = {
+    name: import_module(f"scripts.experiments.{name}").EXPERIMENT for name in NAMES
+}
+
 
 HEADINGS = ("experiment", "figure", "measured", "expected", "from", "")
 

@@ -1,7 +1,7 @@
-"""What monitored steps cost, and the interval at which they cost a hundredth of a run.
+"""What monitors and scores of tasks add to the time of a run, by the model of plans.
 
-By the model of plans, for GPUs: the singular values of every weight, products for all other
-figures, and what is added up while the model runs.
+A monitored step computes the singular values of every weight, products for all other figures, and
+what is added up while the model runs. The interval that is chosen costs a hundredth of a run.
 """
 
 import math
@@ -19,8 +19,11 @@ from spectral.batching import grouped
 from spectral.measures import POLAR_STEPS, TOP_STEPS
 from training.assignments import unit_options
 from training.config import Config
+from training.data.build_data import build_tasks
 from training.dry_run import gpu_hours, plan_run, step_shape
+from training.errors import InputError
 from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
+from training.task_scores import lengths
 
 SHARE: Final = 0.01
 """Share of a run's time that monitors take at most if `monitors.interval` is null."""
@@ -180,3 +183,26 @@ def score_seconds(shape: StepShape) -> float:
     pairs = shape.tokens * shape.microbatches * shape.sequence_length / 2
     flops = 2 * pairs * model.head_size / (device.efficiency * device.peak["fp32"])
     return heads * (flops + SCORE_BYTES * pairs / device.copy_rate)
+
+
+def task_cost(config: Config, planned: Plan) -> str | None:
+    """Return what scores of the config's tasks cost, or why that is not known; None without."""
+    section, train = config.tasks, config.train
+    if not section.files:
+        return None
+    try:
+        tasks = build_tasks(config)
+    except InputError as error:
+        return f"of unknown cost: {error}"
+    steps = lengths(config.parallel.layout, train.sequence_length)
+    sequences = [len(request.tokens) - 1 for task in tasks for request in task.requests]
+    tokens = sum(next(step for step in steps if step >= length) for length in sequences)
+    step_tokens = train.global_batch * train.sequence_length
+    seconds = planned.time.forward * tokens / step_tokens
+    times = 1 + (train.last - 1) // section.interval if section.interval else 1
+    share = times * seconds * planned.gpus / (3600 * gpu_hours(config, planned))
+    often = f"every {section.interval:,} steps" if section.interval else "after the last step"
+    return (
+        f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences of {tokens:,} tokens, "
+        f"{seconds:.3g} s each time, modelled, which adds {share:.1%} to the time of the run"
+    )

@@ -2,8 +2,8 @@
 
 `datasets` reads Parquet, as it reads the hub. Text and JSON lines are read here, because it would
 change them or lose some without an error: it makes line ends `\\n`, makes a date of a string that
-looks like one, refuses fields that come late or change their type, counts lines anew in each block,
-and takes a .zst file that was cut for a whole one.
+looks like one, refuses fields that come late or change their type, counts lines again in each
+block, and takes a .zst file that was cut for a whole one.
 """
 
 import glob
