@@ -48,7 +48,7 @@ from .parameter_state import (
     rule_of,
     saved_problem,
 )
-from .parameter_units import parameter_units
+from .parameter_units import ParameterUnits
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.base import Rate, check_fields, check_rates, check_value, decay_problem
 from .snapshot import Columns, Snapshot, same
@@ -87,9 +87,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
             Each matrix is then orthogonalised by one of them. None: `split_parameters` of a DDP
             model says it, else every rank steps its own.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and the
-            updates of rules that do not read the weight back; None keeps theirs. bfloat16 halves
-            the bytes of Muon. Without shared matrices nothing is sent.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
+            updates back; None keeps theirs. bfloat16 halves the bytes of Muon. Without shared
+            matrices nothing is sent.
         options: fields of the default rule.
 
     Raises:
@@ -504,7 +504,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         units = [unit for p in parameters for unit in self._snapshot.units(p, rule)]
         shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
         stepped = [
-            parameter_units(rule, members, self.state, steps[members[0].parameter])
+            ParameterUnits(rule, members, self.state, steps[members[0].parameter])
             for members in shapes
         ]
         for members, report in zip(shapes, step_units(rule, stepped), strict=True):

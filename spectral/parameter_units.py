@@ -9,46 +9,49 @@ from .division import SteppedUnit
 from .local_part import local_gradient, local_of
 from .parameter_state import MASTER, entry_names
 from .rules import Report, Rule, Stack, State, Step
-from .stepping import Units, accumulate
+from .stepping import Units, accumulate_
 
 
-def parameter_units(
-    rule: Rule, units: list[SteppedUnit], state: Mapping[Tensor, State], step: Step
-) -> Units:
-    """Return units of one shape and step under one rule, which this rank steps alone.
+class ParameterUnits(Units):
+    """Units of one shape and step under one rule, which this rank steps alone.
 
     `state` is the optimizer's, by parameter. Gradients are accumulated in it.
     """
-    first, names = units[0].parameter, rule.elementwise_state
-    others = [k for k in (*entry_names(rule), MASTER) if k in state[first] and k not in names]
 
-    def take(part: slice) -> Stack:
+    def __init__(
+        self, rule: Rule, units: list[SteppedUnit], state: Mapping[Tensor, State], step: Step
+    ) -> None:
+        first = units[0].parameter
+        super().__init__(units[0].shape, first.dtype, first.device, len(units))
+        self.rule, self.units, self.step = rule, units, step
+        names = [name for name in (*entry_names(rule), MASTER) if name in state[first]]
+        self.states = [{k: local_of(state[unit.parameter][k]) for k in names} for unit in units]
+        self.stacked = [name for name in names if name not in rule.elementwise_state]
+
+    def take(self, part: slice) -> Stack:
         """Stack weights, gradients, states and rates; of a single unit they are views."""
-        members = units[part]
-        weight = _stacked([unit.read(local_of(unit.parameter)) for unit in members])
-        stacks = {
-            k: _stacked([u.entry(k, local_of(state[u.parameter][k])) for u in members])
-            for k in others
-        }
+        units, states = self.units[part], self.states[part]
+        pairs = [*zip(units, states, strict=True)]
+        weight = _stacked([unit.read(local_of(unit.parameter)) for unit in units])
+        stacks = {k: _stacked([u.entry(k, state[k]) for u, state in pairs]) for k in self.stacked}
         weight = stacks.pop(MASTER, weight)
-        grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
+        grads = [unit.read(local_gradient(unit.parameter)) for unit in units]
         grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
-        means = [{k: u.entry(k, local_of(state[u.parameter][k])) for k in names} for u in members]
-        accumulate(rule, [*grad], means, step.active)
-        for unit, mean in zip(members, means, strict=True):
+        names = self.rule.elementwise_state
+        means = [{k: unit.entry(k, state[k]) for k in names} for unit, state in pairs]
+        accumulate_(self.rule, [*grad], means, self.step.active)
+        for (unit, state), mean in zip(pairs, means, strict=True):
             for key, value in mean.items():
-                unit.write_entry(key, local_of(state[unit.parameter][key]), value)
-        return Stack(weight, grad, stacks, step)
+                unit.write_entry(key, state[key], value)
+        return Stack(weight, grad, stacks, self.step)
 
-    def put(part: slice, stack: Stack, report: Report) -> None:
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""
-        for i, unit in enumerate(units[part]):
+        for i, (unit, state) in enumerate(zip(self.units[part], self.states[part], strict=True)):
             unit.write(local_of(unit.parameter), stack.weight[i])
-            for key in others:
+            for key in self.stacked:
                 new = stack.weight if key == MASTER else stack.state[key]
-                unit.write_entry(key, local_of(state[unit.parameter][key]), new[i])
-
-    return Units(units[0].shape, first.dtype, first.device, len(units), take, put)
+                unit.write_entry(key, state[key], new[i])
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:

@@ -4,8 +4,8 @@ Every optimizer steps its units here: the one-process library, its sharded matri
 optimizer and its PC layers. What differs is where units come from and where they go: `Units`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -20,24 +20,27 @@ Batch = list[tuple[int, slice]]
 """What a rule steps in one call: units of each group, by the group's index."""
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(ABC):
     """Units of one shape and dtype on one device.
 
     Attributes:
         shape: of each unit.
         dtype, device: of their weights.
         count: how many they are.
-        take: returns some of them as a stack.
-        put: takes back the stack, whose weight and state are stepped, with the rule's report.
     """
 
-    shape: Sequence[int]
-    dtype: torch.dtype
-    device: torch.device
-    count: int
-    take: Callable[[slice], Stack]
-    put: Callable[[slice, Stack, Report], None]
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, count: int
+    ) -> None:
+        self.shape, self.dtype, self.device, self.count = shape, dtype, device, count
+
+    @abstractmethod
+    def take(self, part: slice) -> Stack:
+        """Return some of the units as a stack."""
+
+    @abstractmethod
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Take back the stack, whose weight and state are stepped, with the rule's report."""
 
 
 def step_units(
@@ -48,7 +51,7 @@ def step_units(
 ) -> list[Report]:
     """Step groups of units by a rule; return the report of each, `[units]` per figure.
 
-    Gradients are what `Rule.accumulate` has returned. `spread` yields batches, which do not depend
+    Gradients are what `accumulate_` has made of them. `spread` yields batches, which do not depend
     on each other, for instance each on a stream of its own. Called within `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
@@ -93,20 +96,25 @@ def elements_of(groups: Sequence[Units], batch: Batch) -> int:
     return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
 
 
-def accumulate(
-    rule: Rule, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
-) -> list[Tensor]:
-    """Do `rule.accumulate` in the dtype of the gradients; a state in less is rounded afterwards."""
-    names, dtype = rule.elementwise_state, grads[0].dtype
-    means = [{name: state[name].to(dtype) for name in names} for state in states]
-    results = rule.accumulate(grads, means, active)
-    copy_all_(
-        (state[name], mean[name])
-        for state, mean in zip(states, means, strict=True)
-        for name in names
-        if mean[name] is not state[name]
-    )
-    return results
+def accumulate_(
+    rule: Rule,
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    active: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Replace gradients by the result of `rule.accumulate`, computed in `dtype` or their own.
+
+    Gradients and state of another dtype are rounded afterwards.
+    """
+    dtype = grads[0].dtype if dtype is None else dtype
+    wide = [grad.to(dtype) for grad in grads]
+    means = [{name: state[name].to(dtype) for name in rule.elementwise_state} for state in states]
+    results = rule.accumulate(wide, means, active)
+    pairs = [*zip(grads, results, strict=True)]
+    for state, mean in zip(states, means, strict=True):
+        pairs += [(state[name], value) for name, value in mean.items()]
+    copy_all_((kept, value) for kept, value in pairs if kept.dtype != value.dtype)
 
 
 def joined(reports: Sequence[Report]) -> Report:

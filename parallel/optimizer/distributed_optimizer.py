@@ -150,8 +150,8 @@ class DistributedOptimizer:
         rate = cache(lambda peak: peak * factor)  # equal peaks share a tensor
         for domain in self.domains:
             for group in domain.step_groups:
-                domain.step_regions(group, rate, active)
-                domain.step_matrices(group, rate, active)
+                momenta = domain.step_regions(group, rate, active)
+                domain.step_matrices(group, momenta, rate, active)
                 group.materialized.step(rate, active)
                 domain.model.start_gathers(group.buckets, self.model.comm_volume)
         self.model.refresh_in_graph(active)
@@ -272,8 +272,8 @@ def build_optimizer(
 def check_agreement(plan: object, stage: Axis) -> None:
     """Raise DisagreementError unless all ranks of the stage have made the same plan."""
     digest = hashlib.sha256(repr(plan).encode()).hexdigest()
-    everyone = from_all(digest, stage.group)
-    different = [rank for rank, theirs in enumerate(everyone) if theirs != digest]
+    digests = from_all(digest, stage.group)
+    different = [rank for rank, other in enumerate(digests) if other != digest]
     if different:
         raise DisagreementError(
             f"bucket layout or placement differs between rank {stage.rank} and ranks "

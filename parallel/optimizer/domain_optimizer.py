@@ -20,23 +20,19 @@ from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import (
     OwnedStack,
     StackMemory,
+    SteppedStack,
     Streams,
     gathered_weights,
     owned_stacks,
-    stepped_units,
 )
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
-from parallel.optimizer.unit_transfer import (
-    UnitTransfer,
-    add_sent_,
-    stage_exchange,
-)
+from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
 from parallel.storage.domain_model import Buffers, DomainModel
 from spectral.batching import add_all_, copy_all_, grouped
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.exchange import Exchange, local_pairs
-from spectral.stepping import accumulate, elements_of, step_units
+from spectral.stepping import accumulate_, elements_of, step_units
 
 
 @dataclass(frozen=True)
@@ -176,69 +172,77 @@ class DomainOptimizer:
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def step_regions(self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor) -> None:
-        """Step elementwise units, and turn the gradients of matrices into momentum."""
-        gradients, masters = self.buffers.gradient_shards(), self.buffers.masters
+    def step_regions(
+        self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
+    ) -> list[Tensor]:
+        """Step elementwise units, and turn the gradients of matrices into momentum.
+
+        Returns the shards of the gradient buckets, which then hold momentum.
+        """
+        shards, masters = self.buffers.gradient_shards(), self.buffers.masters
+        wide = torch.promote_types(shards[0].dtype, torch.float32)
         for rule, regions in group.matrix_regions.items():
-            momenta = [region.of(gradients) for region in regions]
-            accumulate_(rule, momenta, [region.state for region in regions], active)
+            gradients = [region.of(shards) for region in regions]
+            accumulate_(rule, gradients, [region.state for region in regions], active, wide)
         for (rule, lr, weight_decay), regions in group.elementwise_regions.items():
             step = Step(rate(lr), weight_decay, active)
             stacks = [
                 Stack(
                     region.of(masters),
-                    region.of(gradients).to(masters[region.bucket].dtype),
+                    region.of(shards).to(masters[region.bucket].dtype),
                     region.state,
                     step,
                 )
                 for region in regions
             ]
-            accumulate(rule, [s.grad for s in stacks], [s.state for s in stacks], active)
+            accumulate_(rule, [s.grad for s in stacks], [s.state for s in stacks], active)
             for region, report in zip(regions, rule.update(stacks), strict=True):
                 region.report.clear()
                 region.report.update(report)
+        return shards
 
     def step_matrices(
-        self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
+        self,
+        group: StepGroup,
+        momenta: Sequence[Tensor],
+        rate: Callable[[float], Rate],
+        active: Tensor,
     ) -> None:
-        """Step the matrices owned here, and add every owner's updates to the masters."""
-        gradients, master = self.buffers.gradient_shards(), self.buffers.master
+        """Step the matrices owned here, and add every owner's updates to the masters.
+
+        `momenta` are the shards that `step_regions` returns.
+        """
+        exchange, wire = group.exchange, self.exchange_dtype
+        master, masters = self.buffers.master, self.buffers.masters
         stacks = [stack.transfers for stack in group.stacks]
-        momentum = StackMemory(stacks, gradients[0].dtype, gradients[0].device)
-        group.exchange.gather(gradients, momentum.pieces, gradients[0], self.exchange_dtype)
+        momentum = StackMemory(stacks, momenta[0].dtype, momenta[0].device)
+        exchange.gather(momenta, momentum.pieces, momenta[0], wire)
         weights = StackMemory(stacks, master.dtype, master.device)
-        masters, local = self.buffers.masters, group.exchange.outward.local
+        local = [*local_pairs(exchange.outward.local, weights.pieces, masters)]
         kept = [(weights.pieces[name], weight) for name, weight in group.kept.items()]
-        copy_all_([*kept, *local_pairs(local, weights.pieces, masters)])
+        copy_all_([*kept, *local])
+        self._run(group, momentum, weights, rate, active)
+        copy_all_((place, new) for new, place in local)
+        updates_of_(kept, wire)
+        exchange.scatter(weights.pieces, masters, master, wire, add=True, local=False)
+
+    def _run(
+        self,
+        group: StepGroup,
+        momentum: StackMemory,
+        weights: StackMemory,
+        rate: Callable[[float], Rate],
+        active: Tensor,
+    ) -> None:
+        """Step the stacks of a group from `momentum`, in `weights`."""
         for rule, owned in group.stacks_by_rule.items():
             units = [
-                stepped_units(stack, momentum, weights, stack.assigned.step(rate, active))
+                SteppedStack(stack, momentum, weights, stack.assigned.step(rate, active))
                 for stack in owned
             ]
             spread = partial(self.streams.spread, elements=partial(elements_of, units))
-            reports = step_units(rule, units, spread=spread)
-            for stack, report in zip(owned, reports, strict=True):
+            for stack, report in zip(owned, step_units(rule, units, spread=spread), strict=True):
                 stack.report = report
-        copy_all_((place, new) for new, place in local_pairs(local, weights.pieces, masters))
-        self._to_updates(kept)
-        add_sent_(group.exchange, weights.pieces, masters, master, self.exchange_dtype)
-
-    def _to_updates(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Turn new weights into updates to be sent, and add these to the weights that are kept.
-
-        `pairs` are both of each unit. The updates are added as rounded as they are sent.
-        """
-        if not pairs:
-            return
-        own, kept = map(list, zip(*pairs, strict=True))
-        torch._foreach_sub_(own, kept)
-        sent = self.exchange_dtype
-        if sent is not None and sent != own[0].dtype:
-            rounded = [torch.empty_like(change, dtype=sent) for change in own]
-            copy_all_(zip(rounded, own, strict=True))
-            own = [torch.empty_like(weight) for weight in kept]
-            copy_all_(zip(own, rounded, strict=True))
-        add_all_(zip(kept, own, strict=True))
 
     def _new_group(
         self,
@@ -301,14 +305,22 @@ class DomainOptimizer:
         return not unit.is_copy and (not unit.replicated or self.domain.tensor.rank == 0)
 
 
-def accumulate_(
-    rule: Rule, gradients: Sequence[Tensor], states: Sequence[State], active: Tensor
-) -> None:
-    """Turn gradients of regions of matrices into momentum, in place, in float32 or wider."""
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    results = accumulate(rule, [gradient.to(dtype) for gradient in gradients], states, active)
-    pairs = zip(gradients, results, strict=True)
-    copy_all_((gradient, result) for gradient, result in pairs if gradient.dtype != result.dtype)
+def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
+    """Turn new weights into updates to be sent, and add these to the weights that owners keep.
+
+    `pairs` are both of each unit. Rules step weights in place, so an update is their difference; it
+    is added as rounded as it is sent, in `wire`, None for its dtype.
+    """
+    if not pairs:
+        return
+    updates, kept = map(list, zip(*pairs, strict=True))
+    torch._foreach_sub_(updates, kept)
+    if wire not in (None, updates[0].dtype):
+        rounded = [torch.empty_like(update, dtype=wire) for update in updates]
+        copy_all_(zip(rounded, updates, strict=True))
+        updates = [torch.empty_like(weight) for weight in kept]
+        copy_all_(zip(updates, rounded, strict=True))
+    add_all_(zip(kept, updates, strict=True))
 
 
 Part = tuple[int, int, Assignment, bool]

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from parallel.optimizer.owned_stacks import OwnedStack, cut_all_, gathered_weights, owned_stacks
 from parallel.optimizer.routing import Assign, PCAssignment
-from parallel.optimizer.unit_transfer import (
-    UnitTransfer,
-    replace_,
-    stage_exchange,
-)
+from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
 from parallel.storage.domain_model import DomainModel
+from spectral.batching import copy_all_
 from spectral.division import narrowed
 from spectral.rules.base import Rate, Report, Stack, State, Step
-from spectral.stepping import Units, accumulate, step_units
+from spectral.sharded.exchange import unpacked
+from spectral.stepping import Units, accumulate_, step_units
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that pass through the map at once, which bounds its scratch memory."""
@@ -53,8 +51,8 @@ class MaterializedStack(OwnedStack):
 
     def tensors(self) -> list[Tensor]:
         """All tensors that outlive a step."""
-        own = [self.weight, self.u, self.v, self.gamma, self.gamma_gradient]
-        return [*own, *self.state.values(), *self.gamma_state.values()]
+        tensors = [self.weight, self.u, self.v, self.gamma, self.gamma_gradient]
+        return [*tensors, *self.state.values(), *self.gamma_state.values()]
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
         """Key, transfer and value of every tensor that a checkpoint holds.
@@ -98,23 +96,11 @@ class MaterializedStack(OwnedStack):
     ) -> None:
         """Step W and gamma on their gradients, and update u and v for the new W."""
         step, pc = self.assigned.step(rate, active), self.pc
-        whole = Stack(self.weight, self.weight, self.state, step)
-
-        def take(part: slice) -> Stack:
-            stack = whole.part(part)._replace(grad=self.stacked(part, gradients))
-            accumulate(self.rule, [stack.grad], [stack.state], active)
-            return stack
-
-        def put(part: slice, stack: Stack, report: Report) -> None:
-            """Do nothing: weights and state were stepped in place."""
-
-        shape, weight = self.units[0].shape, self.weight
-        units = Units(shape, weight.dtype, weight.device, len(self.transfers), take, put)
-        (self.report,) = step_units(self.rule, [units])
+        (self.report,) = step_units(self.rule, [_SteppedWeights(self, gradients, step)])
         if pc.gamma_rule is not None:
             step = Step(rate(pc.gamma_lr), pc.gamma_weight_decay, active)
             stack = Stack(self.gamma, self.gamma_gradient, self.gamma_state, step)
-            accumulate(pc.gamma_rule, [stack.grad], [stack.state], active)
+            accumulate_(pc.gamma_rule, [stack.grad], [stack.state], active)
             (gamma,) = pc.gamma_rule.update([stack])
             if "refused" in gamma:
                 self.report["gamma_refused"] = gamma["refused"]
@@ -149,6 +135,28 @@ class MaterializedStack(OwnedStack):
         size = max(1, CHUNK_NUMEL // self.weight[0].numel())
         for start in range(0, len(self.transfers), size):
             yield slice(start, start + size)
+
+
+class _SteppedWeights(Units):
+    """The weights W of a stack, to be stepped in place on `gradients` of its units, by name."""
+
+    def __init__(
+        self, owned: MaterializedStack, gradients: Mapping[str, Tensor], step: Step
+    ) -> None:
+        weight = owned.weight
+        super().__init__(owned.units[0].shape, weight.dtype, weight.device, len(weight))
+        self.owned, self.gradients = owned, gradients
+        self.stack = Stack(weight, weight, owned.state, step)
+
+    def take(self, part: slice) -> Stack:
+        """Take views of W and state, and the momentum."""
+        gradient = self.owned.stacked(part, self.gradients)
+        stack = self.stack.part(part)._replace(grad=gradient)
+        accumulate_(self.owned.rule, [stack.grad], [stack.state], stack.step.active)
+        return stack
+
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Do nothing: weights and state were stepped in place."""
 
 
 class MaterializedUnits:
@@ -243,7 +251,11 @@ class MaterializedUnits:
             refused = (~torch.stack(finite)).float()
             before = stack.report.get("refused", torch.zeros_like(refused))
             stack.report["refused"] = torch.maximum(before, refused)
-        replace_(self.exchange, moved, masters, some)
+        targets, received = self.exchange.receive(moved, masters, some)
+        if targets:
+            before = torch.cat(targets)
+            new = torch.where(received.isfinite(), received.to(before.dtype), before)
+            copy_all_(zip(targets, unpacked(new, targets), strict=True))
 
 
 def materialized_stack(

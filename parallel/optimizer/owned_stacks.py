@@ -175,19 +175,24 @@ def gathered_weights(
     return weights
 
 
-def stepped_units(
-    owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step
-) -> Units:
-    """Return a stack to be stepped from `momenta`, in `weights`."""
-    transfers = owned.transfers
+class SteppedStack(Units):
+    """A stack to be stepped from `momenta`, in `weights`."""
 
-    def take(part: slice) -> Stack:
-        weight = weights.assembled(transfers, part)
-        momentum = momenta.assembled(transfers, part).to(weight.dtype)
-        state = {name: value[part] for name, value in owned.state.items()}
-        return Stack(weight, momentum, state, step)
+    def __init__(
+        self, owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step
+    ) -> None:
+        shape, count = owned.units[0].shape, len(owned.transfers)
+        super().__init__(shape, weights.dtype, weights.device, count)
+        self.owned, self.momenta, self.weights, self.step = owned, momenta, weights, step
 
-    def put(part: slice, stack: Stack, report: Report) -> None:
-        weights.write(transfers, part, stack.weight)
+    def take(self, part: slice) -> Stack:
+        """Assemble matrices of their pieces."""
+        transfers = self.owned.transfers
+        weight = self.weights.assembled(transfers, part)
+        momentum = self.momenta.assembled(transfers, part).to(weight.dtype)
+        state = {name: value[part] for name, value in self.owned.state.items()}
+        return Stack(weight, momentum, state, self.step)
 
-    return Units(owned.units[0].shape, weights.dtype, weights.device, len(transfers), take, put)
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Cut the new weights into pieces."""
+        self.weights.write(self.owned.transfers, part, stack.weight)

@@ -18,11 +18,7 @@ from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.optimizer.owned_stacks import StackMemory, cut_all_
 from parallel.optimizer.routing import Assign, Penalty
-from parallel.optimizer.unit_transfer import (
-    UnitTransfer,
-    add_,
-    stage_exchange,
-)
+from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
 from parallel.storage.domain_model import DomainModel
 from spectral.batching import grouped
 from spectral.division import span_of
@@ -128,7 +124,7 @@ class PenalisedUnits:
             if penalty is not None:
                 sums[:4] += self._penalise(penalty, stack, weights, gradients, measured=measured)
         if acts:
-            add_(self.exchange, gradients.pieces, shards, shards[0])
+            self.exchange.scatter(gradients.pieces, shards, shards[0], add=True)
         return sums if measured else None
 
     def _penalise(

@@ -1,4 +1,4 @@
-"""The exchange: pieces of cut matrices go to their owners, and results come back.
+"""The transfer of units: pieces of cut matrices go to their owners, and updates come back.
 
 A matrix may be cut twice: by tensor parallelism, and by the border of a data-parallel shard. Each
 matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends the pieces
@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from models.units import Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.storage.bucket_layout import BucketLayout
-from spectral.batching import add_all_, copy_all_
 from spectral.division import span_of
-from spectral.sharded.exchange import Exchange, Held, Part, Transfer, local_pairs, unpacked
+from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
 """Who steps a matrix that tensor parallelism cuts: its one owner, or each rank its own piece as a
@@ -140,41 +138,3 @@ def stage_exchange(
     send = partial(all_to_all, axis=stage, comm_volume=volume)
     both = partial(send, kind=f"{kind} in"), partial(send, kind=f"{kind} out")
     return Exchange(transfers, transfers, stage.rank, stage.size, *both)
-
-
-def add_(
-    exchange: Exchange,
-    whole: Mapping[str, Tensor],
-    shards: Held,
-    like: Tensor,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Add what owners have in `whole[name]` to the units' parts in `shards`.
-
-    `like` and `dtype` are as for `Exchange.gather`.
-    """
-    add_all_((place, part) for part, place in local_pairs(exchange.outward.local, whole, shards))
-    add_sent_(exchange, whole, shards, like, dtype)
-
-
-def add_sent_(
-    exchange: Exchange,
-    whole: Mapping[str, Tensor],
-    shards: Held,
-    like: Tensor,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Add as `add_` does to the parts of units that do not lie whole on their owner."""
-    targets, received = exchange.scatter(whole, shards, like, dtype)
-    if targets:
-        new = received.to(targets[0].dtype)
-        add_all_(zip(targets, unpacked(new, targets), strict=True))
-
-
-def replace_(exchange: Exchange, whole: Mapping[str, Tensor], shards: Held, like: Tensor) -> None:
-    """Overwrite the parts in `shards` of units that are sent, where what comes is finite."""
-    targets, received = exchange.scatter(whole, shards, like)
-    if targets:
-        old = torch.cat(targets)
-        new = torch.where(received.isfinite(), received.to(old.dtype), old)
-        copy_all_(zip(targets, unpacked(new, targets), strict=True))

@@ -3,6 +3,10 @@
 Each matrix has one owner among the ranks of a group. A packed all-to-all sends all parts of many
 matrices to their owners, and another brings the results back. A matrix that lies whole on its owner
 is not sent. Parts are slices of buckets in the trainer, boxes of DTensors in the library.
+
+A step sends momentum to owners and updates back, in both. An owner of the trainer keeps the weights
+that its rules read, and adds to them the updates that it sends. In the library other programs write
+weights between steps, so they are sent to the owner, if the rule reads them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batching import copy_all_
+from ..batching import add_all_, copy_all_
 from ..division import Box, narrowed, numel_of
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
@@ -148,8 +152,32 @@ class Exchange:
         held: Held,
         like: Tensor,
         dtype: torch.dtype | None = None,
+        *,
+        add: bool = False,
+        local: bool = True,
+    ) -> None:
+        """Write `whole[matrix]` at its owner to all parts of the matrix, or `add` it to them.
+
+        Without `local` the parts of matrices that lie whole on their owner are left out. `like` and
+        `dtype` are as for `gather`.
+        """
+        write = add_all_ if add else copy_all_
+        if local:
+            pairs = local_pairs(self.outward.local, whole, held)
+            write((place, part) for part, place in pairs)
+        targets, received = self.receive(whole, held, like, dtype)
+        if add and targets:
+            received = received.to(targets[0].dtype)
+        write(zip(targets, unpacked(received, targets), strict=True))
+
+    def receive(
+        self,
+        whole: Mapping[Any, Tensor],
+        held: Held,
+        like: Tensor,
+        dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """Send what owners have in `whole[matrix]` to the ranks that hold a part of it.
+        """Send `whole[matrix]` at its owner to the ranks that hold a part of it.
 
         Returns views of these parts, and the elements that came for them. `like` and `dtype` are
         as for `gather`.

@@ -2,7 +2,7 @@
 
     gradient shards --> momentum shards                    weight shards
                              |                                   ^
-                             | one all-to-all to owners          | one all-to-all back
+                             | exchange to owners                | updates, exchanged back
                              v                                   |
                      stacks of whole matrices ------ rule -------+
 
@@ -17,14 +17,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..batching import copy_all_, grouped
+from ..batching import grouped
 from ..device_values import surely_finite, unless_all
 from ..division import Box, Division, SteppedUnit, numel_of, relative, sizes_of
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State
-from ..rules.base import decay_
-from ..stepping import Units, step_units
-from .exchange import Exchange, Part, Transfer, local_pairs, unpacked
+from ..rules.base import Step, decay_
+from ..stepping import Units, accumulate_, step_units
+from .exchange import Exchange, Part, Transfer
 from .placement import Placement, Work, place
 from .ranks import RankGroup, TensorLayout, flat_layout, flat_state, layout_of
 
@@ -33,9 +33,11 @@ STEP_GROUP_NUMEL = 2**26
 
 MOMENTUM = "momentum"
 WEIGHT = "weight"
+UPDATE = "update"
 ENTRIES = "entries"
 Key = tuple[int, int, str]
-"""Parameter, matrix within it, and what is sent: MOMENTUM, WEIGHT or an entry of the state."""
+"""Parameter, matrix within it, and what is sent: MOMENTUM, WEIGHT, UPDATE or an entry of the
+state."""
 
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
@@ -94,7 +96,7 @@ class SharedMatrices:
     ) -> None:
         """Choose owners. Every rank passes the same parameters in the same order.
 
-        Momenta, and updates that come alone, are sent as `exchange_dtype`, None for their own.
+        Momenta and updates are sent as `exchange_dtype`, None for their own.
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
@@ -138,7 +140,7 @@ class SharedMatrices:
                 own = shared.rule.init_state(shared.units[j].matrix(owned[i, j, WEIGHT])[None])
                 owned |= {(i, j, name): own[name][0].reshape(-1) for name in state}
             local = {(i, name): local_of(value) for name, value in state.items()}
-            self._scatter(exchange, owned, local, weight, None)
+            exchange.scatter(owned, local, weight)
         return states
 
     def step(self, rule: Rule, parts: Mapping[Tensor, Stack]) -> list[tuple[list[Tensor], Report]]:
@@ -175,47 +177,54 @@ class SharedMatrices:
     def _step_group(
         self, rule: Rule, indices: tuple[int, ...], parts: Mapping[Tensor, Stack]
     ) -> list[tuple[list[Tensor], Report]]:
-        local: dict[tuple[int, str], Tensor] = {}
         members = [parts[self.parameters[i].parameter] for i in indices]
-        momenta = rule.accumulate(
+        accumulate_(
+            rule,
             [part.grad[None] for part in members],
             [{k: part.state[k][None] for k in rule.elementwise_state} for part in members],
             members[0].step.active,
         )
-        for i, part, momentum in zip(indices, members, momenta, strict=True):
+        local: dict[tuple[int, str], Tensor] = {}
+        for i, part in zip(indices, members, strict=True):
             local |= {(i, name): part.state[name] for name in self.parameters[i].entries}
-            local |= {(i, MOMENTUM): momentum[0], (i, WEIGHT): part.weight}
-        like = local[indices[0], WEIGHT]
-        reads, wire = rule.reads_weight, self.exchange_dtype
-        kept = (WEIGHT, ENTRIES) if reads else (ENTRIES,)
-        if wire is not None and (reads or self.parameters[indices[0]].entries):
-            # The weight that is read, and the state, are sent as they are.
+            local |= {(i, MOMENTUM): part.grad, (i, WEIGHT): part.weight}
+            local[i, UPDATE] = torch.empty_like(part.weight)
+        like, wire = members[0].weight, self.exchange_dtype
+        inward = (WEIGHT, ENTRIES) if rule.reads_weight else (ENTRIES,)
+        exchanges: list[tuple[Exchange, torch.dtype | None]]
+        if wire is None:
+            exchanges = [(self._exchange(indices, (MOMENTUM, *inward), (UPDATE, ENTRIES)), None)]
+        else:  # the weight that is read, and the state, are sent as they are
             exchanges = [
-                (self._exchange(indices, (MOMENTUM,), () if reads else (WEIGHT,)), wire),
-                (self._exchange(indices, kept, kept), None),
+                (self._exchange(indices, (MOMENTUM,), (UPDATE,)), wire),
+                (self._exchange(indices, inward, (ENTRIES,)), None),
             ]
-        else:
-            exchanges = [(self._exchange(indices, (MOMENTUM, *kept), (WEIGHT, ENTRIES)), wire)]
         owned: dict[Key, Tensor] = {}
         for exchange, dtype in exchanges:
             owned |= self._gathered(exchange, local, like, dtype)
         reports = self._run(rule, owned, parts)
-        # Without the weight, what comes back is its change, NaN where it was refused.
-        changed = () if reads else indices
-        changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in changed}
         for exchange, dtype in exchanges:
-            self._scatter(exchange, owned, local | changes, like, dtype)
-        if reads:
-            return reports
-        sound = surely_finite([*changes.values()])
-        for i, part in zip(indices, members, strict=True):
-            weight, change = part.weight, changes[i, WEIGHT]
-            old = None if sound else weight.clone()
-            decay_(weight, *part.step, -change if rule.cautious else None)
-            weight += change
-            if old is not None:
-                torch.where(change.isfinite(), weight, old, out=weight)
+            exchange.scatter(owned, local, like, dtype)
+        self._add(rule, members, [local[i, UPDATE] for i in indices])
         return reports
+
+    def _add(self, rule: Rule, members: Sequence[Stack], updates: Sequence[Tensor]) -> None:
+        """Add updates to this rank's parts of the weights.
+
+        What did not read the weight has not decayed it either, and marks an update that it refused
+        by NaN, which costs no bytes and no launch for each matrix.
+        """
+        if rule.reads_weight:
+            torch._foreach_add_([part.weight for part in members], [*updates])
+            return
+        sound = surely_finite([*updates])
+        for part, update in zip(members, updates, strict=True):
+            weight = part.weight
+            before = None if sound else weight.clone()
+            decay_(weight, *part.step, -update if rule.cautious else None)
+            weight += update
+            if before is not None:
+                torch.where(update.isfinite(), weight, before, out=weight)
 
     def _run(
         self, rule: Rule, owned: dict[Key, Tensor], parts: Mapping[Tensor, Stack]
@@ -227,63 +236,28 @@ class SharedMatrices:
             return unit.shape, parts[unit.parameter].step.rates
 
         shapes = grouped(((i, j) for i, j, name in owned if name == MOMENTUM), kind)
-        groups = [self._units(rule, members, owned, parts) for members in shapes.values()]
+        groups = [
+            _OwnedUnits(
+                rule,
+                [self.parameters[i].units[j] for i, j in members],
+                members,
+                owned,
+                parts[self.parameters[members[0][0]].parameter].step,
+            )
+            for members in shapes.values()
+        ]
         reports = step_units(rule, groups)
         return [
             ([self.parameters[i].parameter for i, _ in members], report)
             for members, report in zip(shapes.values(), reports, strict=True)
         ]
 
-    def _units(
-        self,
-        rule: Rule,
-        members: list[tuple[int, int]],
-        owned: dict[Key, Tensor],
-        parts: Mapping[Tensor, Stack],
-    ) -> Units:
-        """Return matrices of one kind, each by parameter and number, to be stepped in `owned`.
-
-        From momenta, weights and entries of the state there. New weights, or changes of them, and
-        new state take their place.
-        """
-        units = [self.parameters[i].units[j] for i, j in members]
-        like = owned[*members[0], MOMENTUM]
-
-        def stacked(name: str, part: slice) -> Tensor:
-            pairs = zip(units[part], members[part], strict=True)
-            return torch.stack([unit.matrix(owned[i, j, name]) for unit, (i, j) in pairs])
-
-        def take(part: slice) -> Stack:
-            momentum = stacked(MOMENTUM, part)
-            # A rule that does not read the weight gets zeros.
-            weight = stacked(WEIGHT, part) if rule.reads_weight else torch.zeros_like(momentum)
-            state = {
-                name: torch.stack([owned[i, j, name] for i, j in members[part]]).view(
-                    -1, *entry.shape
-                )
-                for name, entry in units[0].entries.items()
-            }
-            return Stack(weight, momentum, state, parts[units[0].parameter].step)
-
-        def put(part: slice, stack: Stack, report: Report) -> None:
-            """Keep new weights and state, or NaN as the change of a weight that was refused."""
-            if not rule.reads_weight and "refused" in report:
-                sound = unless_all(report["refused"] == 0)
-                if sound is not None:
-                    stack.weight.masked_fill_(~sound.view(-1, 1, 1), torch.nan)
-            for row, ((i, j), unit) in enumerate(zip(members[part], units[part], strict=True)):
-                owned[i, j, WEIGHT] = unit.part(stack.weight[row])
-                for name, value in stack.state.items():
-                    owned[i, j, name] = value[row].reshape(-1)
-
-        return Units(units[0].shape, like.dtype, like.device, len(units), take, put)
-
     def _exchange(
         self, indices: tuple[int, ...], inward: tuple[str, ...], outward: tuple[str, ...]
     ) -> Exchange:
         """Return the exchange of parameters, planned at the first time.
 
-        `inward` and `outward` say which of MOMENTUM, WEIGHT and ENTRIES are sent.
+        `inward` and `outward` say which of MOMENTUM, WEIGHT, UPDATE and ENTRIES are sent.
         """
         key = indices, inward, outward
         if key not in self._exchanges:
@@ -328,17 +302,54 @@ class SharedMatrices:
         exchange.gather(local, owned, like, wire)
         return owned
 
-    def _scatter(
+
+class _OwnedUnits(Units):
+    """Matrices of one kind in `owned`, `members` by parameter and number, to be stepped there.
+
+    From momenta, weights and entries of the state. Updates and new state take their place.
+    """
+
+    def __init__(
         self,
-        exchange: Exchange,
-        owned: Mapping[Key, Tensor],
-        local: Mapping[tuple[int, str], Tensor],
-        like: Tensor,
-        wire: torch.dtype | None,
+        rule: Rule,
+        units: Sequence[SteppedUnit],
+        members: Sequence[tuple[int, int]],
+        owned: dict[Key, Tensor],
+        step: Step,
     ) -> None:
-        """Write what owners have of each matrix to the ranks that hold it, into `local`."""
-        copy_all_(
-            (place, part) for part, place in local_pairs(exchange.outward.local, owned, local)
-        )
-        targets, received = exchange.scatter(owned, local, like, wire)
-        copy_all_(zip(targets, unpacked(received, targets), strict=True))
+        momentum = owned[*members[0], MOMENTUM]
+        super().__init__(units[0].shape, momentum.dtype, momentum.device, len(units))
+        self.rule, self.units, self.members = rule, units, members
+        self.owned, self.step = owned, step
+
+    def take(self, part: slice) -> Stack:
+        """Stack matrices; a rule that does not read the weight gets zeros."""
+        momentum = self._stacked(MOMENTUM, part)
+        reads = self.rule.reads_weight
+        weight = self._stacked(WEIGHT, part) if reads else torch.zeros_like(momentum)
+        state = {
+            name: torch.stack([self.owned[i, j, name] for i, j in self.members[part]]).view(
+                -1, *entry.shape
+            )
+            for name, entry in self.units[0].entries.items()
+        }
+        return Stack(weight, momentum, state, self.step)
+
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Keep updates and state; without the weight, NaN as an update that was refused."""
+        if self.rule.reads_weight:
+            stack.weight.sub_(self._stacked(WEIGHT, part))
+        elif "refused" in report:
+            sound = unless_all(report["refused"] == 0)
+            if sound is not None:
+                stack.weight.masked_fill_(~sound.view(-1, 1, 1), torch.nan)
+        for row, ((i, j), unit) in enumerate(
+            zip(self.members[part], self.units[part], strict=True)
+        ):
+            self.owned[i, j, UPDATE] = unit.part(stack.weight[row])
+            for name, value in stack.state.items():
+                self.owned[i, j, name] = value[row].reshape(-1)
+
+    def _stacked(self, name: str, part: slice) -> Tensor:
+        pairs = zip(self.units[part], self.members[part], strict=True)
+        return torch.stack([unit.matrix(self.owned[i, j, name]) for unit, (i, j) in pairs])

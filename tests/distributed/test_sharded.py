@@ -109,10 +109,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed()
             assert said.startswith("momentum of ") and "cut without its state" in said
 
 
-def test_momenta_are_sent_in_16_bits() -> None:
-    """Instead of 64: a quarter of Muon's bytes. SSO sends weights and vectors besides, exactly, and
-    NorMuon mean squares."""
-    shares = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.81}
+def test_momenta_and_updates_are_sent_in_16_bits() -> None:
+    """Instead of 64, and updates too: a quarter of Muon's bytes. SSO also sends weights and
+    vectors, exactly, and NorMuon mean squares."""
+    shares = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.62}
     for found in run_on_ranks(2, WORKERS, "rounded", {"rules": list(shares)}):
         for (distance, part, exact), share in zip(found, shares.values(), strict=True):
             assert exact

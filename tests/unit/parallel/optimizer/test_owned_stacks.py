@@ -50,19 +50,20 @@ def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tor
     dispatch.forget()
 
 
-def on(stack: OwnedStack, device: torch.device) -> Units:
-    """The units of a stack on a device."""
+class Planned(Units):
+    """Units that are not stepped."""
 
-    def never(*arguments: object) -> NoReturn:
+    def take(self, part: slice) -> NoReturn:
         raise NotImplementedError
 
-    count = len(stack.units)
-    return Units(stack.units[0].shape, torch.float32, device, count, never, never)
+    def put(self, part: slice, stack: object, report: object) -> NoReturn:
+        raise NotImplementedError
 
 
 def planned(found: list[OwnedStack], device: torch.device) -> list[list[tuple[int, slice]]]:
     """What is stepped in one call each."""
-    return batches(found[0].rule, [on(stack, device) for stack in found])
+    shapes = [(stack.units[0].shape, len(stack.units)) for stack in found]
+    return batches(found[0].rule, [Planned(s, torch.float32, device, n) for s, n in shapes])
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
