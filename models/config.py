@@ -261,11 +261,11 @@ class ModelConfig(Section):
         all_biases = engine and self.attention_bias == "all"
         yield "attention_bias", all_biases, f"must be none or qkv {backend}"
         dense = moe is not None and moe.dense_layers >= self.layers
-        own = self.attention_kernel != "auto"
+        packaged = self.attention_kernel != "auto"
         other = self.latent is not None or self.explicit_scores
         rule = "must be auto with latent attention, attention_softcap or sliding_window"
-        yield "attention_kernel", own and other, rule
-        engine = own and self.attention_backend != "sdpa"
+        yield "attention_kernel", packaged and other, rule
+        engine = packaged and self.attention_backend != "sdpa"
         yield "attention_kernel", engine, "must be auto with attention_backend transformer_engine"
         yield "moe.dense_layers", dense, f"must be below layers = {self.layers}"
 

@@ -75,15 +75,15 @@ class Family:
     def checks(self, model: ModelConfig) -> Iterator[Check]:
         """Check what of `model` does not belong to the family."""
         of, backends = f"for family {self.name}", self.attention_backends
-        for key, wanted in (("qk_norm", self.qk_norm), ("activation", self.activation)):
-            other = wanted not in (None, getattr(model, key))
-            yield key, other, f"must be {str(wanted).lower()} {of}"
+        for key, required in (("qk_norm", self.qk_norm), ("activation", self.activation)):
+            other = required not in (None, getattr(model, key))
+            yield key, other, f"must be {str(required).lower()} {of}"
         foreign = model.attention_backend not in backends
         yield "attention_backend", foreign, f"must be {' or '.join(backends)} {of}"
-        for key, wanted in (("latent", self.latent), ("moe", self.mixture)):
+        for key, required in (("latent", self.latent), ("moe", self.mixture)):
             missing = getattr(model, key) is None
-            yield key, wanted and missing, f"must be a section {of}"
-            yield key, not wanted and not missing, f"must be null {of}, got a section"
+            yield key, required and missing, f"must be a section {of}"
+            yield key, not required and not missing, f"must be null {of}, got a section"
         biased = model.attention_bias != "none" and not self.attention_bias
         yield "attention_bias", biased, f"must be none {of}"
         scaled = model.rope_scaling is not None and self.latent

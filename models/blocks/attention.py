@@ -133,8 +133,8 @@ class CoreAttention(torch.nn.Module):
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
         scores = [
-            self.largest_score(part, key[:stop], own)
-            for part, stop, own in self._parts(query, key.shape[0], documents)
+            self.largest_score(part, key[:stop], part_documents)
+            for part, stop, part_documents in self._parts(query, key.shape[0], documents)
         ]
         return torch.stack(scores).amax()
 
@@ -146,8 +146,10 @@ class CoreAttention(torch.nn.Module):
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
         parts = [None] * len(chunks) if documents is None else documents.parts
-        for part, chunk, own in zip(query.chunk(len(chunks)), chunks, parts, strict=True):
-            yield part, chunk.stop, own
+        for part, chunk, part_documents in zip(
+            query.chunk(len(chunks)), chunks, parts, strict=True
+        ):
+            yield part, chunk.stop, part_documents
 
 
 class SDPACoreAttention(CoreAttention):

@@ -93,9 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += logits.sub_(higher[:, None]).exp_().sum(1)
             highest = higher
         if group is not None:
-            own = highest.clone()
+            local_highest = highest.clone()
             all_reduce(highest, ReduceOp.MAX, group)
-            sums = torch.stack((total * (own - highest).exp(), chosen))
+            sums = torch.stack((total * (local_highest - highest).exp(), chosen))
             all_reduce(sums, ReduceOp.SUM, group)
             total, chosen = sums
         normalizer = highest + total.log()
@@ -223,8 +223,8 @@ class _ChosenLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
         index, inside = ctx.saved_tensors
-        own = of_chosen.where(inside, 0).to(gradient.dtype)[..., None]
-        return gradient.scatter_add_(-1, index, own), None, None
+        of_label = of_chosen.where(inside, 0).to(gradient.dtype)[..., None]
+        return gradient.scatter_add_(-1, index, of_label), None, None
 
 
 class DecoderModel(GPTModel):

@@ -28,8 +28,8 @@ def rms_norm_gradients(
     given, heads = gradient.to(wide), x.to(wide)
     scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + epsilon)
     normed, inner = heads * scale, given * gain.to(wide)
-    found = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-    return found.to(x.dtype), (given * normed).flatten(0, -2).sum(0).to(gain.dtype)
+    of_x = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+    return of_x.to(x.dtype), (given * normed).flatten(0, -2).sum(0).to(gain.dtype)
 
 
 def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
@@ -100,8 +100,8 @@ def sum_gradients(
     of_total: Tensor, of_normed: Tensor, total: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of both terms of `total` `[..., d]`, and that of the gain `[d]`."""
-    found, of_gain = rms_norm_gradients(of_normed, total, gain, epsilon)
-    return of_total + found, of_gain
+    of_sum, of_gain = rms_norm_gradients(of_normed, total, gain, epsilon)
+    return of_total + of_sum, of_gain
 
 
 class SumFunctions(NamedTuple):
@@ -134,8 +134,8 @@ class _NormedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found, of_gain = ctx.functions.backward(*gradients, *ctx.saved_tensors, ctx.epsilon)
-        return None, found, found.to(ctx.type), of_gain, None
+        of_sum, of_gain = ctx.functions.backward(*gradients, *ctx.saved_tensors, ctx.epsilon)
+        return None, of_sum, of_sum.to(ctx.type), of_gain, None
 
 
 def left_to(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:

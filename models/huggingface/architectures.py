@@ -42,8 +42,8 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
         return base
     keys = NEEDED[scaling.kind] + (tuple(OPTIONAL) if scaling.kind == "yarn" else ())
     values = {key: getattr(scaling, key) for key in keys}
-    own = {key: value for key, value in values.items() if value is not None}
-    return {**base, "rope_type": scaling.kind, **own}
+    given = {key: value for key, value in values.items() if value is not None}
+    return {**base, "rope_type": scaling.kind, **given}
 
 
 def rope_problem(rope: Mapping[str, Any]) -> str | None:
@@ -52,8 +52,8 @@ def rope_problem(rope: Mapping[str, Any]) -> str | None:
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"
     optional = ("beta_fast", "beta_slow", "attention_factor", *MSCALES) if kind == "yarn" else ()
-    wanted = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
-    wrong = [key for key in wanted if not _is_positive(rope.get(key))]
+    needed = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
+    wrong = [key for key in needed if not _is_positive(rope.get(key))]
     return f"rope_type {kind} needs numbers above 0 for {', '.join(wrong)}" if wrong else None
 
 
@@ -67,31 +67,31 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
-    found = {key: rope[key] for key in NEEDED[kind]}
+    values = {key: rope[key] for key in NEEDED[kind]}
     if kind == "yarn":
         given = {key: rope.get(key) for key in OPTIONAL}
         # Without a value, or with 0, transformers takes its default.
-        found |= {key: value for key, value in given.items() if value or value is False}
-        if "attention_factor" not in found and all(rope.get(key) for key in MSCALES):
+        values |= {key: value for key, value in given.items() if value or value is False}
+        if "attention_factor" not in values and all(rope.get(key) for key in MSCALES):
             scale, of_all = (0.1 * rope[key] * log(rope["factor"]) + 1 for key in MSCALES)
-            found["attention_factor"] = scale / of_all
-    return {"kind": kind, **found}
+            values["attention_factor"] = scale / of_all
+    return {"kind": kind, **values}
 
 
-def rope_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each value of `ours` (`rope_parameters`) that `theirs` do not have."""
-    problem = rope_problem(theirs)
+def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each value of `expected` (`rope_parameters`) that differs in `rope`."""
+    problem = rope_problem(rope)
     if problem is not None:
         yield problem
         return
-    part = theirs.get("partial_rotary_factor", 1.0)
+    part = rope.get("partial_rotary_factor", 1.0)
     if part != 1:
         yield f"partial_rotary_factor is {part}, the config's model has 1.0"
-    both = [_computed(ours), _computed(theirs)]
+    both = [_computed(expected), _computed(rope)]
     for key in dict.fromkeys([*both[0], *both[1]]):
-        own, other = (values.get(key) for values in both)
-        if own != other:
-            yield f"{key} is {other!r}, the config's model has {own!r}"
+        value, other = (values.get(key) for values in both)
+        if value != other:
+            yield f"{key} is {other!r}, the config's model has {value!r}"
 
 
 def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:

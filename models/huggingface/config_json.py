@@ -150,17 +150,17 @@ def config_json(
     }
 
 
-def differences(wanted: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each setting of `wanted` (`model_settings`) that differs in `theirs`.
+def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each of the `expected` (`model_settings`) that differs in `settings`.
 
-    `theirs` is a config.json with transformers' defaults filled in.
+    `settings` is a config.json with transformers' defaults filled in.
     """
-    rope = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta")}
+    rope = settings.get("rope_parameters") or {"rope_theta": settings.get("rope_theta")}
     key = "partial_rotary_factor"
-    elsewhere = {key: theirs[key]} if key in theirs else {}
-    causal = {key: value for key, value in CAUSAL.items() if theirs.get(key) is not None}
+    elsewhere = {key: settings[key]} if key in settings else {}
+    causal = {key: value for key, value in CAUSAL.items() if settings.get(key) is not None}
     return [
-        f"{key} is {theirs.get(key)!r}, the config's model has {value!r}"
-        for key, value in {**wanted, **causal}.items()
-        if key not in ROPE_KEYS and theirs.get(key) != value
-    ] + [*rope_differences(wanted["rope_parameters"], {**elsewhere, **rope})]
+        f"{key} is {settings.get(key)!r}, the config's model has {value!r}"
+        for key, value in {**expected, **causal}.items()
+        if key not in ROPE_KEYS and settings.get(key) != value
+    ] + [*rope_differences(expected["rope_parameters"], {**elsewhere, **rope})]

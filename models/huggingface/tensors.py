@@ -69,47 +69,47 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
     def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
         """Yield a norm of a layer, nothing if the class has none there."""
         if ours in norms:
-            theirs = f"model.layers.{layer}.{norms[ours]}.weight"
-            yield _gain(f"layers.{layer}.{ours}", theirs, model.hidden)
+            hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
+            yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)
 
     yield _vocabulary(model, "embedding", "model.embed_tokens.weight")
     for layer in range(model.layers):
-        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        ours, hf_name = f"layers.{layer}.", f"model.layers.{layer}."
         yield from norm(layer, "attention_norm")
         if model.latent is None:
-            yield from _attention(model, ours + "attention.", theirs + "self_attn.")
+            yield from _attention(model, ours + "attention.", hf_name + "self_attn.")
         else:
-            yield from _latent(model, model.latent, ours + "attention.", theirs + "self_attn.")
+            yield from _latent(model, model.latent, ours + "attention.", hf_name + "self_attn.")
         yield from norm(layer, "post_attention_norm")
         yield from norm(layer, "mlp_norm")
         moe = model.mixture(layer)
         if moe is None:
-            yield from _gated(ours + "mlp.", theirs + "mlp.", model.hidden, model.ffn)
+            yield from _gated(ours + "mlp.", hf_name + "mlp.", model.hidden, model.ffn)
         else:
-            yield from _mixture(model, moe, ours, theirs + "mlp.")
+            yield from _mixture(model, moe, ours, hf_name + "mlp.")
         yield from norm(layer, "post_mlp_norm")
     yield _gain("final_norm", "model.norm.weight", model.hidden)
     if not model.tie_embeddings:
         yield _vocabulary(model, "head", "lm_head.weight")
 
 
-def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> TheirTensor:
+def _vocabulary(model: ModelConfig, ours: str, hf_name: str) -> TheirTensor:
     """Return the embedding or head without the rows that only pad it."""
     assert model.vocab_size is not None
     layout = (model.padded_vocab, model.hidden)
     rows = slice(0, model.vocab_size)
-    return TheirTensor(theirs, ours, layout, (rows,), (model.vocab_size, model.hidden))
+    return TheirTensor(hf_name, ours, layout, (rows,), (model.vocab_size, model.hidden))
 
 
-def _gain(ours: str, theirs: str, size: int) -> TheirTensor:
-    return TheirTensor(theirs, ours, (size,), (ALL,), (size,))
+def _gain(ours: str, hf_name: str, size: int) -> TheirTensor:
+    return TheirTensor(hf_name, ours, (size,), (ALL,), (size,))
 
 
-def _matrix(ours: str, theirs: str, shape: tuple[int, int]) -> TheirTensor:
-    return TheirTensor(f"{theirs}.weight", ours, shape, (ALL,), shape)
+def _matrix(ours: str, hf_name: str, shape: tuple[int, int]) -> TheirTensor:
+    return TheirTensor(f"{hf_name}.weight", ours, shape, (ALL,), shape)
 
 
-def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TheirTensor]:
+def _attention(model: ModelConfig, ours: str, hf_name: str) -> Iterator[TheirTensor]:
     groups, size, hidden = model.query_groups, model.head_size, model.hidden
     queries = model.heads // groups
     layout = (groups, queries + 2, size, hidden)
@@ -120,54 +120,54 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TheirTens
     ]
     for name, index, heads in parts:
         shape = (heads * size, hidden)
-        yield TheirTensor(f"{theirs}{name}.weight", ours + "qkv", layout, index, shape)
+        yield TheirTensor(f"{hf_name}{name}.weight", ours + "qkv", layout, index, shape)
     for name, index, heads in parts if model.attention_bias != "none" else ():
-        bias, flat = f"{theirs}{name}.bias", (heads * size,)
+        bias, flat = f"{hf_name}{name}.bias", (heads * size,)
         yield TheirTensor(bias, ours + "qkv_bias", layout[:-1], index, flat)
     if model.qk_norm:
         for name in ("q_norm", "k_norm"):
-            yield _gain(ours + name, f"{theirs}{name}.weight", size)
-    yield _matrix(ours + "o", theirs + "o_proj", (hidden, model.heads * size))
+            yield _gain(ours + name, f"{hf_name}{name}.weight", size)
+    yield _matrix(ours + "o", hf_name + "o_proj", (hidden, model.heads * size))
     if model.attention_bias == "all":
-        yield _gain(ours + "o_bias", theirs + "o_proj.bias", hidden)
+        yield _gain(ours + "o_bias", hf_name + "o_proj.bias", hidden)
 
 
 def _latent(
-    model: ModelConfig, latent: LatentConfig, ours: str, theirs: str
+    model: ModelConfig, latent: LatentConfig, ours: str, hf_name: str
 ) -> Iterator[TheirTensor]:
     hidden, heads = model.hidden, model.heads
     rows = heads * model.head_size
     if latent.query_rank is None:
-        yield _matrix(ours + "q", theirs + "q_proj", (rows, hidden))
+        yield _matrix(ours + "q", hf_name + "q_proj", (rows, hidden))
     else:
-        yield _matrix(ours + "q_a", theirs + "q_a_proj", (latent.query_rank, hidden))
-        yield _gain(ours + "q_a_norm", theirs + "q_a_layernorm.weight", latent.query_rank)
-        yield _matrix(ours + "q_b", theirs + "q_b_proj", (rows, latent.query_rank))
+        yield _matrix(ours + "q_a", hf_name + "q_a_proj", (latent.query_rank, hidden))
+        yield _gain(ours + "q_a_norm", hf_name + "q_a_layernorm.weight", latent.query_rank)
+        yield _matrix(ours + "q_b", hf_name + "q_b_proj", (rows, latent.query_rank))
     shape = (latent.kv_rank + latent.rope_head_dim, hidden)
-    yield _matrix(ours + "kv_a", theirs + "kv_a_proj_with_mqa", shape)
-    yield _gain(ours + "kv_a_norm", theirs + "kv_a_layernorm.weight", latent.kv_rank)
+    yield _matrix(ours + "kv_a", hf_name + "kv_a_proj_with_mqa", shape)
+    yield _gain(ours + "kv_a_norm", hf_name + "kv_a_layernorm.weight", latent.kv_rank)
     both = heads * (latent.nope_head_dim + latent.value_head_dim)
-    yield _matrix(ours + "kv_b", theirs + "kv_b_proj", (both, latent.kv_rank))
-    yield _matrix(ours + "o", theirs + "o_proj", (hidden, heads * latent.value_head_dim))
+    yield _matrix(ours + "kv_b", hf_name + "kv_b_proj", (both, latent.kv_rank))
+    yield _matrix(ours + "o", hf_name + "o_proj", (hidden, heads * latent.value_head_dim))
 
 
-def _gated(ours: str, theirs: str, hidden: int, ffn: int) -> Iterator[TheirTensor]:
+def _gated(ours: str, hf_name: str, hidden: int, ffn: int) -> Iterator[TheirTensor]:
     for i, name in enumerate(("gate_proj", "up_proj")):
         layout, shape = (2, ffn, hidden), (ffn, hidden)
-        yield TheirTensor(f"{theirs}{name}.weight", ours + "gate_up", layout, (i,), shape)
-    yield _matrix(ours + "down", theirs + "down_proj", (hidden, ffn))
+        yield TheirTensor(f"{hf_name}{name}.weight", ours + "gate_up", layout, (i,), shape)
+    yield _matrix(ours + "down", hf_name + "down_proj", (hidden, ffn))
 
 
-def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, theirs: str) -> Iterator[TheirTensor]:
+def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, hf_name: str) -> Iterator[TheirTensor]:
     """Yield a layer's experts one by one: transformers 4 reads nothing else, and 5 reads both."""
     hidden = model.hidden
-    yield _matrix(ours + "router", theirs + "gate", (moe.experts, hidden))
+    yield _matrix(ours + "router", hf_name + "gate", (moe.experts, hidden))
     if moe.score == "sigmoid":  # the classes with such scores have the bias
-        bias = f"{theirs}gate{SCORE_BIAS}"
+        bias = f"{hf_name}gate{SCORE_BIAS}"
         yield _gain(ours + "router.expert_bias", bias, moe.experts)
     if moe.shared_experts:
         shared = moe.shared_experts * moe.expert_ffn
-        yield from _gated(ours + "shared.", theirs + "shared_experts.", hidden, shared)
+        yield from _gated(ours + "shared.", hf_name + "shared_experts.", hidden, shared)
     for expert in range(moe.experts):
         place = f"experts.{expert}."
-        yield from _gated(ours + place, theirs + place, hidden, moe.expert_ffn)
+        yield from _gated(ours + place, hf_name + place, hidden, moe.expert_ffn)

@@ -195,42 +195,43 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, Part]) -> None:
         and key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
         and not (key.startswith("optimizer/") and key.endswith(UNREAD))
     }
-    wanted = {part.key: part for part in state.values()}
-    layers = found_by_any(key for key in wanted if key.startswith("pc/"))
+    parts = {part.key: part for part in state.values()}
+    layers = found_by_any(key for key in parts if key.startswith("pc/"))
     _raise_together(_other_layers(stored, layers), prefix)
-    _raise_together(_misfits(stored, wanted), prefix)
+    _raise_together(_misfits(stored, parts), prefix)
     firsts = sum(not any(part.offset) and part.written for part in state.values())
     # Names are gathered only if their number shows that the checkpoint has too many.
     if sum(from_all(firsts)) != len(stored):
-        known = set(found_by_any(wanted))
-        _raise_together([f"the model has no {key}" for key in stored if key not in known], prefix)
+        names = set(found_by_any(parts))
+        _raise_together([f"the model has no {key}" for key in stored if key not in names], prefix)
 
 
-def _other_layers(stored: Iterable[str], wanted: Iterable[str]) -> list[str]:
+def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
     """A sentence if checkpoint and model do not have the same PC layers."""
-    there = {key.split("/")[1] for key in stored if key.startswith("pc/")}
-    here = {key.split("/")[1] for key in wanted}
-    if there == here:
+    saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
+    model_layers = {key.split("/")[1] for key in keys}
+    if saved_layers == model_layers:
         return []
-    one = min(there ^ here)
+    one = min(saved_layers ^ model_layers)
+    side = "checkpoint" if one in saved_layers else "model"
     return [
-        f"it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is only "
-        f"in the {'checkpoint' if one in there else 'model'}: pc.blocks must be as it was"
+        f"it has {len(saved_layers)} PC layers and the model {len(model_layers)}; {one}, for one, "
+        f"is only in the {side}: pc.blocks must be as it was"
     ]
 
 
 def _misfits(
-    stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Part]
+    stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, Part]
 ) -> Iterator[str]:
     """Yield a sentence for each wanted tensor that is missing or stored in another form."""
-    for key, part in wanted.items():
-        found = stored.get(key)
-        if found is None:
+    for key, part in parts.items():
+        tensor = stored.get(key)
+        if tensor is None:
             yield f"{key} is missing"
-        elif tuple(found.size) != part.shape:
-            yield f"{key} has shape {tuple(found.size)}, the model's has {part.shape}"
-        elif found.properties.dtype != part.value.dtype:
-            yield f"{key} has dtype {found.properties.dtype}, the model's has {part.value.dtype}"
+        elif tuple(tensor.size) != part.shape:
+            yield f"{key} has shape {tuple(tensor.size)}, the model's has {part.shape}"
+        elif tensor.properties.dtype != part.value.dtype:
+            yield f"{key} has dtype {tensor.properties.dtype}, the model's has {part.value.dtype}"
 
 
 def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
@@ -241,18 +242,18 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     if len(axes) == 1:
         return [(range(start, stop),)]
     inner, rest = prod(axes[1:]), axes[1:]
-    found: list[Box] = []
+    result: list[Box] = []
     while start < stop:
         row, column = divmod(start, inner)
         if column == 0 and stop - start >= inner:
             rows = (stop - start) // inner
-            found.append((span_of(row, rows), *map(range, rest)))
+            result.append((span_of(row, rows), *map(range, rest)))
             start += rows * inner
         else:
             end = min(stop - row * inner, inner)
-            found += [(span_of(row, 1), *box) for box in boxes(column, end, rest)]
+            result += [(span_of(row, 1), *box) for box in boxes(column, end, rest)]
             start = row * inner + end
-    return found
+    return result
 
 
 def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[Part]:
@@ -349,9 +350,9 @@ def _set_counters(domain: DomainOptimizer, state: Mapping[str, Part]) -> Iterato
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):
         new = state[part_name(key, [0])].value
-        other, known = loaded.setdefault(id(value), (key, new))
-        if not torch.equal(known, new):
-            yield f"{key} is {new.item()}, but {other} is {known.item()}"
+        first_key, first_value = loaded.setdefault(id(value), (key, new))
+        if not torch.equal(first_value, new):
+            yield f"{key} is {new.item()}, but {first_key} is {first_value.item()}"
         value.copy_(new)
 
 
@@ -380,7 +381,7 @@ def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Re
 
 def _raise_together(problems: Iterable[str], prefix: str = "") -> None:
     """Raise StateError on every rank if any rank has problems; `prefix` begins what is said."""
-    found = found_by_any(islice(problems, SHOWN_PROBLEMS + 1))
-    if found:
-        more = "; and more" if len(found) > SHOWN_PROBLEMS else ""
-        raise StateError(f"{prefix}{'; '.join(found[:SHOWN_PROBLEMS])}{more}")
+    all_problems = found_by_any(islice(problems, SHOWN_PROBLEMS + 1))
+    if all_problems:
+        more = "; and more" if len(all_problems) > SHOWN_PROBLEMS else ""
+        raise StateError(f"{prefix}{'; '.join(all_problems[:SHOWN_PROBLEMS])}{more}")

@@ -211,10 +211,10 @@ class Agreement:
         That one began a step ago, so nobody waits for it.
         """
         before = self._collect()
-        own = torch.tensor(list(figures), dtype=torch.int64)
+        local = torch.tensor(list(figures), dtype=torch.int64)
         with named("agreement of all ranks"):
-            work = dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self._under_way = Pending("agreement of all ranks", work), own
+            work = dist.all_reduce(local, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._under_way = Pending("agreement of all ranks", work), local
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
@@ -229,8 +229,8 @@ class Agreement:
 
     def gather(self, figures: Sequence[float]) -> Tensor:
         """Every rank's figures, float64 `[ranks, figures]`."""
-        own = torch.tensor(list(figures), dtype=torch.float64)
-        return torch.stack(gather(own, self.group, "figures of all ranks"))
+        local = torch.tensor(list(figures), dtype=torch.float64)
+        return torch.stack(gather(local, self.group, "figures of all ranks"))
 
     def _collect(self) -> list[int] | None:
         """Wait for the reduction under way and return its result, None without one."""
@@ -251,9 +251,9 @@ def disagreements(facts: Mapping[str, object]) -> list[str]:
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
         if len(set(from_all(digest))) == 1:
             return []
-        everyone = from_all((socket.gethostname(), dict(facts)))
-    hosts = [host for host, _ in everyone]
-    return list(differing([facts for _, facts in everyone], hosts))
+        facts_by_rank = from_all((socket.gethostname(), dict(facts)))
+    hosts = [host for host, _ in facts_by_rank]
+    return list(differing([facts for _, facts in facts_by_rank], hosts))
 
 
 def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> Iterator[str]:
@@ -261,16 +261,16 @@ def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> It
 
     `facts` and `hosts` have an entry per rank.
     """
-    for key in dict.fromkeys(key for each in facts for key in each):
-        values = [repr(each[key]) if key in each else "absent" for each in facts]
+    for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
+        values = [repr(rank_facts[key]) if key in rank_facts else "absent" for rank_facts in facts]
         ranks = grouped(range(len(facts)), values.__getitem__)
         if len(ranks) == 1:
             continue
-        usual = Counter({value: len(those) for value, those in ranks.items()}).most_common(1)[0][0]
+        usual = max(ranks, key=lambda value: len(ranks[value]))
         parts = [
-            f"{value} on {_named(those, hosts)}"
-            for value, those in ranks.items()
-            if value != usual or len(those) == 1
+            f"{value} on {_named(members, hosts)}"
+            for value, members in ranks.items()
+            if value != usual or len(members) == 1
         ]
         if len(ranks[usual]) > 1:
             parts.append(f"{usual} on the other {len(ranks[usual])}")

@@ -126,9 +126,9 @@ class ActivationWatch:
             for value in (size.square, size.number):
                 all_reduce_(value, stage, CommVolume(), "activations")
             all_reduce_(size.largest, stage, CommVolume(), "activations", MAX)
-            own = figures.setdefault(place, {})
-            own[f"{name}_rms"] = (size.square / size.number).sqrt().item()
-            own[f"{name}_absmax"] = size.largest.item()
+            layer = figures.setdefault(place, {})
+            layer[f"{name}_rms"] = (size.square / size.number).sqrt().item()
+            layer[f"{name}_absmax"] = size.largest.item()
         for place, value in self.logits.items():
             all_reduce_(value, stage, CommVolume(), "activations", MAX)
             figures.setdefault(place, {})["max_attention_logit"] = value.item()
