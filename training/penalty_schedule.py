@@ -40,7 +40,7 @@ class GramPenalty:
         self._active, measured = index < self.horizon, self.reports(index + 1)
         self._figures = None
         if self._active or measured:
-            self._figures = self.optimizer.add_penalty(acts=self._active, measured=measured)
+            self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
         """Return the metrics of the last step, of the weights before it; `loss` is its mean loss.

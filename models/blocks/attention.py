@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.blocks.document_attention import (
     VARYING,
+    DocumentRange,
     Documents,
-    Part,
     check_varying,
     varying_attention,
 )
@@ -80,7 +80,7 @@ class CoreAttention(torch.nn.Module):
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]` of the last s positions of t.
 
@@ -90,7 +90,7 @@ class CoreAttention(torch.nn.Module):
         """
         raise NotImplementedError
 
-    def largest_score(self, query: Tensor, key: Tensor, documents: Part | None) -> Tensor:
+    def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
         """Return the largest scaled score `[]` of `query` and `key`, as `attend` takes them, that
         the mask lets through."""
         return largest_causal_score(query, key, self.scale, documents=documents)
@@ -140,7 +140,7 @@ class CoreAttention(torch.nn.Module):
 
     def _parts(
         self, query: Tensor, length: int, documents: Documents | None
-    ) -> Iterator[tuple[Tensor, int, Part | None]]:
+    ) -> Iterator[tuple[Tensor, int, DocumentRange | None]]:
         """This context rank's chunks of the queries, where each ends in the sequence, and its
         documents."""
         assert self.context is not None
@@ -157,7 +157,7 @@ class SDPACoreAttention(CoreAttention):
     in memory."""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
         """Return the output of `causal_attention`."""
         return causal_attention(query, key, value, self.scale, documents)
@@ -177,7 +177,7 @@ class FlashCoreAttention(CoreAttention):
         self.function = flash_attention(kernel)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
 
@@ -197,7 +197,7 @@ class FlashCoreAttention(CoreAttention):
         return heads.transpose(0, 1).flatten(2)
 
 
-def whole(documents: Documents | None) -> Part | None:
+def whole(documents: Documents | None) -> DocumentRange | None:
     """Return the documents of whole sequences, which are one part."""
     return None if documents is None else documents.parts[0]
 
@@ -234,7 +234,7 @@ def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tup
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Part | None = None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: DocumentRange | None = None
 ) -> Tensor:
     """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
@@ -323,7 +323,7 @@ def largest_causal_score(
     key: Tensor,
     scale: float,
     window: int | None = None,
-    documents: Part | None = None,
+    documents: DocumentRange | None = None,
 ) -> Tensor:
     """Return the largest of the scores `[]` that attention takes the softmax of, float32 or wider.
 
@@ -362,7 +362,7 @@ def hidden_keys(
     return hidden if window is None else hidden | (key <= query - window)
 
 
-def other_documents(rows: slice, seen: slice, documents: Part) -> Tensor:
+def other_documents(rows: slice, seen: slice, documents: DocumentRange) -> Tensor:
     """Return where a key of a block is before the document of a query of it, `[b, rows, keys]`."""
     key = torch.arange(seen.start, seen.stop, device=documents.firsts.device)
     return key < documents.firsts[:, rows, None]

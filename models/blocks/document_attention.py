@@ -33,7 +33,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentRange:
     """The documents of a range of queries.
 
     firsts    place in the sequence of the first token of each query's document `[b, s]`
@@ -56,7 +56,7 @@ class Documents(PackedSeqParams):
     """
 
     positions: Tensor
-    parts: list[Part]
+    parts: list[DocumentRange]
 
 
 def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) -> Documents:
@@ -71,7 +71,7 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
     parts = []
     for chunk in context_chunks(length, **place):
         of_chunk = firsts[:, chunk.start : chunk.stop]
-        parts.append(Part(move(of_chunk), lengths_of(of_chunk, chunk, move)))
+        parts.append(DocumentRange(move(of_chunk), lengths_of(of_chunk, chunk, move)))
     return Documents(
         qkv_format="sbhd",
         max_seqlen_q=length,

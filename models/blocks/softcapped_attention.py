@@ -19,7 +19,7 @@ from models.blocks.attention import (
     score_blocks,
 )
 from models.blocks.decoder_model import softcap_
-from models.blocks.document_attention import Part
+from models.blocks.document_attention import DocumentRange
 
 
 class SoftcappedCoreAttention(CoreAttention):
@@ -36,14 +36,14 @@ class SoftcappedCoreAttention(CoreAttention):
         self.window = window
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Part | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
         """Return the output of `softcapped_attention`."""
         return softcapped_attention(
             query, key, value, self.scale, self.softcap, self.window, documents
         )
 
-    def largest_score(self, query: Tensor, key: Tensor, documents: Part | None) -> Tensor:
+    def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
         """Return the largest scaled score `[]` that the mask lets through, before it is capped."""
         return largest_causal_score(query, key, self.scale, self.window, documents)
 
@@ -55,7 +55,7 @@ def softcapped_attention(
     scale: float,
     cap: float | None = None,
     window: int | None = None,
-    documents: Part | None = None,
+    documents: DocumentRange | None = None,
 ) -> Tensor:
     """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
@@ -88,7 +88,7 @@ class _SoftcappedAttention(torch.autograd.Function):
         scale: float,
         cap: float | None,
         window: int | None,
-        documents: Part | None,
+        documents: DocumentRange | None,
     ) -> Tensor:
         (_, n, s, _), t = query.shape, key.shape[1]
         out = query.new_empty(*query.shape[:3], value.shape[-1])
@@ -140,7 +140,7 @@ def hidden_scores(
     seen: slice,
     offset: int,
     window: int | None,
-    documents: Part | None,
+    documents: DocumentRange | None,
 ) -> Tensor:
     """Return which scores `[batch, n, rows, keys]` of a block the mask hides, in a shape that fits
     them; the arguments are those of `hidden_keys` and `other_documents`."""

@@ -50,7 +50,7 @@ from spectral.division import Box, sizes_of, span_of
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """A box of a tensor, whose memory `value` is: it is saved from there, and loaded into it.
 
     key      name of the tensor in a checkpoint
@@ -138,7 +138,7 @@ def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
     return index, plain
 
 
-def _load(folder: str | Path, index: Metadata, state: Mapping[str, Part]) -> Iterator[str]:
+def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -> Iterator[str]:
     """Load this rank's part of the state; yield why it cannot be read."""
     try:
         Reader(folder, index).read_into({}, _PartPlanner(state))
@@ -149,7 +149,7 @@ def _load(folder: str | Path, index: Metadata, state: Mapping[str, Part]) -> Ite
 class _PartPlanner(DefaultLoadPlanner):
     """Loads the parts of a state in place."""
 
-    def __init__(self, state: Mapping[str, Part]) -> None:
+    def __init__(self, state: Mapping[str, StatePart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._state = state
 
@@ -167,7 +167,7 @@ class _PartPlanner(DefaultLoadPlanner):
         return self._state[part_name(index.fqn, index.offset)].value
 
 
-def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, Part]:
+def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
     """This rank's parts of the state by name; they alias it.
 
     Only counters are copies, because many units share one counter in memory.
@@ -183,7 +183,7 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict
     return {part.name: part for part in parts}
 
 
-def check_fits(prefix: str, index: Metadata, state: Mapping[str, Part]) -> None:
+def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> None:
     """Raise StateError on every rank unless the checkpoint has exactly the tensors wanted.
 
     Wanted are those of all ranks' `state` together; `prefix` begins what is said.
@@ -221,7 +221,7 @@ def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 
 def _misfits(
-    stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, Part]
+    stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, StatePart]
 ) -> Iterator[str]:
     """Yield a sentence for each wanted tensor that is missing or stored in another form."""
     for key, part in parts.items():
@@ -256,7 +256,7 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     return result
 
 
-def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[Part]:
+def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[StatePart]:
     """The boxes of a span of a unit's local piece, whose elements are `flat` `[span.length]`."""
     axes, cut, position = unit.local_axes(tensor.size), unit.shard_axis, 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
@@ -266,16 +266,16 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
             offset[cut] += tensor.rank * axes[cut]
         value = flat.narrow(0, position, prod(sizes)).view(sizes)
         written = not unit.is_copy and (not unit.replicated or tensor.rank == 0)
-        yield Part(key, value, unit.axes, tuple(offset), written)
+        yield StatePart(key, value, unit.axes, tuple(offset), written)
         position += value.numel()
 
 
-def _whole(key: str, value: Tensor, written: bool = True) -> Part:
+def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
     """A tensor that one rank holds whole."""
-    return Part(key, value, tuple(value.shape), (0,) * value.dim(), written)
+    return StatePart(key, value, tuple(value.shape), (0,) * value.dim(), written)
 
 
-def _weights(domain: DomainOptimizer) -> Iterator[Part]:
+def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
     """This rank's part of the weights of a domain, PC layers left out."""
     part = domain.model
     for unit, span, start in _shard_spans(part):
@@ -284,7 +284,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[Part]:
             yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
 
 
-def _elementwise(domain: DomainOptimizer) -> Iterator[Part]:
+def _elementwise(domain: DomainOptimizer) -> Iterator[StatePart]:
     """This rank's part of the state that has the shape of the units."""
     for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
@@ -294,13 +294,13 @@ def _elementwise(domain: DomainOptimizer) -> Iterator[Part]:
                 yield from _pieces(key, unit, span, flat, domain.domain.tensor)
 
 
-def _buffers(model: ParallelModel) -> Iterator[Part]:
+def _buffers(model: ParallelModel) -> Iterator[StatePart]:
     written = model.domains[0].domain.stage.rank == 0
     for name, value in named_buffers(model.chunks, model.parameters):
         yield _whole(f"buffer/{name}", value, written)
 
 
-def _in_graph(model: ParallelModel) -> Iterator[Part]:
+def _in_graph(model: ParallelModel) -> Iterator[StatePart]:
     """State of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
     for effective in model.in_graph:
         for i, unit in enumerate(effective.units):
@@ -312,7 +312,7 @@ def _in_graph(model: ParallelModel) -> Iterator[Part]:
                 yield _whole(f"weight/{unit.name}.gamma", effective.gamma[i : i + 1], written)
 
 
-def _matrices(domain: DomainOptimizer) -> Iterator[Part]:
+def _matrices(domain: DomainOptimizer) -> Iterator[StatePart]:
     """State of the matrices that this rank owns."""
     for stack in domain.stacks:
         for key, transfer, value in stack.saved():
@@ -327,7 +327,7 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
                 yield f"optimizer/{unit.name}/{name}", unit, span, value
 
 
-def _counters(domain: DomainOptimizer) -> Iterator[Part]:
+def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
     """Counters of the units that this rank holds a part of.
 
     The rank with a unit's first element saves its counters.
@@ -341,7 +341,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[Part]:
             yield _whole(key, value.clone(), not copy and span.piece_start == 0)
 
 
-def _set_counters(domain: DomainOptimizer, state: Mapping[str, Part]) -> Iterator[str]:
+def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
     """Set the counters of every region to those loaded for its units.
 
     Yields a sentence for each unit whose counter differs from that of the other units of its

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from parallel.checkpoint.safe_index import PLAIN_FILE
-from parallel.checkpoint.state import SCHEMA, Part, part_name, sharded_state
+from parallel.checkpoint.state import SCHEMA, StatePart, part_name, sharded_state
 from parallel.comm.collectives import named, on_first
 from parallel.error_text import described
 from parallel.model import ParallelModel
@@ -61,7 +61,7 @@ class StatePlanner(DefaultSavePlanner):
         self._items: list[WriteItem] | None = None
         self._copies: dict[str, Tensor] = {}
 
-    def stage(self, state: Mapping[str, Part]) -> SavePlan:
+    def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
         """Copy the tensors that this rank writes to host memory, and return the plan to write them.
 
         All ranks call it together, with the same tensors in `state` every time.
@@ -76,7 +76,7 @@ class StatePlanner(DefaultSavePlanner):
             torch.cuda.synchronize()
         return SavePlan(self._items)
 
-    def _make(self, state: Mapping[str, Part]) -> None:
+    def _make(self, state: Mapping[str, StatePart]) -> None:
         written = {name: part for name, part in state.items() if part.written}
         self._items = [_item(part) for part in written.values()]
         self._copies = {name: host_buffer(part.value) for name, part in written.items()}
@@ -90,7 +90,7 @@ class StatePlanner(DefaultSavePlanner):
         return self._copies[part_name(write_item.index.fqn, write_item.index.offset)]
 
 
-def _item(part: Part) -> WriteItem:
+def _item(part: StatePart) -> WriteItem:
     return WriteItem(
         MetadataIndex(part.key, part.chunk.offsets),
         WriteItemType.SHARD,

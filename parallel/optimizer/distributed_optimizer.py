@@ -40,12 +40,12 @@ class GradientNorm:
 
     total         norm of the whole gradient
     coefficient   factor that the clipped gradients were multiplied by
-    usable        whether the norm is finite and all ranks allow the step, a bool
+    active        whether the norm is finite and all ranks allow the step, a bool
     """
 
     total: Tensor
     coefficient: Tensor
-    usable: Tensor
+    active: Tensor
 
 
 class DistributedOptimizer:
@@ -86,53 +86,55 @@ class DistributedOptimizer:
         return [region for domain in self.domains for region in domain.regions]
 
     @torch.no_grad()
-    def add_penalty(self, *, acts: bool, measured: bool) -> PenaltyFigures | None:
-        """Add the Gram penalty's gradient to that of the loss if it `acts`.
+    def add_penalty(self, *, enabled: bool, measured: bool) -> PenaltyFigures | None:
+        """Add the Gram penalty's gradient to that of the loss if it is `enabled`.
 
         Call it once per step, after backward and before `clip`. Returns the penalty's figures if
         `measured`, for which it waits for all ranks and for the device.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
-        parts = [group.penalised.add_(acts=acts, measured=measured) for group in groups]
-        known = [sums for sums in parts if sums is not None]
-        if not known:
+        parts = [group.penalised.add_(enabled=enabled, measured=measured) for group in groups]
+        sums = [figures for figures in parts if figures is not None]
+        if not sums:
             return None
-        sums = torch.stack(known).sum(0)
-        return PenaltyFigures.of(all_reduce_(sums, None, self.model.comm_volume, "penalty figures"))
+        total = torch.stack(sums).sum(0)
+        return PenaltyFigures.of(
+            all_reduce_(total, None, self.model.comm_volume, "penalty figures")
+        )
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None, allowed: Tensor | None = None) -> GradientNorm:
+    def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
         """Scale the gradients in place to at most `max_norm` and return their norm before that.
 
-        `max_norm` None only measures. `allowed`, a 0-d bool, is whether this rank allows a step; a
+        `max_norm` None only measures. `sound`, a 0-d bool, is whether this rank may step; a
         step is taken by all ranks or by none, whatever has happened to the copy of one.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
         square = torch.zeros((), dtype=dtype, device=some.device)
-        refusals = torch.zeros_like(square) if allowed is None else (~allowed).to(dtype)
+        refusals = torch.zeros_like(square) if sound is None else (~sound).to(dtype)
         gradients = list(self._gradients())
-        counted_here = [gradient for counted, gradient in gradients if counted]
-        if counted_here:
-            square += torch.stack(torch._foreach_norm(counted_here, dtype=dtype)).square().sum()
+        measured = [gradient for in_norm, gradient in gradients if in_norm]
+        if measured:
+            square += torch.stack(torch._foreach_norm(measured, dtype=dtype)).square().sum()
         sums = torch.stack([square, refusals])
         all_reduce_(sums, None, self.model.comm_volume, "gradient norm")
         total = sums[0].sqrt()
-        usable = (sums[1] == 0) & (total < math.inf)  # not NaN either
+        active = (sums[1] == 0) & (total < math.inf)  # not NaN either
         if max_norm is None:
-            return GradientNorm(total, torch.ones_like(total), usable)
+            return GradientNorm(total, torch.ones_like(total), active)
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if gradients:
             torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
-        return GradientNorm(total, coefficient, usable)
+        return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
         """Every gradient that this rank steps, and whether this rank counts it in the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
-                yield region.counted, region.of(shards)
+                yield region.in_norm, region.of(shards)
             for units in domain.materialized:
                 for stack, gradients in units.gradients():
                     yield from ((True, gradient) for gradient in gradients)
@@ -290,17 +292,17 @@ class Update:
         self.max_norm = max_norm
         self.device = optimizer.domains[0].buffers.master.device
 
-    def __call__(self, factor: float | Tensor, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
+    def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
         """Clip and step; returns the norm before clipping and a 0-d bool, whether it stepped.
 
-        `factor` multiplies every unit's peak learning rate. Nothing changes unless `allowed`, 0-d
+        `factor` multiplies every unit's peak learning rate. Nothing changes unless `sound`, 0-d
         bool, is True on all ranks and the norm is finite.
         """
         if not isinstance(factor, Tensor):  # in float32, so that a recorded step has equal rates
             factor = torch.full((), factor, device=self.device)
-        norm = self.optimizer.clip(self.max_norm, allowed)
-        self.optimizer.step(factor, norm.usable)
-        return norm, norm.usable
+        norm = self.optimizer.clip(self.max_norm, sound)
+        self.optimizer.step(factor, norm.active)
+        return norm, norm.active
 
     def release(self) -> None:
         """Free what the process groups must outlive."""
@@ -315,15 +317,15 @@ class CapturedUpdate(Update):
         super().__init__(optimizer, max_norm=max_norm)
         # Written in place before each call, so that a recorded step reads the new values.
         self.factor = torch.ones((), device=self.device)
-        self.allowed = torch.ones((), dtype=torch.bool, device=self.device)
+        self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self._captured = CapturedCall(self._run, self.device)
         self._done: tuple[GradientNorm, Tensor] | None = None
         self._sent = CommVolume()  # by the recorded call, so by every replay
 
-    def __call__(self, factor: float | Tensor, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
+    def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
         """Clip and step as `Update` does."""
         self.factor.fill_(factor)
-        self.allowed.copy_(allowed)
+        self.sound.copy_(sound)
         comm_volume = self.optimizer.model.comm_volume
         before = comm_volume.copy()
         if self._captured():
@@ -333,14 +335,14 @@ class CapturedUpdate(Update):
         assert self._done is not None
         norm, active = self._done  # the next replay writes where this one did
         copied = GradientNorm(norm.total.clone(), norm.coefficient.clone(), active.clone())
-        return copied, copied.usable
+        return copied, copied.active
 
     def release(self) -> None:
         """Free the graph; must be called before the process groups that it uses are destroyed."""
         self._captured.release()
 
     def _run(self) -> None:
-        self._done = super().__call__(self.factor, self.allowed)
+        self._done = super().__call__(self.factor, self.sound)
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:

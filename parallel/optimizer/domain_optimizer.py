@@ -40,7 +40,7 @@ class Region:
     """A contiguous range of this rank's shard of a bucket whose elements share one assignment.
 
     start     within the shard
-    counted   whether this rank counts it in the gradient norm, where each element counts once
+    in_norm   whether this rank counts it in the gradient norm, where each element counts once
     state     elementwise state of the rule, `[1, length]` each
     report    figures of the last step of an elementwise rule, `[1]` each
     """
@@ -49,7 +49,7 @@ class Region:
     start: int
     length: int
     assigned: Assignment
-    counted: bool
+    in_norm: bool
     state: State
     report: Report = field(default_factory=dict)
 
@@ -281,14 +281,14 @@ class DomainOptimizer:
         rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
         first = rank * shard.numel()
         bucket_layout = self.buffers.bucket_layout
-        parts = [
+        spans = [
             (span.start - first, span.length, self.assign(unit), self._counts(unit))
             for unit in self.model.units
             if bucket_layout.slots[unit.parameter][0].index == bucket
             if self.assign(unit).pc is None
             for span in bucket_layout.shard_spans(unit, rank)
         ]
-        for start, length, assigned, counted in joined(parts):
+        for start, length, assigned, in_norm in joined(spans):
             weight = shard.narrow(0, start, length)[None]
             rule = assigned.rule
             if rule.whole_matrix:
@@ -298,7 +298,7 @@ class DomainOptimizer:
                 }
             else:
                 state = rule.init_state(weight)
-            yield Region(bucket, start, length, assigned, counted, state)
+            yield Region(bucket, start, length, assigned, in_norm, state)
 
     def _counts(self, unit: Unit) -> bool:
         """Whether this rank counts its part of a unit, of which other ranks may hold copies."""
@@ -323,15 +323,15 @@ def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None
     add_all_(zip(kept, updates, strict=True))
 
 
-Part = tuple[int, int, Assignment, bool]
-"""`(start, length, assignment, counted)` of a contiguous range of a shard."""
+AssignedSpan = tuple[int, int, Assignment, bool]
+"""`(start, length, assignment, in_norm)` of a span of a shard."""
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Sort `parts` by start and join neighbours that touch and are treated the same."""
-    result: list[Part] = []
-    for start, length, assigned, counted in sorted(parts, key=lambda part: part[0]):
-        kind = assigned, counted
+def joined(spans: Sequence[AssignedSpan]) -> list[AssignedSpan]:
+    """Sort `spans` by start and join neighbours that touch and are treated the same."""
+    result: list[AssignedSpan] = []
+    for start, length, assigned, in_norm in sorted(spans, key=lambda span: span[0]):
+        kind = assigned, in_norm
         if result and result[-1][0] + result[-1][1] == start and result[-1][2:] == kind:
             start, length = result[-1][0], result.pop()[1] + length
         result.append((start, length, *kind))

@@ -102,8 +102,8 @@ class PenalisedUnits:
         ]
         self.stacks = grouped(owned, lambda t: (assign(t.unit).penalty, t.unit.shape))
 
-    def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
-        """Add the penalty's gradient to the gradient shards if it `acts`.
+    def add_(self, *, enabled: bool, measured: bool) -> Tensor | None:
+        """Add the penalty's gradient to the gradient shards if it is `enabled`.
 
         All ranks of the stage call it together. Returns this rank's sums `[SUMS]` for
         `PenaltyFigures` if `measured`, else None.
@@ -123,7 +123,7 @@ class PenalisedUnits:
         for (penalty, _), stack in self.stacks.items():
             if penalty is not None:
                 sums[:4] += self._penalise(penalty, stack, weights, gradients, measured=measured)
-        if acts:
+        if enabled:
             self.exchange.scatter(gradients.pieces, shards, shards[0], add=True)
         return sums if measured else None
 

@@ -245,7 +245,7 @@ def units_after(
             parallel.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
         parallel.finish_gradients()
         if "penalised" in assigned:
-            figures = optimizer.add_penalty(acts=True, measured=step == steps - 1)
+            figures = optimizer.add_penalty(enabled=True, measured=step == steps - 1)
             if figures is not None:
                 extra["penalty"] = torch.tensor(astuple(figures), dtype=torch.float64)
         if refused:

@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from models.blocks.attention import causal_attention
-from models.blocks.document_attention import Part, lengths_of
+from models.blocks.document_attention import DocumentRange, lengths_of
 
 LENGTH, CHUNK = 512, 128
 DOCUMENTS = [[1, 200, 63, 248], [512], [1] * 512]
 """Tokens of the documents of each sequence."""
 
 
-def outputs_and_gradients(inputs: list[Tensor], documents: Part) -> list[Tensor]:
+def outputs_and_gradients(inputs: list[Tensor], documents: DocumentRange) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = causal_attention(*leaves, 0.2, documents)
     out.square().sum().backward()
@@ -31,7 +31,7 @@ def test_documents_see_themselves_alone(begin: int, groups: int, value_size: int
     ]
     firsts = torch.stack(rows)
     chunk = range(begin, LENGTH)
-    documents = Part(firsts.cuda(), lengths_of(firsts, chunk, Tensor.cuda))
+    documents = DocumentRange(firsts.cuda(), lengths_of(firsts, chunk, Tensor.cuda))
     shapes = [
         (len(chunk), len(DOCUMENTS), 8, 64),
         (LENGTH, len(DOCUMENTS), groups, 64),

@@ -16,7 +16,7 @@ from models.blocks.attention import (
     causal_attention,
     largest_causal_score,
 )
-from models.blocks.document_attention import Part, lengths_of, varying_attention
+from models.blocks.document_attention import DocumentRange, lengths_of, varying_attention
 from models.blocks.softcapped_attention import softcapped_attention
 from parallel.comm.groups import Groups
 from tests.live_bytes import peak_bytes
@@ -49,14 +49,14 @@ DOCUMENTS = [[3, 1, 5, 11], [20]]
 """Tokens of the documents of the two sequences."""
 
 
-def documents(s: int, t: int) -> Part:
+def documents(s: int, t: int) -> DocumentRange:
     """The documents of the last s positions of sequences of t, as of the last rank's chunk."""
     rows = []
     for lengths in DOCUMENTS:
         begins = [sum(lengths[:i]) for i in range(len(lengths))]
         rows.append(torch.tensor(begins).repeat_interleave(torch.tensor(lengths))[:t])
     firsts = torch.stack(rows)[:, t - s :]
-    return Part(firsts, lengths_of(firsts, range(t - s, t), Tensor.clone))
+    return DocumentRange(firsts, lengths_of(firsts, range(t - s, t), Tensor.clone))
 
 
 def same_document(s: int, t: int) -> Tensor:
@@ -79,7 +79,7 @@ def reference(
     scale: float,
     cap: float | None,
     window: int | None,
-    apart: Part | None = None,
+    apart: DocumentRange | None = None,
 ) -> Tensor:
     """The definition: scores of every pair, capped, masked, their softmax, values."""
     found = scores(query, key, scale)

@@ -182,7 +182,7 @@ def test_the_penalty_is_that_of_the_gram_papers_matrices(
     for _, role, weight in matrices(config, trainer):
         if role in ("v", "o", "down"):
             expected += penalty_by_definition(weight).item()
-    figures = trainer.optimizer.add_penalty(acts=True, measured=True)
+    figures = trainer.optimizer.add_penalty(enabled=True, measured=True)
     assert figures is not None
     # Sums of squares in float32.
     assert figures.value == pytest.approx(penalty.coefficient * expected, rel=1e-5)

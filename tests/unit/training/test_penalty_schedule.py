@@ -34,8 +34,8 @@ def test_its_gradient_is_added_once(world, power, side, name):
     for unit in model.units:
         model.gradient(unit).copy_(torch.randn_like(model.gradient(unit)))
         before[unit.name] = model.gradient(unit).clone().reshape(unit.shape)
-    optimizer.add_penalty(acts=False, measured=True)
-    figures = optimizer.add_penalty(acts=True, measured=True)
+    optimizer.add_penalty(enabled=False, measured=True)
+    figures = optimizer.add_penalty(enabled=True, measured=True)
     value, squares, loss_squares = 0.0, 0.0, 0.0
     for unit in model.units:
         added = model.gradient(unit).reshape(unit.shape) - before[unit.name]
@@ -62,7 +62,7 @@ def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule, pr
     trainer = build_trainer(config, world, *build_data(config))
     model = trainer.model
     model.zero_gradients()
-    trainer.optimizer.add_penalty(acts=True, measured=False)
+    trainer.optimizer.add_penalty(enabled=True, measured=False)
     for unit in (u for u in model.units if u.role in ROLES):
         weight = local(model, unit).clone().double().requires_grad_()
         (wanted,) = torch.autograd.grad(0.5 * penalty_by_definition(weight), weight)
