@@ -32,7 +32,6 @@ from .parameter_split import ParameterSplit, check_name
 from .parameter_state import (
     MASTER,
     Kind,
-    Member,
     check_entries,
     check_kinds,
     complete_numbers,
@@ -46,7 +45,7 @@ from .parameter_state import (
     loaded,
     members_of,
     rule_of,
-    saved_problem,
+    saved_problems,
 )
 from .parameter_units import ParameterUnits
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
@@ -183,51 +182,53 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with all fields of its rule and initialise its state."""
-        name = param_group.get("rule", self.defaults["rule"])
-        given = dict(param_group)
-        rename_(name, given)
-        check_options(name, given, foreign=True)
-        params = given["params"]
-        if not isinstance(params, set):  # which torch refuses
-            given["params"] = [params] if isinstance(params, Tensor) else list(params)
-        self._check_names(given)
-        own = fields_of(name, exact=_are_float64(given["params"]))
-        rate: Any = rate_of(name)
-        if isinstance(self.defaults["lr"], Tensor):
-            rate = torch.full_like(self.defaults["lr"], rate)
-        decay = self.defaults["weight_decay"]
-        common = {"rule": name, "lr": rate, "weight_decay": decay, "units": None}
-        inherited = self._chosen if name == self.defaults["rule"] else {}
-        group = {**own, **common, **inherited, **given}
-        _check_rates(group, least=0.0)
+        group, defaults = self._completed(param_group), self.defaults
         rule, division = rule_of(group), Division.of(group["units"])
         decay = group["weight_decay"]
         problem = None if isinstance(decay, Tensor) else decay_problem(rule, decay)
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
-        known = {*self.state}
+        stepped = {*self.state}
+        foreign = defaults.keys() - group.keys()  # torch adds these, which are of another rule
         super().add_param_group(group)
-        for key in self.defaults.keys() - own.keys() - common.keys() - given.keys():
+        for key in foreign:
             group.pop(key, None)
         try:
-            for i, parameter in enumerate(group["params"]):
-                name = group["param_names"][i] if "param_names" in group else ""
-                _check_parameter(rule, division, parameter, name)
-                if rule.whole_matrix and group["units"] is None:
-                    check_name(name)
+            _check_parameters(group, rule, division)
             check_entries([group], self.state)
             self._initialise(group)
         except (ValueError, TypeError):
             for parameter in self.param_groups.pop()["params"]:
-                if parameter not in known:
+                if parameter not in stepped:
                     self.state.pop(parameter, None)
             raise
         self._kinds |= dict.fromkeys(group["params"], (group["rule"], division))
 
-    def _check_names(self, given: Mapping[str, Any]) -> None:
+    def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with all fields of its rule; raises as `SpectralOptimizer` does."""
+        name = param_group.get("rule", self.defaults["rule"])
+        settings = dict(param_group)
+        rename_(name, settings)
+        check_options(name, settings, foreign=True)
+        params = settings["params"]
+        if not isinstance(params, set):  # which torch refuses
+            settings["params"] = [params] if isinstance(params, Tensor) else list(params)
+        self._check_names(settings)
+        rate: Any = rate_of(name)
+        if isinstance(self.defaults["lr"], Tensor):
+            rate = torch.full_like(self.defaults["lr"], rate)
+        decay = self.defaults["weight_decay"]
+        common = {"rule": name, "lr": rate, "weight_decay": decay, "units": None}
+        chosen = self._chosen if name == self.defaults["rule"] else {}
+        fields = fields_of(name, exact=_are_float64(settings["params"]))
+        group = {**fields, **common, **chosen, **settings}
+        _check_rates(group, least=0.0)
+        return group
+
+    def _check_names(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError unless all groups name their parameters, or none does."""
-        named = "param_names" in given or any(isinstance(p, tuple) for p in given["params"])
-        if all(named is ("param_names" in group) for group in self.param_groups):
+        named = "param_names" in group or any(isinstance(p, tuple) for p in group["params"])
+        if all(named is ("param_names" in other) for other in self.param_groups):
             return
         if named:
             raise ValueError(
@@ -248,13 +249,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _complete(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
         """Create the entries that states of a group's parameters lack, from the weights."""
-        names, lacking = entry_names(rule_of(group)), {}
-        for parameter in parameters:
-            if missing := [name for name in names if name not in self.state[parameter]]:
-                lacking[parameter] = missing
-        fresh = self._initial_states(group, [*lacking]) if lacking else {}
-        for parameter, missing in lacking.items():
-            self.state[parameter] |= {name: fresh[parameter][name] for name in missing}
+        names = {*entry_names(rule_of(group))}
+        incomplete = [p for p in parameters if not names <= self.state[p].keys()]
+        for parameter, state in self._initial_states(group, incomplete).items():
+            entries = self.state[parameter]
+            entries |= {name: x for name, x in state.items() if name not in entries}
 
     @ieee_products()
     def _initial_states(
@@ -263,20 +262,19 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Return the state with which parameters of a group begin, without masters."""
         rule, division = rule_of(group), Division.of(group["units"])
         shared = [p for p in parameters if self._is_shared(p, rule)]
-        alone = [p for p in parameters if not self._is_shared(p, rule)]
-        begun = {p: initial_state(rule, division, p, self._weight) for p in alone}
-        if shared:
-            from .sharded.matrices import SharedMatrices
-
+        states = {
+            p: initial_state(rule, division, p, self._weight)
+            for p in parameters
+            if not self._is_shared(p, rule)
+        }
+        matrices = self._shared_matrices([(p, rule, division) for p in shared])
+        if matrices is not None:
             weights = [self._weight(p) for p in shared]
-            members = [(p, rule, division) for p in shared]
-            matrices = SharedMatrices(self._matrix_ranks(shared), members)
-            for p, weight, state in zip(
-                shared, weights, matrices.initial_states(weights), strict=True
-            ):
+            entries = matrices.initial_states(weights)
+            for p, weight, state in zip(shared, weights, entries, strict=True):
                 zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
-                begun[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
-        return begun
+                states[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
+        return states
 
     def _weight(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of the weight that is stepped: the master, if there is one."""
@@ -285,18 +283,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
         """Whether the ranks that share a parameter step its matrices together."""
         return rule.whole_matrix and (is_dtensor(parameter) or self._replicas is not None)
-
-    def _matrix_ranks(self, parameters: Sequence[Tensor]) -> "RankGroup":
-        """Return the ranks that share matrices; raises ValueError if they are not one mesh."""
-        meshes = {p.device_mesh if is_dtensor(p) else None for p in parameters}
-        if len(meshes) > 1:
-            raise ValueError(
-                "matrices of one optimizer must lie on one device mesh, got "
-                f"{' and '.join(sorted(map(str, meshes)))}; make an optimizer for each"
-            )
-        ranks = self._all_ranks(parameters)
-        assert ranks is not None  # plain parameters are shared by replicas alone
-        return ranks
 
     def _share(self) -> Snapshot:
         """Bring state and owners up to date with the parameters, which may have been replaced.
@@ -320,43 +306,37 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._ranks = self._all_ranks(now.parameters)
         if before is None or before.forms != now.forms:
             self._matrices = None
-        shared = [m for m in members_of(self.param_groups) if self._is_shared(*m[:2])]
-        if self._matrices is None or not same(
-            [m.parameter for m in shared], [*self._matrices.index]
-        ):
+        shared = [m[:3] for m in members_of(self.param_groups) if self._is_shared(*m[:2])]
+        if self._matrices is None or not same([p for p, _, _ in shared], [*self._matrices.index]):
             self._matrices = self._shared_matrices(shared)
         self._kinds, self._snapshot = kinds, now
         return now
 
-    def _shared_matrices(self, members: Sequence[Member]) -> "SharedMatrices | None":
-        """Return the matrices that several ranks step together, None if there are none."""
+    def _shared_matrices(
+        self, members: Sequence[tuple[Tensor, Rule, Division]]
+    ) -> "SharedMatrices | None":
+        """Return the matrices that several ranks step together, None if there are none.
+
+        Raises ValueError for parameters on several meshes.
+        """
         if not members:
             return None
         from .sharded.matrices import SharedMatrices
+        from .sharded.ranks import check_one_mesh
 
-        ranks = self._matrix_ranks([member.parameter for member in members])
-        shared = [member[:3] for member in members]
-        return SharedMatrices(ranks, shared, exchange_dtype=self._exchange_dtype)
+        parameters = [parameter for parameter, _, _ in members]
+        check_one_mesh(parameters)
+        ranks = self._all_ranks(parameters)
+        assert ranks is not None  # plain parameters are shared by replicas alone
+        return SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
 
-    def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
+    def _all_ranks(self, parameters: Sequence[Tensor]) -> "RankGroup | None":
         """Return all ranks that share any parameter, None if there are none."""
-        meshes = [p.device_mesh for p in parameters if is_dtensor(p)]
-        if not meshes and self._replicas is None:
+        if self._replicas is None and not any(map(is_dtensor, parameters)):
             return None
-        from .sharded.ranks import RankGroup, group_of
+        from .sharded.ranks import ranks_of
 
-        if not meshes:
-            assert self._replicas is not None
-            return RankGroup(self._replicas)
-        largest = max(meshes, key=lambda mesh: mesh.size())
-        ranks = set(largest.mesh.flatten().tolist())
-        for mesh in meshes:
-            if not ranks.issuperset(mesh.mesh.flatten().tolist()):
-                raise ValueError(
-                    "device meshes of one optimizer must be parts of the largest, got "
-                    f"{mesh} beside {largest}"
-                )
-        return RankGroup(group_of(largest))
+        return ranks_of(parameters, self._replicas)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `torch.optim.Optimizer` does.
@@ -364,13 +344,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         What other programs keep under numbers, and tensors that are no parameters, is in the entry
         "foreign" of the state, as torch would take it for that of parameters.
         """
-        own = {*listed_in(self.param_groups, "params")}
+        parameters = {*listed_in(self.param_groups, "params")}
         state: dict[Any, Any] = self.state  # other programs have keys of any kind
         foreign = {
             key: value
             for key, value in state.items()
             if isinstance(key, Number)
-            or (isinstance(key, Tensor) and key not in own)
+            or (isinstance(key, Tensor) and key not in parameters)
             or (isinstance(key, str) and key == FOREIGN)
         }
         for key in foreign:
@@ -396,15 +376,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 or one that is not finite, on any rank; nothing has changed then.
         """
         settings = [dict(group) for group in self.param_groups]
-        given: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
 
         def check(_: object, changed: dict[str, Any]) -> dict[str, Any]:
-            given.update(changed)  # by hooks
-            self._check_state(given)
-            return {**given, "state": {}}
+            saved.update(changed)  # by hooks
+            self._check_state(saved)
+            return {**saved, "state": {}}
 
         def restore(_: object) -> None:
-            self._restore(given, settings)
+            self._restore(saved, settings)
 
         # Hooks of our own, so that those of others run before and afterwards.
         before = self.register_load_state_dict_pre_hook(check)
@@ -415,11 +395,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _restore(self, saved: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> None:
         """Fill in the state that was saved, and what an earlier version did not save."""
         for group, before in zip(self.param_groups, settings, strict=True):
-            own = fields_of(group["rule"], exact=True)
-            if group["rule"] == before["rule"]:
-                own = {name: before[name] for name in own}
-            for name, value in own.items():
-                group.setdefault(name, value)
+            same_rule = group["rule"] == before["rule"]
+            for name, default in fields_of(group["rule"], exact=True).items():
+                group.setdefault(name, before[name] if same_rule else default)
         entries = {**saved["state"]}
         self.state.update(entries.pop(FOREIGN, {}))
         ids = iter(listed_in(saved["param_groups"], "params"))
@@ -433,21 +411,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._complete(group, [p for p in group["params"] if self.state[p]])
         self.state.update(entries)
 
-    def _check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError for a state that belongs to other parameters or rules."""
-        groups = state_dict["param_groups"]
-        for i, (group, saved) in enumerate(zip(self.param_groups, groups, strict=False)):
-            rule, units = saved.get("rule"), saved.get("units", group["units"])
-            if rule != group["rule"] or Division.of(units) != Division.of(group["units"]):
-                raise ValueError(
-                    f"group {i} of the state must have rule {group['rule']!r} and units "
-                    f"{group['units']}, got {rule!r} and {units}"
-                )
-        places = {name: i for i, name in enumerate(listed_in(self.param_groups, "param_names"))}
-        for i, name in enumerate(listed_in(groups, "param_names")):
-            if places.get(name, i) != i:
-                raise ValueError(f"parameter {i} of the state is {name}, here it is {places[name]}")
-        problem = saved_problem(self.param_groups, state_dict["state"], listed_in(groups, "params"))
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError on all ranks for a state that one cannot load."""
+        problem = next(saved_problems(self.param_groups, state_dict), None)
         parameters = listed_in(self.param_groups, "params")
         ranks, sound = self._all_ranks(parameters), problem is None
         if ranks is not None:
@@ -477,8 +443,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         columns = zip(self.param_groups, snapshot.columns, strict=True)
         for rule, members in grouped(columns, lambda member: rule_of(member[0])).items():
             if type(rule) is AdamWRule:
-                for group, own in members:
-                    self._step_adamw(rule, group, own, active)
+                for group, group_columns in members:
+                    self._step_adamw(rule, group, group_columns, active)
             else:
                 self._step_matrices(rule, [group for group, _ in members], active)
 
@@ -531,11 +497,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         stepped: list[Tensor] = []
         for (dtype, device), column in columns.items():
             grads: list[Any] = [p.grad for p in column[0]]
-            given = [grad is not None for grad in grads]
-            if not any(given):
+            present = [grad is not None for grad in grads]
+            if not any(present):
                 continue
-            if not all(given):
-                grads, *column = ([*compress(x, given)] for x in (grads, *column))
+            if not all(present):
+                grads, *column = ([*compress(x, present)] for x in (grads, *column))
             parameters, weights, *state = column
             if self._snapshot.sharded:
                 weights, grads = [*map(local_of, weights)], [*map(local_gradient, parameters)]
@@ -600,23 +566,31 @@ def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None)
     return Step(group["lr"], group["weight_decay"], gate)
 
 
-def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
-    """Raise ValueError for a parameter that a rule cannot take."""
-    if not parameter.is_floating_point():
-        raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
-    if not rule.whole_matrix:
-        return
+def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) -> None:
+    """Raise ValueError for a parameter that the rule of its group cannot take."""
+    names = group.get("param_names", [""] * len(group["params"]))
+    for parameter, name in zip(group["params"], names, strict=True):
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
+        if rule.whole_matrix:
+            _check_matrices(rule, division, parameter, name)
+            if group["units"] is None:
+                check_name(name)
+
+
+def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
+    """Raise ValueError for a parameter without matrices that a rule can step."""
+    shape = tuple(parameter.shape)
     if not parameter.numel():
-        shape = tuple(parameter.shape)
         raise ValueError(f"{name or 'a parameter'} must have elements, got shape {shape}")
     if parameter.ndim < 2:
         try:
-            rule.init_state(torch.empty(1, *parameter.shape, device="meta"))
+            rule.init_state(torch.empty(1, *shape, device="meta"))
         except ValueError:
             raise ValueError(
                 f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
-                f"{tuple(parameter.shape)}{' of ' + name if name else ''}; put it into a group "
-                "with an elementwise rule, as split_parameters(model) does"
+                f"{shape}{' of ' + name if name else ''}; put it into a group with an elementwise "
+                "rule, as split_parameters(model) does"
             ) from None
     division.boxes(parameter.shape)
 

@@ -72,7 +72,7 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Return an entry of a saved state for the state of a parameter.
+    """Return an entry of a saved state, of the rule if it is `own`, for the state of a parameter.
 
     A tensor keeps its dtype. It is not copied if it has that of the parameter, as in torch.
     """
@@ -231,24 +231,34 @@ def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any])
             entries |= numbers
 
 
-def saved_problem(
-    groups: Iterable[Mapping[str, Any]], saved: Mapping[Any, Any], keys: Iterable[Any]
-) -> str | None:
-    """Return what is wrong with a saved state of the parameters of groups, None if nothing is.
-
-    `keys` are those of the parameters in the state.
-    """
+def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the parameters of groups cannot take what `state_dict` has saved."""
+    saved_groups = saved["param_groups"]
+    for i, (group, other) in enumerate(zip(groups, saved_groups, strict=False)):
+        rule, units = other.get("rule"), other.get("units", group["units"])
+        if rule != group["rule"] or Division.of(units) != Division.of(group["units"]):
+            yield (
+                f"group {i} of the state must have rule {group['rule']!r} and units "
+                f"{group['units']}, got {rule!r} and {units}"
+            )
+    index = {name: i for i, name in enumerate(listed_in(groups, "param_names"))}
+    for i, name in enumerate(listed_in(saved_groups, "param_names")):
+        if index.get(name, i) != i:
+            yield f"parameter {i} of the state is {name}, here it is {index[name]}"
+    keys = listed_in(saved_groups, "params")
     for member, key in zip(members_of(groups), keys, strict=False):
-        parameter, shapes, name = member.parameter, member.shapes, f"parameter {key}"
-        own = complete_numbers(saved.get(key, {}), shapes, local_of(parameter).device)
-        for problem in entry_problems(own, shapes, parameter, name):
-            return problem
-        for entry in (entry for entry in shapes if entry in own):
-            if not are_finite([local_of(own[entry])]):
-                return f"{entry} of {name} must be finite"
-            if entry in NON_NEGATIVE and bool((local_of(own[entry]) < 0).any()):
-                return f"{entry} of {name} must not be negative"
-    return None
+        yield from _saved_entry_problems(member, saved["state"].get(key, {}), f"parameter {key}")
+
+
+def _saved_entry_problems(member: Member, entries: dict[str, Any], name: str) -> Iterator[str]:
+    parameter, shapes = member.parameter, member.shapes
+    numbers = complete_numbers(entries, shapes, local_of(parameter).device)
+    yield from entry_problems(numbers, shapes, parameter, name)
+    for entry in (entry for entry in shapes if entry in numbers):
+        if not are_finite([local_of(numbers[entry])]):
+            yield f"{entry} of {name} must be finite"
+        elif entry in NON_NEGATIVE and bool((local_of(numbers[entry]) < 0).any()):
+            yield f"{entry} of {name} must not be negative"
 
 
 def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:

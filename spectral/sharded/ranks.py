@@ -1,7 +1,7 @@
 """Ranks that share parameters: their collectives, and which part of a parameter each rank holds."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,6 +68,36 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError(f"this rank is not a member of the device mesh {mesh}")
     return group
+
+
+def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> RankGroup:
+    """Return all ranks that share any parameter: those of the DTensors' meshes, else `replicas`.
+
+    Raises ValueError for meshes that are not parts of the largest.
+    """
+    meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
+    if not meshes:
+        assert replicas is not None
+        return RankGroup(replicas)
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = set(largest.mesh.flatten().tolist())
+    for mesh in meshes:
+        if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+            raise ValueError(
+                "device meshes of one optimizer must be parts of the largest, got "
+                f"{mesh} and {largest}"
+            )
+    return RankGroup(group_of(largest))
+
+
+def check_one_mesh(parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError unless all parameters are on one device mesh, or none is on any."""
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
+    if len(meshes) > 1:
+        raise ValueError(
+            "matrices of one optimizer must lie on one device mesh, got "
+            f"{' and '.join(sorted(map(str, meshes)))}; make an optimizer for each"
+        )
 
 
 @dataclass(frozen=True)
