@@ -16,7 +16,7 @@ from scripts.command import command, whole_number
 from training.errors import BrokenCheckpointError, InputError
 
 if TYPE_CHECKING:
-    from training.checkpoint.checkpoints import CheckpointInfo
+    from training.checkpoint.stored_checkpoint import CheckpointInfo
 
 
 @command

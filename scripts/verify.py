@@ -43,7 +43,8 @@ def verified(path: Path) -> Iterator[Row]:
     from models.engine import import_engine
 
     import_engine()
-    from training.checkpoint.checkpoints import COMPLETE, FOLDER, META
+    from training.checkpoint.checkpoints import FOLDER
+    from training.checkpoint.stored_checkpoint import COMPLETE, META
 
     if (path / MANIFEST_FILE).is_file():
         from scripts.data.verification import problems
@@ -79,14 +80,14 @@ def checkpoint_problems(path: Path) -> Iterator[str]:
 
 def run_rows(run_dir: Path) -> Iterator[Row]:
     """Yield the rows of a run: its checkpoints, `latest`, its config and its logs."""
-    from training.checkpoint import checkpoints as checkpoint
+    from training.checkpoint import checkpoints
     from training.config import load_saved_config
     from training.report.log_lines import LOGS
 
-    for step in checkpoint.steps(run_dir):
-        folder = checkpoint.step_folder(run_dir, step)
+    for step in checkpoints.steps(run_dir):
+        folder = checkpoints.step_folder(run_dir, step)
         yield from rows(str(folder), partial(checkpoint_problems, folder))
-    latest, newest = run_dir / checkpoint.FOLDER / checkpoint.LATEST, newest_name(run_dir)
+    latest, newest = run_dir / checkpoints.FOLDER / checkpoints.LATEST, newest_name(run_dir)
     if newest is not None:
         named = (
             latest.read_text(encoding="utf-8", errors="replace").strip()
@@ -142,7 +143,8 @@ def logged_steps(run_dir: Path, log: str) -> set[int]:
 
 def newest_name(run_dir: Path) -> str | None:
     """Return the name of the newest complete checkpoint, None if there is none."""
-    from training.checkpoint.checkpoints import FOLDER, ResumeError, read_checkpoint
+    from training.checkpoint.checkpoints import FOLDER, read_checkpoint
+    from training.checkpoint.stored_checkpoint import ResumeError
 
     if not (run_dir / FOLDER).is_dir():
         return None

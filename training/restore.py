@@ -12,11 +12,11 @@ from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
 from parallel.error_text import last_line
 from parallel.observe.weight_watch import check_replicas
-from training.checkpoint import checkpoints as checkpoint
-from training.checkpoint.checkpoints import CheckpointInfo, ResumeError
+from training.checkpoint import checkpoints
 from training.checkpoint.resume import check_content
 from training.checkpoint.resume_rules import new_run
 from training.checkpoint.saving import set_rng_state
+from training.checkpoint.stored_checkpoint import META, RNG, CheckpointInfo, ResumeError
 from training.config.binding import bind
 from training.data.order import TrainingData
 from training.data.run_progress import Progress
@@ -30,7 +30,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
     Raises ResumeError if the checkpoint does not fit the model, DisagreementError if copies differ.
     """
-    rng, meta = info.path / checkpoint.RNG, info.path / checkpoint.META
+    rng, meta = info.path / RNG, info.path / META
     with refusing(rng, Exception):  # of any kind: the file may be anything
         generators = torch.load(rng, weights_only=True)
     progress = resumed_progress(info, trainer.data)
@@ -57,7 +57,7 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
 
     Raises ResumeError if the data has changed and the checkpoint does not state its counts.
     """
-    with refusing(info.path / checkpoint.META, KeyError, TypeError, ValueError):
+    with refusing(info.path / META, KeyError, TypeError, ValueError):
         progress = bind(Progress, info.meta["progress"])
         whole = info.meta["identity"]["data"]["fingerprint"]
     present = data.at(progress.step)
@@ -92,11 +92,11 @@ def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     if lifecycle is None or len(left_out) > trainer.config.spikes.rewinds:
         return False
     lifecycle.wait()
-    before = first_rank(lambda: [s for s in checkpoint.steps(run_dir) if s < error.first_step])
+    before = first_rank(lambda: [s for s in checkpoints.steps(run_dir) if s < error.first_step])
     if not before:
         return False
-    newest = checkpoint.step_folder(run_dir, before[-1])
-    info = first_rank(lambda: checkpoint.read_checkpoint(newest))
+    newest = checkpoints.step_folder(run_dir, before[-1])
+    info = first_rank(lambda: checkpoints.read_checkpoint(newest))
     check_content(info)
     skipped = trainer.guard.skipped
     restore(trainer, info)
@@ -104,7 +104,7 @@ def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     trainer.leave_out(left_out)
     lifecycle.saver.last_saved = info.step
     if log is not None:
-        checkpoint.set_aside_after(run_dir, info.step)
-        checkpoint.name_latest(run_dir, info.path.name)
+        checkpoints.set_aside_after(run_dir, info.step)
+        checkpoints.name_latest(run_dir, info.path.name)
         log.rewind(info.step, f"rewinding to {info.path}: {error}")
     return True

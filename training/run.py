@@ -14,11 +14,11 @@ from parallel.comm.groups import Groups
 from parallel.optimizer.distributed_optimizer import DisagreementError, DistributedOptimizer
 from training.assignments import config_routes
 from training.build import build_trainer
-from training.checkpoint.checkpoints import CheckpointInfo
 from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.resume_rules import announced, data_facts, identity, modification_times
 from training.checkpoint.saving import CheckpointError, Saver
+from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config, check
 from training.config.effects import without_effect
 from training.config.yaml_files import flat

@@ -18,10 +18,15 @@ from scripts.huggingface.export import check_free, check_room, raise_problems
 from spectral.batching import grouped
 from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import config_assignments, unit_options
-from training.checkpoint import checkpoints as checkpoint
-from training.checkpoint.checkpoints import AveragedCheckpoints, CheckpointInfo
+from training.checkpoint import checkpoints
 from training.checkpoint.resume_rules import BACKENDS, changes
-from training.checkpoint.weights import CheckpointWeights
+from training.checkpoint.stored_checkpoint import (
+    CONFIG,
+    STATE,
+    AveragedCheckpoints,
+    CheckpointInfo,
+    CheckpointWeights,
+)
 from training.config import Config, to_yaml
 from training.config.yaml_files import flat
 from training.errors import InputError
@@ -47,13 +52,13 @@ def average(
     check_room(target, 4 * sum(unit.numel for units in mean.units.values() for unit in units))
     with ExitStack() as stack:
         folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
-        state = folder.path / checkpoint.STATE
+        state = folder.path / STATE
         state.mkdir()
         facts = write_state(state, mean.config, mean.read, mean.buffers, last.step)
         text = to_yaml(replace(mean.config, pc=None))
-        (folder.path / checkpoint.CONFIG).write_text(text, encoding="utf-8")
+        (folder.path / CONFIG).write_text(text, encoding="utf-8")
         used = AveragedCheckpoints([info.step for info in infos], list(weights), on_sphere)
-        checkpoint.seal(folder.path, {**kept(last), "averaged": asdict(used)}, facts)
+        checkpoints.seal(folder.path, {**kept(last), "averaged": asdict(used)}, facts)
         folder.commit()
     return mean.norms
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from models.families import model_size
-from training.checkpoint.checkpoints import FOLDER, CheckpointInfo
+from training.checkpoint.checkpoints import FOLDER
+from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config
 from training.config.optimizer import groups_of
 from training.report.metrics import read_metrics

@@ -20,8 +20,7 @@ from parallel.model import install_in_graph
 from parallel.storage.stage_units import named_buffers, named_parameters
 from scripts.huggingface.model_folder import load_whole
 from training.assignments import unit_options
-from training.checkpoint.stored_tensors import StoredTensors, named
-from training.checkpoint.weights import CheckpointWeights
+from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors, named
 from training.errors import InputError
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and

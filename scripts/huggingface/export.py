@@ -24,14 +24,8 @@ from scripts.data.text_tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card
 from scripts.huggingface.safetensors_file import write_shards
 from scripts.huggingface.tokenizer_files import find_tokenizer
-from training.checkpoint.checkpoints import (
-    CONFIG,
-    CheckpointInfo,
-    not_finite,
-    problems,
-    read_checkpoint,
-)
-from training.checkpoint.weights import CheckpointWeights
+from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
+from training.checkpoint.stored_checkpoint import CONFIG, CheckpointInfo, CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -29,8 +29,8 @@ from scripts.huggingface.equivalence import offline
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE
 from spectral.batching import grouped
-from training.checkpoint import checkpoints as checkpoint
-from training.checkpoint.stored_tensors import named
+from training.checkpoint import checkpoints
+from training.checkpoint.stored_checkpoint import CONFIG, STATE, named
 from training.config import Config, load_config, to_yaml
 from training.config.yaml_files import to_text
 from training.errors import InputError
@@ -64,12 +64,12 @@ def import_model(
         tensors = files.checked(their_tensors(config.model), tied=config.model.tie_embeddings)
         check_room(target, 4 * sum(tensor.numel for tensor in tensors))
         folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
-        state = folder.path / checkpoint.STATE
+        state = folder.path / STATE
         state.mkdir()
         parts = grouped(tensors, lambda tensor: tensor.parameter)
         buffers = {name: part[0].view_shape for name, part in parts.items() if part[0].buffer}
         facts = write_state(state, config, ParameterReader(parts, files), buffers)
-        (folder.path / checkpoint.CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        (folder.path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         meta = {
             "step": 0,
             "weights_only": True,
@@ -78,7 +78,7 @@ def import_model(
             "identity": copy_tokenizer(source, folder.path),
             "versions": versions(),
         }
-        checkpoint.seal(folder.path, meta, facts)
+        checkpoints.seal(folder.path, meta, facts)
         folder.commit()
     return files.dtype
 

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from scripts.data.text_tokenizer import TOKENIZER_FILE, PreparedTokenizer, load_tokenizer
-from training.checkpoint.checkpoints import CheckpointInfo
+from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config
 from training.data.build_data import data_manifest
 from training.data.manifest import Manifest

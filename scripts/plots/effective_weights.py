@@ -11,7 +11,7 @@ from scripts.plots.style import COLORS, literal, new_figure
 from spectral.effective_weight import DOMAIN
 from spectral.odd_polynomial import PRESETS, evaluate
 from training.checkpoint.checkpoints import problems, read_checkpoint
-from training.checkpoint.weights import CheckpointWeights
+from training.checkpoint.stored_checkpoint import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
 
 BINS = 60

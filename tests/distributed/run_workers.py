@@ -23,8 +23,8 @@ from tests.run_configs import read_config
 from tests.saved_state import save_state
 from training import restore as restoring
 from training.build import build_trainer
-from training.checkpoint.checkpoints import CheckpointInfo
 from training.checkpoint.resume import find_start
+from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config.schema import Kind
 from training.data.build_data import build_data
 from training.loop import Outcome, StepResult, Trainer

@@ -15,8 +15,9 @@ from tests.families import overrides, settings
 from tests.launch import run_on_ranks
 from tests.run_configs import read_config, tiny_config
 from training.build import build_trainer
-from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint import checkpoints
 from training.checkpoint import initial_weights as initial
+from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.data.build_data import build_data
 from training.run import train
 
@@ -48,10 +49,10 @@ def chosen(folder: str) -> int:
     """The step whose weights this rank takes from FOLDER/old, which saves another meanwhile."""
     groups = process_groups.initialize()
     config = read_config(folder, checkpoint__initialize_from=f"{folder}/old")
-    newer = checkpoint.step_folder(f"{folder}/old", 4)
+    newer = checkpoints.step_folder(f"{folder}/old", 4)
     read = initial.read_checkpoint
 
-    def read_before_the_save(path: str) -> checkpoint.CheckpointInfo:
+    def read_before_the_save(path: str) -> CheckpointInfo:
         found = read(path)
         Path(f"{folder}/hidden").rename(newer)
         return found
@@ -83,5 +84,5 @@ def test_every_norm_is_computed_by_one_rank(family, folder):
 def test_ranks_take_the_weights_of_one_checkpoint_of_a_run_that_goes_on(folder, world):
     keys = {"train__steps": 4, "checkpoint__interval": 2, "run__dir": f"{folder}/old"}
     train(tiny_config(folder, "muon", **keys), world)
-    checkpoint.step_folder(f"{folder}/old", 4).rename(f"{folder}/hidden")
+    checkpoints.step_folder(f"{folder}/old", 4).rename(f"{folder}/hidden")
     assert run_on_ranks(2, __name__, "chosen", {"folder": folder}) == [2, 2]

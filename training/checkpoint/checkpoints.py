@@ -21,17 +21,12 @@ import re
 import secrets
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final
 
-from pydantic import ConfigDict
-from torch import Tensor
-
-from models.section import Whole
 from parallel.checkpoint.safe_index import (
-    INDEX_FILE,
     PLAIN_FILE,
     UnsafeIndexError,
     index_files,
@@ -40,150 +35,32 @@ from parallel.checkpoint.safe_index import (
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import delete, replace_file, sync, sync_all
 from parallel.error_text import described
-from training.checkpoint.stored_tensors import StoredTensors
-from training.config import Config, InvalidConfigError, MissingRuleError, load_saved_config
+from training.checkpoint.stored_checkpoint import (
+    COMPLETE,
+    FORMAT,
+    META,
+    REQUIRED,
+    STATE,
+    STEP,
+    WEIGHTS,
+    AverageMeta,
+    CheckpointInfo,
+    Meta,
+    ResumeError,
+    RunMeta,
+    StoredTensors,
+    changed,
+)
+from training.config import InvalidConfigError
 from training.config.binding import bind
-from training.data.run_progress import Progress
 from training.errors import BrokenCheckpointError, InputError
 from training.json_file import parse_json, read_regular, real_path
 
-FORMAT: Final = 2
-"""Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
-
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
-META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
-WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
-"""Files that every checkpoint has and lists, also one of imported weights."""
-REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
-"""Files that a run's checkpoint has and lists."""
+
+
 UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
-STEP: Final = re.compile(r"step_([0-9]{8,})")
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What meta.json of imported weights must have."""
-
-    __pydantic_config__ = ConfigDict(strict=True)
-
-    step: Whole
-    files: dict[str, FileFacts]
-    identity: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Guard:
-    """State of `NonFiniteGuard`."""
-
-    skipped: int
-    in_a_row: list[tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """What a trainer keeps beside its tensors."""
-
-    guard: Guard
-    spikes: list[float]
-    spectral: dict[str, float]
-
-
-@dataclass(frozen=True)
-class RunMeta(Meta):
-    """What meta.json of a run must have."""
-
-    run_id: str
-    progress: Progress
-    trainer: TrainerState
-
-    def __post_init__(self) -> None:
-        if missing := {"data", "tokenizer"} - self.identity.keys():
-            raise ValueError(f"identity must have {' and '.join(sorted(missing))}")
-        if self.progress.step != self.step:
-            raise ValueError(f"step must be that of progress, {self.progress.step}")
-
-
-@dataclass(frozen=True)
-class AveragedCheckpoints:
-    """Steps of a run whose weights were averaged, and how much of each."""
-
-    steps: list[int]
-    weights: list[float]
-    on_sphere: bool
-
-
-@dataclass(frozen=True)
-class AverageMeta(Meta):
-    """What meta.json of an average must have; progress is that of its last checkpoint."""
-
-    averaged: AveragedCheckpoints
-    progress: Progress
-
-
-class ResumeError(InputError):
-    """A run that cannot be continued as asked."""
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """A complete checkpoint.
-
-    path  folder of the checkpoint
-    meta  content of meta.json
-    """
-
-    path: Path
-    meta: Mapping[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps taken."""
-        return int(self.meta["step"])
-
-    @property
-    def imported(self) -> bool:
-        """Whether the weights are those of another program's model, which no run has trained."""
-        return self.meta.get("weights_only") is True and "averaged" not in self.meta
-
-    @property
-    def state(self) -> Path:
-        """Folder that `parallel.checkpoint.state.load_state` reads."""
-        return self.path / STATE
-
-    @property
-    def config(self) -> Config:
-        """Config of the run that saved the checkpoint, with its vocabulary size.
-
-        Raises BrokenCheckpointError if the file has changed since it was written, ResumeError if it
-        has keys or values that this version does not know.
-        """
-        path = self.path / CONFIG
-        if file_facts(path) != self.files[CONFIG]:
-            raise BrokenCheckpointError(changed(self.path, CONFIG))
-        try:
-            return load_saved_config(path)
-        except MissingRuleError as error:
-            raise ResumeError(f"{path} cannot be used here: {error}") from None
-        except InvalidConfigError as error:
-            raise ResumeError(
-                f"{path} is of another version: {'; '.join(error.problems)}"
-            ) from None
-
-    @property
-    def files(self) -> dict[str, FileFacts]:
-        """Size and hash of every file but meta.json and COMPLETE, by its path in the folder."""
-        return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
-
-    def tensors(self, prefix: str = "weight/") -> dict[str, Tensor]:
-        """Return the tensors whose key begins with `prefix`, whole, on the CPU, by key.
-
-        `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; all keys are those of
-        `parallel.checkpoint.state`. Needs no process group. Raises BrokenCheckpointError if the
-        tensors cannot be read.
-        """
-        stored = StoredTensors(self.state)
-        return stored.read(stored.keys(prefix))
 
 
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
@@ -324,11 +201,6 @@ def _unlisted(info: CheckpointInfo) -> Iterator[str]:
     for name in sorted(named):
         if f"{STATE}/{name}" not in info.files:
             yield f"{info.path}: the index of tensors names {name}, which {META} does not list"
-
-
-def changed(folder: Path, name: str) -> str:
-    """Return the sentence that says that a file of a checkpoint differs from its hash."""
-    return f"{folder}: {name} has changed since it was written"
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:

@@ -14,9 +14,14 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.model import ParallelModel
 from parallel.storage.stage_units import named_buffers
 from training.assignments import unit_options
-from training.checkpoint.checkpoints import COMPLETE, CheckpointInfo, ResumeError, read_checkpoint
+from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume_rules import BACKENDS, changes
-from training.checkpoint.weights import CheckpointWeights
+from training.checkpoint.stored_checkpoint import (
+    COMPLETE,
+    CheckpointInfo,
+    CheckpointWeights,
+    ResumeError,
+)
 from training.config import Config
 from training.config.yaml_files import flat
 from training.json_file import read_json

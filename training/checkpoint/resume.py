@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import found_by_any
-from training.checkpoint import checkpoints as checkpoint
-from training.checkpoint.checkpoints import CheckpointInfo, ResumeError, read_checkpoint
+from training.checkpoint import checkpoints
+from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume_rules import Identity, differences, refusal, saved_identity
+from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
 from training.errors import BrokenCheckpointError
 
 
@@ -38,15 +39,15 @@ class Start:
         if self.resume == "none":
             start_over(run_dir)
             return
-        if names := checkpoint.sweep(run_dir):
+        if names := checkpoints.sweep(run_dir):
             print(f"removed {len(names)} unfinished checkpoints: {', '.join(names)}", flush=True)
         if self.info is None:
             return
         for step, problem in self.broken.items():
-            aside = checkpoint.quarantine(checkpoint.step_folder(run_dir, step))
+            aside = checkpoints.quarantine(checkpoints.step_folder(run_dir, step))
             print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
         path = self.info.path
-        latest = path.parent / checkpoint.LATEST
+        latest = path.parent / checkpoints.LATEST
         named = (
             latest.read_text(encoding="utf-8", errors="replace").strip()
             if latest.is_file()
@@ -55,11 +56,11 @@ class Start:
         if named not in (None, path.name):
             print(f"{latest} named {named!r:.80}, not {path.name}", flush=True)
         if self.resume != "latest":
-            later = checkpoint.set_aside_after(run_dir, self.info.step)
+            later = checkpoints.set_aside_after(run_dir, self.info.step)
             if later is not None:
                 print(f"checkpoints of later steps are now in {later}", flush=True)
         if named != path.name:
-            checkpoint.name_latest(run_dir, path.name)
+            checkpoints.name_latest(run_dir, path.name)
         print(f"continuing from {path}", flush=True)
 
 
@@ -81,7 +82,7 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
     broken: dict[int, str] = {}
     for step in candidates:
         try:
-            info = first_rank(partial(read_checkpoint, checkpoint.step_folder(run_dir, step)))
+            info = first_rank(partial(read_checkpoint, checkpoints.step_folder(run_dir, step)))
             first_rank(partial(_raise_differences, info, now, allowed))
             check_content(info)
         except BrokenCheckpointError as error:
@@ -99,13 +100,13 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
 
     Raises ResumeError for a step without a checkpoint, or if only broken checkpoints are left.
     """
-    there = checkpoint.steps(run_dir)
+    there = checkpoints.steps(run_dir)
     if resume != "latest":
         if int(resume) not in there:
             known = ", ".join(map(str, there)) or "none"
             raise ResumeError(f"{run_dir} has no checkpoint of step {resume}; there are: {known}")
         return [int(resume)]
-    folder = Path(run_dir) / checkpoint.FOLDER
+    folder = Path(run_dir) / checkpoints.FOLDER
     if not there and folder.is_dir() and any(folder.glob("broken-*")):
         raise ResumeError(f"{folder} has only broken checkpoints; to start over, use --resume none")
     return there[::-1]
@@ -113,9 +114,9 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
 
 def start_over(run_dir: str | Path) -> None:
     """Move all checkpoints of the run folder out of the way."""
-    folder = Path(run_dir) / checkpoint.FOLDER
+    folder = Path(run_dir) / checkpoints.FOLDER
     if folder.is_dir() and any(folder.iterdir()):
-        aside = checkpoint.free_name(folder.with_name(f"{checkpoint.FOLDER}-aside"))
+        aside = checkpoints.free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
         folder.rename(aside)
         print(f"starting over; earlier checkpoints are now in {aside}", flush=True)
 
@@ -133,7 +134,7 @@ def check_content(info: CheckpointInfo) -> None:
     Collective; each rank reads a share of the files, and of the tensors.
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
-    for find in (checkpoint.problems, checkpoint.not_finite):
+    for find in (checkpoints.problems, checkpoints.not_finite):
         found = found_by_any(find(info, share))
         if found:
             raise BrokenCheckpointError("; ".join(found))

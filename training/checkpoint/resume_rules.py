@@ -9,7 +9,7 @@ from typing import Any, Final
 from models.families import all_units
 from spectral.rules import RULES
 from spectral.rules.base import settings as rule_settings
-from training.checkpoint.checkpoints import CheckpointInfo
+from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config
 from training.config.optimizer import GROUPS
 from training.config.yaml_files import flat

@@ -27,7 +27,8 @@ from parallel.comm.groups import Groups
 from parallel.disk import sync_all
 from parallel.model import ParallelModel
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
-from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint import checkpoints
+from training.checkpoint.stored_checkpoint import CONFIG, RNG, STATE
 from training.config import Config, to_yaml
 from training.errors import Aid
 from training.report.log_lines import LOGS
@@ -100,7 +101,7 @@ class Saver:
         self._meta = {**self.facts, **meta}
         self._attempt = 1
         self._generators = on_first(rng_state())
-        state = self._new_folder() / checkpoint.STATE
+        state = self._new_folder() / STATE
         step = {"step": self._meta["step"]}
         self._pending = start_save(state, self.model, self.optimizer, step, self._planner)
 
@@ -110,7 +111,7 @@ class Saver:
 
         def make() -> Path:
             self.check_folder()
-            return checkpoint.new_folder(run_dir, step)
+            return checkpoints.new_folder(run_dir, step)
 
         try:
             self._folder = first_rank(make)
@@ -178,21 +179,21 @@ class Saver:
         try:
             with Aid("logs are not synced to the disk"):
                 sync_all([run_dir, *(path for name in LOGS if (path := run_dir / name).exists())])
-            (folder / checkpoint.CONFIG).write_text(self._yaml, encoding="utf-8")
-            write_plain(folder / checkpoint.RNG, self._generators)
+            (folder / CONFIG).write_text(self._yaml, encoding="utf-8")
+            write_plain(folder / RNG, self._generators)
             files = pending.finish(written)
-            done = checkpoint.complete(folder, run_dir, self._meta, files)
+            done = checkpoints.complete(folder, run_dir, self._meta, files)
         except Exception as error:
             raise WriterError(reason(error, folder)) from error
-        with Aid(f"{done} is saved, but {checkpoint.LATEST} does not name it"):
-            checkpoint.name_latest(run_dir, done.name)
+        with Aid(f"{done} is saved, but {checkpoints.LATEST} does not name it"):
+            checkpoints.name_latest(run_dir, done.name)
         return done
 
     def _retire(self) -> None:
         """Remove old checkpoints (rank 0). Those that remain are removed after the next save."""
         keep = self.config.checkpoint
         with self._retired:
-            checkpoint.retire(
+            checkpoints.retire(
                 self.config.run.dir, keep_last=keep.keep_last, keep_every=keep.keep_every
             )
 
@@ -213,7 +214,7 @@ class Saver:
         if not all(isinstance(problem, NotFiniteStateError) for problem in problems):
             assert pending is not None
             self._missed(said)
-            self._pending = pending.again(self._new_folder() / checkpoint.STATE)
+            self._pending = pending.again(self._new_folder() / STATE)
             return
         self.abandon()
         self._refused += 1

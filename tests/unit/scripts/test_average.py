@@ -22,7 +22,7 @@ from tests.run_results import state_of
 from tests.unit.training.checkpoint.test_checkpoint import reseal
 from training.assignments import config_routes
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
-from training.checkpoint.weights import CheckpointWeights
+from training.checkpoint.stored_checkpoint import CheckpointWeights
 from training.run import train
 
 STEPS = (1, 2, 3)

@@ -23,7 +23,7 @@ from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
 from tests.unit.training.checkpoint.test_checkpoint import poison
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.weights import CheckpointWeights
+from training.checkpoint.stored_checkpoint import CheckpointWeights
 from training.errors import InputError
 from training.run import train
 

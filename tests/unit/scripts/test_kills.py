@@ -24,12 +24,8 @@ from tests.launch import FORKS, start_forks
 from tests.run_configs import tiny_config
 from tests.run_results import hashes, same_state
 from tests.token_files import write_token_set
-from training.checkpoint.checkpoints import (
-    BrokenCheckpointError,
-    ResumeError,
-    problems,
-    read_checkpoint,
-)
+from training.checkpoint.checkpoints import BrokenCheckpointError, problems, read_checkpoint
+from training.checkpoint.stored_checkpoint import ResumeError
 
 # In the place of what tests/launch.py names, for all files of this process.
 FORKS.set_forkserver_preload(["training.run", "transformers", "tokenizers"])

@@ -16,7 +16,7 @@ from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.build import build_trainer
-from training.checkpoint.checkpoints import ResumeError
+from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import InvalidConfigError
 from training.data.batches import as_batch
 from training.data.build_data import build_data

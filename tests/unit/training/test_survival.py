@@ -17,7 +17,7 @@ from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.build import build_trainer
-from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import read_checkpoint, steps
 from training.checkpoint.saving import CheckpointError
 from training.config.schema import StopConfig
@@ -107,7 +107,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert lines[-1]["optim/skipped_steps"] == 2
     assert all(line["train/loss"] is not None for line in lines)
-    assert checkpoint.steps(folder / "run") == [2, 4, 6, 8, 10]
+    assert checkpoints.steps(folder / "run") == [2, 4, 6, 8, 10]
     assert "step 6 is not saved: " in printed and " is not finite" in printed
     # It is in the checkpoints: the next start leaves them out as well.
     progress = read_checkpoint(folder / "run").meta["progress"]
@@ -216,7 +216,7 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     outcome = train(config, world)
     assert outcome.stopped == "the SLURM time limit" and outcome.step < 10
     assert "stopped by the SLURM time limit after step" in capsys.readouterr().out
-    assert checkpoint.steps(folder / "run")[-1] == outcome.step
+    assert checkpoints.steps(folder / "run")[-1] == outcome.step
     assert not (folder / "run" / "DONE").exists()
     monkeypatch.setenv("SLURM_JOB_END_TIME", "abc")
     assert train(config_of(folder), world).step == 10
@@ -322,8 +322,8 @@ def test_saves_that_are_slower_than_their_interval_are_whole(folder, world, monk
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.05), sync(file)))
     train(config_of(folder, checkpoint__interval=1, train__steps=4), world)
-    saved = [read_checkpoint(checkpoint.step_folder(folder / "run", step)) for step in range(1, 5)]
-    assert [text for info in saved for text in checkpoint.problems(info)] == []
+    saved = [read_checkpoint(checkpoints.step_folder(folder / "run", step)) for step in range(1, 5)]
+    assert [text for info in saved for text in checkpoints.problems(info)] == []
 
 
 TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -343,7 +343,7 @@ def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> No
     config = config_of(folder, checkpoint__interval=2, train__steps=6)
     with pytest.raises(FolderError, match="in use by another run since its lock was removed"):
         train(config, world, on_step=take)
-    assert checkpoint.steps(folder / "run") == [2]
+    assert checkpoints.steps(folder / "run") == [2]
     assert taken == [False, False, False, True]
 
 

@@ -17,16 +17,18 @@ import pytest
 import torch
 
 from parallel.checkpoint.safe_index import read_index
+from parallel.checkpoint.state_writer import file_facts
 from parallel.comm import groups as process_groups
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.slow_cases import slow_but
-from training.checkpoint import checkpoints as checkpoint
-from training.checkpoint.checkpoints import BrokenCheckpointError, ResumeError, read_checkpoint
+from training.checkpoint import checkpoints
+from training.checkpoint.checkpoints import BrokenCheckpointError, read_checkpoint
 from training.checkpoint.resume import find_start
 from training.checkpoint.resume_rules import saved_identity
 from training.checkpoint.saving import rng_state, set_rng_state
+from training.checkpoint.stored_checkpoint import ResumeError
 from training.errors import InputError
 from training.lifecycle.run_folder import locked
 from training.loop import Outcome
@@ -98,7 +100,7 @@ def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
 def test_retention(run, tmp_path, keep_every, kept):
     keys = {"checkpoint__keep_last": 2, "checkpoint__keep_every": keep_every or "null"}
     run(checkpoint__interval=1, **keys)
-    assert checkpoint.steps(tmp_path / "run") == kept
+    assert checkpoints.steps(tmp_path / "run") == kept
     folder = tmp_path / "run" / "checkpoints"
     assert (folder / "latest").read_text() == "step_00000004\n"
     assert sorted(p.name for p in folder.iterdir()) == [
@@ -118,7 +120,7 @@ def test_a_broken_newest_checkpoint_is_not_passed_over_in_silence(saved, capsys)
 
 def test_resume_from_a_step_puts_later_ones_aside(run, saved, whole, tmp_path, capsys):
     assert run(resume="2", train__exit_step=3).step == 3
-    assert checkpoint.steps(tmp_path / "run") == [2, 3]
+    assert checkpoints.steps(tmp_path / "run") == [2, 3]
     assert "checkpoints of later steps are now in" in capsys.readouterr().out
     aside = tmp_path / "run" / "checkpoints-left-at-00000002"
     assert sorted(path.name for path in aside.iterdir()) == ["step_00000004"]
@@ -128,7 +130,7 @@ def test_resume_from_a_step_puts_later_ones_aside(run, saved, whole, tmp_path, c
 
 def test_resume_none_starts_over_and_keeps_what_was(run, saved, tmp_path):
     run(resume="none", train__exit_step=1)
-    assert checkpoint.steps(tmp_path / "run") == [1]
+    assert checkpoints.steps(tmp_path / "run") == [1]
     assert len(list((tmp_path / "run" / "checkpoints-aside").glob("step_*"))) == 2
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1]
 
@@ -255,7 +257,7 @@ def test_a_named_step_that_is_broken_and_only_broken_ones_are_refused(run, saved
     damage_marker(saved / "step_00000002")
     with pytest.raises(ResumeError, match="no checkpoint can be loaded; to start over"):
         run()
-    assert checkpoint.steps(tmp_path / "run") == [2, 4]  # left to the user
+    assert checkpoints.steps(tmp_path / "run") == [2, 4]  # left to the user
     assert run(resume="none", train__exit_step=2).step == 2
 
 
@@ -281,7 +283,7 @@ def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_removed(tmp_path):
         folder = folders / f".writing-4-{text}"
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(text)
-        checkpoint.complete(folder, tmp_path, {"step": 4}, {})
+        checkpoints.complete(folder, tmp_path, {"step": 4}, {})
     found = {path.parent.name: path.read_text() for path in folders.glob("*/config.yaml")}
     assert found == {"step_00000004": "second", "broken-step_00000004": "first"}
 
@@ -302,7 +304,7 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     del meta["format"]
     state = {
-        path.removeprefix("state/"): checkpoint.file_facts(folder / path)
+        path.removeprefix("state/"): file_facts(folder / path)
         for path in meta.pop("files")
         if path.startswith("state/")
     }
@@ -310,7 +312,7 @@ def forge(folder: Path, name: str, content: bytes) -> None:
         (folder / path).unlink()
     run_dir = folder.parent.parent
     aside = folder.rename(folder.with_name(".writing-forged"))
-    checkpoint.complete(aside, run_dir, meta, state)
+    checkpoints.complete(aside, run_dir, meta, state)
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -333,7 +335,7 @@ def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, t
     with pytest.raises(ResumeError, match="step_00000004: format must be 2, got 3"):
         run()
     assert folder.is_dir()
-    assert checkpoint.retire(tmp_path / "run", keep_last=1, keep_every=None) == []
+    assert checkpoints.retire(tmp_path / "run", keep_last=1, keep_every=None) == []
 
 
 @pytest.mark.parametrize(
@@ -380,19 +382,19 @@ def test_every_generator_continues_where_it_was():
 def test_a_checkpoint_that_is_a_link_is_retired_like_any_other(run, tmp_path):
     keys = {"checkpoint__interval": 1, "checkpoint__keep_last": 2}
     run(**keys, train__exit_step=2)
-    second, elsewhere = checkpoint.step_folder(tmp_path / "run", 2), tmp_path / "elsewhere"
+    second, elsewhere = checkpoints.step_folder(tmp_path / "run", 2), tmp_path / "elsewhere"
     second.rename(elsewhere)
     second.symlink_to(elsewhere)
     run(**keys)
-    assert checkpoint.steps(tmp_path / "run") == [3, 4]
+    assert checkpoints.steps(tmp_path / "run") == [3, 4]
     assert read_checkpoint(elsewhere).step == 2
 
 
 def test_a_link_that_was_being_removed_is_swept(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
-    folder = tmp_path / "run" / checkpoint.FOLDER
+    folder = tmp_path / "run" / checkpoints.FOLDER
     folder.mkdir(parents=True)
     (folder / ".removing-step_00000002-ab").symlink_to(kept)
-    assert checkpoint.sweep(tmp_path / "run") == [".removing-step_00000002-ab"]
+    assert checkpoints.sweep(tmp_path / "run") == [".removing-step_00000002-ab"]
     assert kept.is_dir() and not list(folder.iterdir())

@@ -24,7 +24,7 @@ from training.checkpoint.checkpoints import (
     read_checkpoint,
     step_folder,
 )
-from training.checkpoint.stored_tensors import StoredTensors
+from training.checkpoint.stored_checkpoint import StoredTensors
 
 
 @pytest.fixture(scope="module")

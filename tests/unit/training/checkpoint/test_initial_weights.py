@@ -13,13 +13,9 @@ from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, tiny_config
 from tests.unit.training.checkpoint.test_checkpoint import forge
 from training.build import build_trainer
-from training.checkpoint.checkpoints import (
-    BrokenCheckpointError,
-    ResumeError,
-    read_checkpoint,
-    step_folder,
-)
+from training.checkpoint.checkpoints import BrokenCheckpointError, read_checkpoint, step_folder
 from training.checkpoint.initial_weights import initial_weights
+from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import Config
 from training.data.build_data import build_data
 from training.errors import InputError

@@ -16,7 +16,7 @@ from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from training import build
 from training.build import build_trainer
-from training.checkpoint import checkpoints as checkpoint
+from training.checkpoint import checkpoints
 from training.config import InvalidConfigError, check, load_config
 from training.config.schedule import (
     RampStage,
@@ -122,7 +122,7 @@ def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) 
     counted.clear()
     for until in (2, 3, 5, 12):
         trained(config_folder, "stopped", world, until, **keys)
-        stated = checkpoint.read_checkpoint(f"{config_folder}/stopped").meta["progress"]
+        stated = checkpoints.read_checkpoint(f"{config_folder}/stopped").meta["progress"]
         used = sum(BATCHES[:until])
         assert sum(counted) == used == stated["sample"]
         assert used * LENGTH == stated["tokens"] == stated["read"]["walk"]["tokens"]
@@ -161,7 +161,7 @@ def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, mo
     taken = [*range(2), *range(2, 4), *range(4, 6), *range(6, 10), *range(10, 14)]
     again = [*range(4, 6), *range(14, 30), *range(30, 70)]
     assert read == taken + again
-    progress = checkpoint.read_checkpoint(f"{config_folder}/rewound").meta["progress"]
+    progress = checkpoints.read_checkpoint(f"{config_folder}/rewound").meta["progress"]
     assert progress["left_out"] == [[6, 14]] and progress["sample"] == 62 + 8
     assert progress["tokens"] == sum(BATCHES) * LENGTH
     tokens = {step: sum(BATCHES[:step]) * LENGTH for step in (2, 4, 5, 6, 8, 10, 12)}

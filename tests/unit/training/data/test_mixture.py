@@ -12,8 +12,8 @@ from tests.mixtures import LENGTH, SIZES, expected, windows_of
 from tests.token_files import write_token_set
 from tests.unit.training.checkpoint.test_checkpoint import reseal
 from tests.unit.training.data.test_data import training_data
-from training.checkpoint import checkpoints as checkpoint
-from training.checkpoint.checkpoints import ResumeError
+from training.checkpoint import checkpoints
+from training.checkpoint.stored_checkpoint import ResumeError
 from training.data.batches import GlobalBatchSampler, training_loader
 from training.data.run_progress import Phase
 from training.report.metrics import read_metrics
@@ -75,10 +75,10 @@ def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(
     for name, before in (("small", 0), ("big", 153)):
         windows = windows_of(read, name)
         assert windows == expected(name, before + len(windows))[before:]
-    state = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]
+    state = checkpoints.read_checkpoint(tmp_path / "run").meta["progress"]
     tokens = {name: each["tokens"] for name, each in state["read"].items()}
     start(14, FIRST, **change, train__sequence_length=2 * LENGTH)
-    phase = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]["phase"]
+    phase = checkpoints.read_checkpoint(tmp_path / "run").meta["progress"]["phase"]
     assert phase["sample"] == 12 * 32
     assert {name: each["tokens"] for name, each in phase["read"].items()} == tokens
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(
     start, tmp_path: Path
 ) -> None:
     read = start(4, FIRST)
-    path = checkpoint.read_checkpoint(tmp_path / "run").path
+    path = checkpoints.read_checkpoint(tmp_path / "run").path
     for key in ("read", "phase"):  # as a version that did not keep them has written it
         reseal(path, lambda meta, key=key: meta["progress"].pop(key))
     with pytest.raises(ResumeError, match="does not state what was read of each set"):

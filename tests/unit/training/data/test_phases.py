@@ -16,8 +16,8 @@ from tests.minimal_config import problems
 from tests.mixtures import LENGTH, SIZES, Read, expected, windows_of
 from tests.run_results import metrics_of, same_state, state_of
 from training.build import build_trainer
-from training.checkpoint import checkpoints as checkpoint
-from training.checkpoint.checkpoints import ResumeError
+from training.checkpoint import checkpoints
+from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import load_config
 from training.dry_run import phase_uses
 
@@ -83,7 +83,7 @@ def test_each_set_goes_on_at_its_count_and_stops_change_nothing(
     stopped: Read = []
     for until in (5, 8, 17, 22):  # in phases, and where one begins
         stopped += start(until, FIRST, **COMMON)
-        read = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]["read"]
+        read = checkpoints.read_checkpoint(tmp_path / "run").meta["progress"]["read"]
         assert {k: v["samples"] for k, v in read.items() if v["samples"]} == Counter(
             name for name, _ in stopped
         )
@@ -169,7 +169,7 @@ def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(
     for name in SIZES:
         seen = windows_of(sum([*batches[:10], *batches[12:]], []), name)
         assert seen == expected(name, len(seen))
-    progress = checkpoint.read_checkpoint(tmp_path / "run").meta["progress"]
+    progress = checkpoints.read_checkpoint(tmp_path / "run").meta["progress"]
     assert progress["left_out"] == [[8 * 32, 10 * 32]]
     counts = {
         name: len(windows_of(sum([*batches[:10], *batches[12:]], []), name)) for name in SIZES

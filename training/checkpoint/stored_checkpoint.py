@@ -1,0 +1,337 @@
+"""A checkpoint as it is stored: what meta.json states, its config, its tensors, and the effective
+weights that they give.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from models.blocks.in_graph_pc import GAMMA
+from models.families import all_units
+from models.section import Whole
+from models.units import Unit
+from parallel.checkpoint.safe_index import (
+    INDEX_FILE,
+    PLAIN_FILE,
+    Reader,
+    read_index,
+)
+from parallel.checkpoint.state_writer import FileFacts, file_facts
+from parallel.error_text import last_line
+from spectral.batching import grouped
+from training.assignments import unit_options
+from training.config import Config, InvalidConfigError, MissingRuleError, load_saved_config
+from training.data.run_progress import Progress
+from training.errors import BrokenCheckpointError, InputError
+
+FORMAT: Final = 2
+"""Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
+
+
+META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
+WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
+"""Files that every checkpoint has and lists, also one of imported weights."""
+REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
+"""Files that a run's checkpoint has and lists."""
+
+
+STEP: Final = re.compile(r"step_([0-9]{8,})")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json of imported weights must have."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    step: Whole
+    files: dict[str, FileFacts]
+    identity: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """State of `NonFiniteGuard`."""
+
+    skipped: int
+    in_a_row: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a trainer keeps beside its tensors."""
+
+    guard: Guard
+    spikes: list[float]
+    spectral: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunMeta(Meta):
+    """What meta.json of a run must have."""
+
+    run_id: str
+    progress: Progress
+    trainer: TrainerState
+
+    def __post_init__(self) -> None:
+        if missing := {"data", "tokenizer"} - self.identity.keys():
+            raise ValueError(f"identity must have {' and '.join(sorted(missing))}")
+        if self.progress.step != self.step:
+            raise ValueError(f"step must be that of progress, {self.progress.step}")
+
+
+@dataclass(frozen=True)
+class AveragedCheckpoints:
+    """Steps of a run whose weights were averaged, and how much of each."""
+
+    steps: list[int]
+    weights: list[float]
+    on_sphere: bool
+
+
+@dataclass(frozen=True)
+class AverageMeta(Meta):
+    """What meta.json of an average must have; progress is that of its last checkpoint."""
+
+    averaged: AveragedCheckpoints
+    progress: Progress
+
+
+class ResumeError(InputError):
+    """A run that cannot be continued as asked."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete checkpoint.
+
+    path  folder of the checkpoint
+    meta  content of meta.json
+    """
+
+    path: Path
+    meta: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps taken."""
+        return int(self.meta["step"])
+
+    @property
+    def imported(self) -> bool:
+        """Whether the weights are those of another program's model, which no run has trained."""
+        return self.meta.get("weights_only") is True and "averaged" not in self.meta
+
+    @property
+    def state(self) -> Path:
+        """Folder that `parallel.checkpoint.state.load_state` reads."""
+        return self.path / STATE
+
+    @property
+    def config(self) -> Config:
+        """Config of the run that saved the checkpoint, with its vocabulary size.
+
+        Raises BrokenCheckpointError if the file has changed since it was written, ResumeError if it
+        has keys or values that this version does not know.
+        """
+        path = self.path / CONFIG
+        if file_facts(path) != self.files[CONFIG]:
+            raise BrokenCheckpointError(changed(self.path, CONFIG))
+        try:
+            return load_saved_config(path)
+        except MissingRuleError as error:
+            raise ResumeError(f"{path} cannot be used here: {error}") from None
+        except InvalidConfigError as error:
+            raise ResumeError(
+                f"{path} is of another version: {'; '.join(error.problems)}"
+            ) from None
+
+    @property
+    def files(self) -> dict[str, FileFacts]:
+        """Size and hash of every file but meta.json and COMPLETE, by its path in the folder."""
+        return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
+
+    def tensors(self, prefix: str = "weight/") -> dict[str, Tensor]:
+        """Return the tensors whose key begins with `prefix`, whole, on the CPU, by key.
+
+        `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; all keys are those of
+        `parallel.checkpoint.state`. Needs no process group. Raises BrokenCheckpointError if the
+        tensors cannot be read.
+        """
+        stored = StoredTensors(self.state)
+        return stored.read(stored.keys(prefix))
+
+
+def changed(folder: Path, name: str) -> str:
+    """Return the sentence that says that a file of a checkpoint differs from its hash."""
+    return f"{folder}: {name} has changed since it was written"
+
+
+class StoredTensors:
+    """Tensors stored in `folder`, whatever layout saved them.
+
+    All keys are those of `parallel.checkpoint.state`. The index is read once, tensors when they are
+    asked for. Raises BrokenCheckpointError if the folder cannot be read, here and in `read_into`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            index = read_index(folder)
+        except Exception as error:
+            raise broken(folder, error) from error
+        self._reader = Reader(folder, index)
+        self._tensors = {
+            key: entry
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with `prefix`."""
+        return [key for key in self._tensors if key.startswith(prefix)]
+
+    def empty(self, key: str) -> Tensor:
+        """Return an uninitialised tensor with the shape and dtype of a stored one."""
+        entry = self._tensors[key]
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def read_into(self, places: Mapping[str, Tensor]) -> None:
+        """Fill each tensor with what is stored under its key; the shapes must agree."""
+        missing = [key for key in places if key not in self]
+        if missing:
+            raise BrokenCheckpointError(f"{self.folder} has no {named(missing)}")
+        for key, place in places.items():
+            if place.shape != self._tensors[key].size:
+                raise BrokenCheckpointError(
+                    f"{self.folder}: {key} must have shape {tuple(place.shape)}, "
+                    f"got {tuple(self._tensors[key].size)}"
+                )
+        try:
+            self._reader.read_into(places)
+        except (Exception, CheckpointException) as error:
+            raise broken(self.folder, error) from error
+
+    def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors of `keys`, whole, on the CPU, in the stored dtype."""
+        try:
+            found = {key: self.empty(key) for key in keys}
+        except Exception as error:  # whatever an index may say of a tensor
+            raise broken(self.folder, error) from error
+        self.read_into(found)
+        return found
+
+
+def named(keys: Collection[str]) -> str:
+    """Return the first of some tensors' names in order, and how many more there are.
+
+    `weight/head (and 79 others)`
+    """
+    first, others = min(keys), len(keys) - 1
+    return f"{first} (and {others} other{'s' if others > 1 else ''})" if others else first
+
+
+def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
+    """Return the error that says why a folder cannot be read."""
+    return BrokenCheckpointError(f"{folder} cannot be read: {last_line(error)}")
+
+
+class CheckpointWeights:
+    """Parameters by name, assembled from the units of a checkpoint saved on any layout.
+
+    The weight of a PC layer is PC(W), computed in float32 from the checkpoint's W, gamma, u and v.
+    """
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        self.info = info
+        self.config = info.config
+        self._stored = StoredTensors(info.state)
+        units = all_units(self.config.model, **unit_options(self.config))
+        self._units = grouped(units, lambda unit: unit.parameter)
+
+    def layouts(self) -> dict[str, tuple[int, ...]]:
+        """Return, by parameter, the shape in which its units view it.
+
+        With all axes but the last flattened, it is the parameter's own shape.
+        """
+        return {name: units[0].view_shape for name, units in self._units.items()}
+
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every stored module buffer, by name."""
+        keys = self._stored.keys("buffer/")
+        return {k.removeprefix("buffer/"): tuple(self._stored.empty(k).shape) for k in keys}
+
+    def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
+        """Return a whole parameter `[*layout]`, float32.
+
+        Raises BrokenCheckpointError if a part of it is missing or has another shape.
+        """
+        whole = torch.empty(layout, dtype=torch.float32)
+        units = self._units[name]
+        plain = [unit for unit in units if not self.preconditioned(unit)]
+        self._stored.read_into({f"weight/{u.name}": u.view(whole) for u in plain})
+        for unit in units:
+            if self.preconditioned(unit):
+                unit.view(whole).copy_(self.effective(unit).view(unit.axes))
+        return whole
+
+    def units(self) -> Iterator[Unit]:
+        """Yield every unit of the model, parameter by parameter."""
+        for units in self._units.values():
+            yield from units
+
+    def preconditioned(self, unit: Unit) -> bool:
+        """Return whether a unit is a PC layer."""
+        return self.config.pc is not None and self.config.pc.covers(unit)
+
+    def weight(self, unit: Unit) -> Tensor:
+        """Return a unit's W `[*shape]`, float32; of a PC layer that is not the effective weight."""
+        key = f"weight/{unit.name}"
+        return self._stored.read([key])[key].float().reshape(unit.shape)
+
+    def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a module's buffer, or zeros `[*shape]`, which stand for an expert bias of none."""
+        key = f"buffer/{name}"
+        if key not in self._stored:
+            return torch.zeros(shape)
+        return self._stored.read([key])[key].float()
+
+    def check(self) -> None:
+        """Raise BrokenCheckpointError if the weights are not those of the config's model."""
+        wanted = {f"weight/{unit.name}" for unit in self.units()}
+        stored = self._stored.keys("weight/")
+        found = {key for key in stored if not key.endswith(GAMMA)}
+        if wanted - found:
+            raise BrokenCheckpointError(f"{self.info.path} lacks {named(wanted - found)}")
+        if found - wanted:
+            raise BrokenCheckpointError(
+                f"{self.info.path} has {named(found - wanted)}, unlike its config's model"
+            )
+
+    def effective(self, unit: Unit) -> Tensor:
+        """Return PC(W) `[rows, cols]` of a PC layer, float32."""
+        pc = self.config.pc
+        assert pc is not None
+        key = f"weight/{unit.name}"
+        keys = [f"pc/{unit.name}/u", f"pc/{unit.name}/v", f"{key}{GAMMA}"]
+        missing = [each for each in (key, *keys) if each not in self._stored]
+        if missing:
+            raise BrokenCheckpointError(f"{self.info.path} lacks {missing[0]}")
+        stored = self._stored.read(keys)
+        u, v, gamma = (stored[each].float() for each in keys)
+        preconditioner = pc.preconditioner(unit)
+        assert preconditioner is not None
+        with torch.no_grad():
+            return preconditioner.effective(self.weight(unit)[None], u[None], v[None], gamma)[0]
