@@ -22,7 +22,7 @@ from spectral.rules import RULES, Rule
 from training.assignments import assignments
 from training.config import group_of
 from training.config.optimizer import OptimizerConfig
-from training.loop import mean_loss
+from training.step import mean_loss
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 PENALTY = Penalty(coefficient=0.03, power=2, side="in", normalize=None)

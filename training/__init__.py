@@ -1,6 +1,7 @@
 """A training run: its configuration, data, loop, checkpoints and reports.
 
-    build.py, run.py, loop.py   build a run from its config, run it, and train step by step
+    build.py, run.py   build a run from its config, and run it
+    loop.py, step.py   train step by step, and report, validate and save between steps
     config/      the run config               data/     token sets and the order of samples
     checkpoint/  saving and resuming          monitor/  figures of weights, gradients and updates
     machine/     device, kernels, environment report/   metrics, the console and trackers

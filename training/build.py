@@ -1,6 +1,6 @@
 """Building data, model, optimizer and trainer of a run from its config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from parallel.comm.groups import Groups
@@ -14,7 +14,6 @@ from training.data.batches import training_batches
 from training.data.order import TrainingData
 from training.data.tasks import Task
 from training.data.validation_data import ValidationData
-from training.loop import StepResult, Trainer
 from training.machine.backends import (
     DTYPES,
     compile_backend,
@@ -24,6 +23,7 @@ from training.machine.backends import (
     optional_dtype,
 )
 from training.samples import build_sampler
+from training.step import Trainer
 
 
 def build_parallel_model(
@@ -89,11 +89,10 @@ def build_trainer(
     tasks: Sequence[Task] = (),
     weights: InitialWeights | None = None,
     monitor_interval: int | None = None,
-    on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Trainer:
     """Build model and optimizer and return this rank's trainer.
 
-    `weights` are those of `build_parallel_model`, `on_step` that of `Trainer`. The model is scored
+    `weights` are those of `build_parallel_model`. The model is scored
     on `tasks`. Monitors measure every `monitor_interval`-th step, by default as the config says.
     """
     model = build_parallel_model(config, groups, weights)
@@ -109,5 +108,4 @@ def build_trainer(
         tasks=tasks,
         sampler=build_sampler(config, validation),
         monitor_interval=config.monitors.interval if monitor_interval is None else monitor_interval,
-        on_step=on_step,
     )

@@ -1,57 +1,24 @@
-"""The training loop: take steps, guard them, log and validate."""
+"""The training loop: take steps, report what is due after each, save, stop and rewind."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, profiler
+from torch import profiler
 
-from parallel.comm.collectives import all_reduce_
-from parallel.comm.groups import Groups
-from parallel.model import Batch, LossFunction, ParallelModel
-from parallel.observe.weight_watch import WeightWatch
-from parallel.optimizer.distributed_optimizer import (
-    CapturedUpdate,
-    DistributedOptimizer,
-    GradientNorm,
-    Update,
-)
 from spectral.ieee_products import ieee_products
-from training.config import Config
-from training.config.optimizer import groups_of
-from training.config.schedule import step_factor
-from training.data.batches import as_batch
-from training.data.order import TrainingData
-from training.data.run_progress import Progress, SetCount, Windows
-from training.data.tasks import Task
+from training.data.run_progress import SetCount
 from training.data.validation_data import ValidationData
 from training.lifecycle.lifecycle import Lifecycle
-from training.lifecycle.pace import Pace, collect
-from training.monitor.expert_balance import ExpertBalance
-from training.monitor.monitors import Monitors
-from training.monitor.spectral_metrics import SpectralMetrics
-from training.nonfinite import NonFiniteError, NonFiniteGuard, SpikeDetector
-from training.penalty_schedule import GramPenalty
-from training.samples import Sampler
+from training.lifecycle.pace import collect
+from training.nonfinite import NonFiniteError
+from training.step import StepResult, Trainer
 from training.step_profile import StepProfile
 from training.task_scores import score, tokens_of_a_pass
 from training.validation import evaluate
 
-Found = TypeVar("Found")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Mean loss, gradient norm, whether the step was taken, and with a z-loss the mean squared
-    log-sum-exp of the logits, as tensors on the device."""
-
-    loss: Tensor
-    norm: GradientNorm
-    active: Tensor
-    z_loss: Tensor | None = None
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -68,419 +35,218 @@ class Outcome:
     stopped: str | None = None
 
 
-class Trainer:
-    """Training loop of one rank over a built model, optimizer and data."""
+def ignore(*_: object) -> None:
+    """Do nothing."""
 
-    def __init__(
-        self,
-        config: Config,
-        groups: Groups,
-        model: ParallelModel,
-        optimizer: DistributedOptimizer,
-        data: TrainingData,
-        batches: Callable[[Progress], Iterator[Tensor]],
-        validation: Sequence[ValidationData],
-        *,
-        tasks: Sequence[Task] = (),
-        sampler: Sampler | None = None,
-        monitor_interval: int | None = None,
-        on_step: Callable[[int, StepResult], None] | None = None,
-    ) -> None:
-        """Build everything that a step needs beside model and optimizer.
 
-        data       the training data, whose counts checkpoints keep
-        batches    function from the progress to an iterator of the micro-batches that follow on
-                   this rank, `[micro_batch, sequence_length + 1]`
-        tasks      that the model is scored on when that is due
-        sampler    writes the samples of text that are due, None if none are
-        monitor_interval   of `Monitors`
-        on_step    called after every step with its number and result
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """Parts of a run that surround its steps; without them the loop only trains.
 
-        `report` is called once per logging or validation step with its metrics, which are the same
-        on every rank, and the step; `record` with the figures of monitors; `note` with an event.
-        """
-        self.config = config
-        self.groups = groups
-        self.model = model
-        self.optimizer = optimizer
-        self.data = data
-        self.make_batches = batches
-        self.validation = validation
-        self.tasks = tasks
-        self.sampler = sampler
-        self.on_step = on_step
-        kind = CapturedUpdate if config.optimizer.distributed.cuda_graph else Update
-        self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
-        self.progress = Progress()
-        self.tokens_before = 0
-        """Tokens that the steps before the present one have predicted."""
-        self.read_on()
-        self.lifecycle: Lifecycle | None = None
-        self.profile: StepProfile | None = None
-        self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
-        self.pace = Pace(config, groups, data)
-        model.after_backward = self.pace.clock.end
-        self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
-        self.experts = ExpertBalance(model, groups, config.model)
-        self.monitors = Monitors(config, groups, model, optimizer, self.experts, monitor_interval)
-        self.report: Callable[[dict[str, Any], int], None] = lambda metrics, step: None
-        self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
-        self.note: Callable[[str, int, str], None] = lambda kind, step, text: None
-        section = config.gram_penalty
-        self.penalty = None if section is None else GramPenalty(section, config, optimizer)
-        watched = config.watchdog.replica_interval > 0
-        self.weights = WeightWatch(optimizer) if watched else None
-        self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
-        self.guard = NonFiniteGuard(
-            limit=config.train.max_skipped_steps,
-            spikes=config.spikes.deviations is not None,
-        )
+    report     takes the metrics of a logging or validation step, the same on every rank, and the
+               step
+    record     takes the figures of the monitors, and the step
+    note       takes kind, step and text of an event
+    on_step    takes the number of each step, and its result
+    rewind     goes back to an earlier checkpoint after an error; returns whether it did
+    lifecycle  saves checkpoints and hears stop requests
+    profile    times the operations of some steps
+    """
 
-    @property
-    def microbatches(self) -> int:
-        """Number of micro-batches of the present step on this rank."""
-        return self.batch // (self.config.train.micro_batch * self.groups.data.size)
+    report: Callable[[dict[str, Any], int], None] = ignore
+    record: Callable[[dict[str, Any], int], None] = ignore
+    note: Callable[[str, int, str], None] = ignore
+    on_step: Callable[[int, StepResult], None] = ignore
+    rewind: Callable[[NonFiniteError], bool] = lambda error: False
+    lifecycle: Lifecycle | None = None
+    profile: StepProfile | None = None
 
-    def read_on(self) -> None:
-        """Read what follows on the progress, with the global batch of the next step."""
-        self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
-        self.batches = self.make_batches(self.progress)
+
+NO_HOOKS = Hooks()
+
+
+class Loop:
+    """The training loop of one rank: the steps of a trainer, and what is due after each."""
+
+    def __init__(self, trainer: Trainer, hooks: Hooks = NO_HOOKS) -> None:
+        self.trainer = trainer
+        self.config = trainer.config
+        self.hooks = hooks
 
     def run(self) -> Outcome:
-        """Train from the current step to the last, validate, and return the outcome.
+        """Train from the current step to the last, validate, and return the outcome; rewind after
+        too many consecutive skipped steps, where the hooks can.
 
-        Raises NonFiniteError after too many consecutive skipped steps, CheckpointError if a
-        checkpoint cannot be written.
+        Raises NonFiniteError if they cannot, CheckpointError if a checkpoint cannot be written.
         """
         while True:
             try:
-                return self.run_once()
+                return self.run_until_stopped()
             except NonFiniteError as error:
-                if not self.rewind(error):
+                if not self.hooks.rewind(error):
                     raise
 
-    def run_once(self) -> Outcome:
-        """Do what `run` does, without rewinding."""
-        self.pace.restart(self.progress)
-        validation, lifecycle = self.catch_up(), self.lifecycle
-        while self.progress.step < self.config.train.last and validation is not None:
-            validation = self.advance()
-            if lifecycle is not None and lifecycle.due(self.progress.step):
+    def run_until_stopped(self) -> Outcome:
+        """Train to the last step, or to the first after a stop request, and save."""
+        trainer, lifecycle, profile = self.trainer, self.hooks.lifecycle, self.hooks.profile
+        trainer.pace.restart(trainer.progress)
+        last, validation = self.config.train.last, self.report_unreported()
+        while trainer.progress.step < last and validation is not None:
+            validation = self.step_and_report()
+            if lifecycle is not None and lifecycle.due(trainer.progress.step):
                 with profiler.record_function("checkpoint"):
-                    lifecycle.save(self.checkpoint())
+                    lifecycle.save(trainer.checkpoint())
             if lifecycle is not None and lifecycle.stopping:
                 break
-        if self.profile is not None:
-            self.profile.finish(self.progress.step)
+        if profile is not None:
+            profile.finish(trainer.progress.step)
         if lifecycle is not None:
             with profiler.record_function("checkpoint"):
-                lifecycle.save_last(self.checkpoint())
-        early = self.progress.step < self.config.train.last or validation is None
+                lifecycle.save_last(trainer.checkpoint())
+        early = trainer.progress.step < last or validation is None
         reason = lifecycle.reason if lifecycle is not None and early else None
-        return Outcome(self.progress.step, validation or {}, reason)
+        return Outcome(trainer.progress.step, validation or {}, reason)
 
-    def advance(self) -> dict[str, float] | None:
+    def step_and_report(self) -> dict[str, float] | None:
         """Take the next step and report what is due.
 
         Returns the metrics of the validation, {} without one, None if a stop interrupted it.
         """
-        train, progress, mixture = self.config.train, self.progress, self.present
-        if train.batch(progress.step, progress.tokens) != self.batch:
-            self.read_on()
-            text = f"batch: {self.batch:,} sequences a step from step {progress.step + 1:,} on"
-            self.note("batch", progress.step, f"{text}, after {progress.tokens:,} tokens")
-        self.tokens_before = progress.tokens
-        samples = progress.advance(self.batch, train.sequence_length)
+        trainer, train, hooks = self.trainer, self.config.train, self.hooks
+        progress, mixture = trainer.progress, trainer.present
+        if train.batch(progress.step, progress.tokens) != trainer.batch:
+            trainer.read_on()
+            text = f"batch: {trainer.batch:,} sequences a step from step {progress.step + 1:,} on"
+            hooks.note("batch", progress.step, f"{text}, after {progress.tokens:,} tokens")
+        trainer.tokens_before = progress.tokens
+        samples = progress.advance(trainer.batch, train.sequence_length)
         step = progress.step
-        if self.profile is not None:
-            self.profile.before(step)
-        result = self.step(step - 1)
-        if self.profile is not None:
-            with self.pace.pause():
-                self.profile.after(step)
+        if hooks.profile is not None:
+            hooks.profile.before(step)
+        result = trainer.step(step - 1)
+        if hooks.profile is not None:
+            with trainer.pace.pause():
+                hooks.profile.after(step)
         collect(step)
-        if self.data.at(step).blend is not mixture.blend:
+        if trainer.data.at(step).blend is not mixture.blend:
             self.begin_phase(mixture.read(progress.sample))
-        self.guard.record(step, samples, result.active)
-        self.spectral.record(result.active)
-        if self.on_step is not None:
-            self.on_step(step, result)
-        if self.lifecycle is not None:
-            self.lifecycle.after_step(step)
+        trainer.guard.record(step, samples, result.active)
+        trainer.spectral.record(result.active)
+        hooks.on_step(step, result)
+        if hooks.lifecycle is not None:
+            hooks.lifecycle.after_step(step)
         with ieee_products():
-            metrics = self.take_figures(step, samples, result)
-        return self.report_with_validation(metrics)
+            metrics = self.due_figures(step, samples, result)
+        return self.validate_and_report(metrics)
 
     def begin_phase(self, read: Mapping[str, SetCount]) -> None:
         """Read the next mixture, where the run has `read` so much of each set."""
-        progress, mixture = self.progress, self.data.at(self.progress.step)
+        trainer, progress = self.trainer, self.trainer.progress
+        mixture = trainer.data.at(progress.step)
         progress.phase = mixture.phase_after(progress.sample, read)
-        self.read_on()
+        trainer.read_on()
         shares = ", ".join(
             f"{name} {share:.1%} after {progress.phase.tokens(name):,} tokens"
             for name, share in mixture.shares.items()
         )
-        self.note("data", progress.step, f"data: from step {progress.step + 1:,} on {shares}")
+        self.hooks.note("data", progress.step, f"data: from step {progress.step + 1:,} on {shares}")
 
-    def take_figures(
+    def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
     ) -> dict[str, Any]:
         """Return the metrics that are due after `step`, with [first, end) of its samples.
 
         Notes what the monitors have seen, and checks the run's weights and losses.
         """
+        trainer, hooks = self.trainer, self.hooks
         metrics: dict[str, Any] = {}
-        if step % self.config.log.interval == 0 or step == self.config.train.last:
-            self.guard.check()
-            metrics |= self.figures(step, result) | self.pace.figures(self.progress)
-            for text in self.pace.stragglers:
-                self.note("straggler", step, text)
-            self.guard.check_unit(*self.spectral.refusals.worst, step, samples)
-        if self.weights is not None and step % self.config.watchdog.replica_interval == 0:
-            self.weights.check()
-        line, aggregates = self.monitors.take(step, self.progress.tokens)
+        if self.due(self.config.log.interval, step):
+            trainer.guard.check()
+            metrics |= trainer.figures(step, result) | trainer.pace.figures(trainer.progress)
+            for text in trainer.pace.stragglers:
+                hooks.note("straggler", step, text)
+            trainer.guard.check_unit(*trainer.spectral.refusals.worst, step, samples)
+        if trainer.weights is not None and step % self.config.watchdog.replica_interval == 0:
+            trainer.weights.check()
+        line, aggregates = trainer.monitors.take(step, trainer.progress.tokens)
         if line:
-            self.record(line, step)
+            hooks.record(line, step)
         metrics |= aggregates
-        if self.penalty is not None and self.penalty.reports(step):
-            metrics |= self.penalty.metrics(result.loss.item())
+        if trainer.penalty is not None and trainer.penalty.reports(step):
+            metrics |= trainer.penalty.metrics(result.loss.item())
         return metrics
 
-    def catch_up(self) -> dict[str, float] | None:
-        """Make the report that a stop has prevented, if any, and return what `advance` does."""
-        left, self.progress.unreported = self.progress.unreported, {}
-        return self.report_with_validation(left) if left.pop("due", False) else {}
+    def report_unreported(self) -> dict[str, float] | None:
+        """Make the report that a stop has prevented, if any, and return what `validate_and_report`
+        does."""
+        progress = self.trainer.progress
+        metrics, progress.unreported = progress.unreported, {}
+        return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
-    def report_with_validation(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if that is due, report `metrics`, and return what `advance` does."""
-        step = self.progress.step
+    def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
+        """Validate if that is due, report `metrics`, and return those of the validation: {} without
+        one, None if a stop interrupted it."""
+        trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}
         samples: dict[str, str] = {}
-        if self.validation and self.validates(step):
+        if trainer.validation and self.due(config.validation.interval, step):
             validation = self.paused(self.evaluate)
-        if validation is not None and self.tasks and self.scores(step):
+        if validation is not None and trainer.tasks and self.due(config.tasks.interval, step):
             scores = self.paused(self.score)
         if validation is None or scores is None:
-            self.progress.unreported = {**metrics, "due": True}
+            trainer.progress.unreported = {**metrics, "due": True}
             return None
-        sampler = self.sampler
-        if sampler is not None and self.samples(step):
-            samples = self.paused(lambda: sampler.sample(self.model, self.groups, self.beat))
+        if trainer.sampler is not None and self.due(config.validation.samples_interval, step):
+            sample = trainer.sampler.sample
+            samples = self.paused(lambda: sample(trainer.model, trainer.groups, self.beat))
         if metrics or validation or scores or samples:
-            seen = {"progress/tokens": self.progress.tokens}
-            self.report({**metrics, **validation, **scores, **samples, **seen}, step)
+            seen = {"progress/tokens": trainer.progress.tokens}
+            self.hooks.report({**metrics, **validation, **scores, **samples, **seen}, step)
         return validation
 
-    def scores(self, step: int) -> bool:
-        """Return whether scores of tasks follow `step`."""
-        interval = self.config.tasks.interval
+    def due(self, interval: int, step: int) -> bool:
+        """Return whether what is done every `interval` steps, never for 0, and after the last step
+        of the run is due after `step`."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
-
-    def score(self) -> dict[str, float] | None:
-        """Return the metrics of the tasks, None if a stop interrupted them."""
-        model, train = self.config.model, self.config.train
-        assert model.vocab_size is not None  # `with_vocabulary` has filled it in
-        return score(
-            self.model,
-            self.groups,
-            self.tasks,
-            vocab_size=model.vocab_size,
-            most_tokens=tokens_of_a_pass(train, model, self.groups),
-            stop=self.lifecycle.stop_now if self.lifecycle is not None else lambda: False,
-        )
-
-    def paused(self, measure: Callable[[], Found]) -> Found:
-        """Return what `measure` finds, in time that is not the steps'."""
-        with self.pace.pause(), profiler.record_function("validation"):
-            return measure()
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the metrics of every validation set, None if a stop interrupted them."""
         return evaluate(
-            self.model,
-            self.groups,
-            self.validation,
+            self.trainer.model,
+            self.trainer.groups,
+            self.trainer.validation,
             micro_batch=self.config.train.micro_batch,
-            stop=self.lifecycle.stop_now if self.lifecycle is not None else lambda: False,
+            stop=self.stop_now,
             mixture={name: each.weight for name, each in self.config.data.train.items()},
         )
 
-    def samples(self, step: int) -> bool:
-        """Return whether samples of text follow `step`."""
-        return step == self.config.train.last or step % self.config.validation.samples_interval == 0
+    def score(self) -> dict[str, float] | None:
+        """Return the metrics of the tasks, None if a stop interrupted them."""
+        groups, model, train = self.trainer.groups, self.config.model, self.config.train
+        assert model.vocab_size is not None  # `with_vocabulary` has filled it in
+        return score(
+            self.trainer.model,
+            groups,
+            self.trainer.tasks,
+            vocab_size=model.vocab_size,
+            most_tokens=tokens_of_a_pass(train, model, groups),
+            stop=self.stop_now,
+        )
+
+    def paused(self, measure: Callable[[], Result]) -> Result:
+        """Return the result of `measure`, in time that is not the steps'."""
+        with self.trainer.pace.pause(), profiler.record_function("validation"):
+            return measure()
+
+    def stop_now(self) -> bool:
+        """Return whether any rank has a stop request; all ranks call it together."""
+        return self.hooks.lifecycle is not None and self.hooks.lifecycle.stop_now()
 
     def beat(self) -> None:
         """Tell the watchdog, if there is one, that the run is alive."""
-        if self.lifecycle is not None:
-            self.lifecycle.watchdog.beat(self.progress.step)
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside tensors, fit for JSON; waits for the device.
-
-        Raises DisagreementError if weights are watched and have changed.
-        """
-        if self.weights is not None:
-            self.weights.check()
-        return {
-            "step": self.progress.step,
-            "progress": asdict(replace(self.progress, read=self.read())),
-            "trainer": {
-                "guard": self.guard.state(),
-                "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
-                "spectral": self.spectral.state(),
-            },
-        }
-
-    def set_tokens(self) -> dict[str, int]:
-        """Return the tokens read of each set so far, if the run has phases of data."""
-        if not self.config.data.phases:
-            return {}
-        return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
-
-    def read(self) -> dict[str, SetCount]:
-        """Return what the run has read of each set."""
-        return self.present.read(self.progress.sample)
-
-    @property
-    def present(self) -> TrainingData:
-        """The data of the present mixture."""
-        return self.data.at(self.progress.step).since(self.progress.phase)
-
-    def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
-        """Continue from `progress` and what `checkpoint` returned as `trainer`."""
-        self.progress = progress
-        self.read_on()
-        self.guard.restore(state["guard"])
-        self.spikes.restore(state["spikes"])
-        self.spectral.restore(state["spectral"])
-        self.monitors.forget()
-        if self.weights is not None:
-            self.weights.forget()
-
-    def leave_out(self, windows: Windows) -> None:
-        """Read on without the samples of these windows."""
-        self.progress.left_out = windows
-        self.read_on()
-
-    def validates(self, step: int) -> bool:
-        """Return whether validation follows `step`."""
-        interval = self.config.validation.interval
-        return step == self.config.train.last or (interval > 0 and step % interval == 0)
-
-    def step(self, index: int) -> StepResult:
-        """Take optimizer step `index`, counted from 0, without waiting for the device.
-
-        Monitored steps, and those in which the Gram penalty is reported, do wait.
-        """
-        with profiler.record_function("forward_backward"):
-            means = self.forward_backward(index)
-            loss, z_loss = (means, None) if means.ndim == 0 else means.unbind()
-        # The forward pass has the precision that the user set, and the mathematics its own.
-        with ieee_products():
-            with profiler.record_function("monitors"):
-                self.monitors.after_backward()
-            with profiler.record_function("optimizer"):
-                if self.weights is not None:
-                    self.weights.compare()
-                if self.penalty is not None:
-                    self.penalty.add(index)
-                factor = self.rate_factor(index)
-                usable = (loss.abs() < math.inf) & self.spikes.is_not_spike(loss)
-                norm, active = self.update(factor, usable)
-                self.spikes.record(loss, active)
-                self.experts.step(active)
-                if self.weights is not None:
-                    self.weights.note()
-            with profiler.record_function("monitors"):
-                self.monitors.after_step(factor, active)
-        return StepResult(loss, norm, active, z_loss)
-
-    def rate_factor(self, index: int) -> float:
-        """Return the present step's learning rate over its peak; its index counts from 0."""
-        return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
-
-    def forward_backward(self, index: int) -> Tensor:
-        """Return the means of `mean_loss` over the global batch, whose gradients are then in their
-        shards."""
-        self.pace.clock.begin()
-        windows = [next(self.batches) for _ in range(self.microbatches)]
-        batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
-        if not self.data.borders.first_token_loss:
-            self.weigh(batches)
-        self.model.zero_gradients()
-        with profiler.record_function("monitors"):
-            self.monitors.before(index + 1, self.microbatches)
-        figures = self.model.forward_backward(
-            lambda: iter(batches),
-            partial(mean_loss, z_loss=self.config.train.z_loss),
-            microbatches=self.microbatches,
-            micro_batch=self.config.train.micro_batch,
-            train=True,
-        )
-        return self.mean_over_ranks(figures)
-
-    def weigh(self, batches: Sequence[Batch]) -> None:
-        """Give the counted labels of the step's micro-batches equal weights, however many there
-        are in each: the mean over micro-batches and ranks of the weighted sums is their mean."""
-        replicas = self.groups.dense.replicas
-        counts = torch.stack([batch["counted"].sum() for batch in batches])
-        total = all_reduce_(counts.sum(), replicas, self.model.comm_volume, "counted tokens")
-        for batch in batches:
-            batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
-
-    def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the means of `mean_loss` over the global batch, the same on every rank.
-
-        `figures` has those of the last pipeline stage and is empty on the others.
-        """
-        shape = (2,) if self.config.train.z_loss else ()
-        total = torch.zeros(shape, device=self.groups.device)
-        for figure in figures:
-            total = total + figure["loss"] / self.microbatches
-        replicas = self.groups.dense.replicas
-        all_reduce_(total, replicas, self.model.comm_volume, "mean loss")
-        all_reduce_(total, self.groups.pipeline, self.model.comm_volume, "mean loss")
-        return total / replicas.size
-
-    def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics that depend on nothing but the step; waits for the device."""
-        factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
-        groups = groups_of(self.config.model)
-        rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
-        return {
-            "train/loss": result.loss.item(),
-            **({} if result.z_loss is None else {"train/z_loss": result.z_loss.item()}),
-            **rates,
-            "optim/grad_norm": result.norm.total.item(),
-            "optim/clip_coef": result.norm.coefficient.item(),
-            "optim/skipped_steps": self.guard.skipped,
-            **self.spectral.summary(),
-            **self.experts.metrics(self.microbatches),
-            **self.set_tokens(),
-        }
-
-
-def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
-    """Return the loss function of training: the mean token loss of the micro-batch plus `z_loss`
-    times the mean squared log-sum-exp of the logits, or the sums with the batch's `weights`.
-
-    Its figure `loss` has the first mean `[]`, with a z-loss both `[2]`, without the coefficient.
-    """
-    weights = batch.get("weights")
-
-    def mean(each: Tensor) -> Tensor:
-        return each.float().mean() if weights is None else (each.float() * weights).sum()
-
-    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if not z_loss:
-            value = mean(output)
-            # Megatron's schedule divides the loss in place, so the figure is a copy.
-            return value, {"loss": value.detach().clone()}
-        means = torch.stack([mean(each) for each in output])
-        return means[0] + z_loss * means[1], {"loss": means.detach().clone()}
-
-    return loss
+        if self.hooks.lifecycle is not None:
+            self.hooks.lifecycle.watchdog.beat(self.trainer.progress.step)
 
 
 def unigram_comparison(

@@ -20,9 +20,10 @@ from training.checkpoint.stored_checkpoint import META, RNG, CheckpointInfo, Res
 from training.config.binding import bind
 from training.data.order import TrainingData
 from training.data.run_progress import Progress
-from training.loop import Trainer
+from training.lifecycle.lifecycle import Lifecycle
 from training.nonfinite import NonFiniteError
 from training.run_log import RunLog
+from training.step import Trainer
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
@@ -81,15 +82,17 @@ def refusing(place: Path, *kinds: type[Exception]) -> Iterator[None]:
         raise ResumeError(f"{place} cannot be loaded: {error!r:.200}") from error
 
 
-def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
+def rewind(
+    trainer: Trainer, lifecycle: Lifecycle, log: RunLog | None, error: NonFiniteError
+) -> bool:
     """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
 
     Collective; `log` is that of the reporting rank. Returns False, having done nothing, if
     `spikes.rewinds` are used up or there is no such checkpoint.
     """
-    run_dir, lifecycle = trainer.config.run.dir, trainer.lifecycle
+    run_dir = trainer.config.run.dir
     left_out = (*trainer.progress.left_out, error.samples)
-    if lifecycle is None or len(left_out) > trainer.config.spikes.rewinds:
+    if len(left_out) > trainer.config.spikes.rewinds:
         return False
     lifecycle.wait()
     before = first_rank(lambda: [s for s in checkpoints.steps(run_dir) if s < error.first_step])

@@ -1,7 +1,7 @@
 """A run from start to end: what it continues from, trains, saves and reports."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,13 @@ from training.assignments import config_routes
 from training.build import build_trainer
 from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
-from training.checkpoint.resume_rules import announced, data_facts, identity, modification_times
+from training.checkpoint.resume_rules import (
+    Identity,
+    announced,
+    data_facts,
+    identity,
+    modification_times,
+)
 from training.checkpoint.saving import CheckpointError, Saver
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config, check
@@ -32,6 +38,8 @@ from training.data.build_data import (
     tokenizer_path,
 )
 from training.data.order import TrainingData
+from training.data.tasks import Task
+from training.data.validation_data import ValidationData
 from training.errors import InputError
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import collected_at_steps
@@ -46,7 +54,7 @@ from training.lifecycle.run_folder import (
 )
 from training.lifecycle.terminal import Interrupts
 from training.lifecycle.watchdog import Watchdog
-from training.loop import Outcome, StepResult, Trainer, unigram_comparison
+from training.loop import Hooks, Loop, Outcome, ignore, unigram_comparison
 from training.machine.backends import (
     check_backend,
     check_device,
@@ -64,6 +72,7 @@ from training.planning.added_cost import monitor_cost
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 from training.start_groups import require_agreement
+from training.step import StepResult, Trainer
 from training.step_profile import StepProfile, announcement
 
 
@@ -86,7 +95,7 @@ class Beginning:
 
     start: CheckpointInfo | None
     weights: InitialWeights | None
-    facts: dict[str, Any]
+    facts: Identity
     run_id: str
 
     @property
@@ -103,7 +112,7 @@ def train(
     groups: Groups,
     *,
     resume: str = "latest",
-    on_step: Callable[[int, StepResult], None] | None = None,
+    on_step: Callable[[int, StepResult], None] = ignore,
     interrupts: Interrupts | None = None,
 ) -> Outcome:
     """Run the config to its end on this rank; rank 0 writes `run.dir` and prints.
@@ -120,35 +129,25 @@ def train(
     check_device(config, groups.device)
     data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
     tasks = build_tasks(config)
-    facts = data_facts(config, data, validation, data_manifest(config))
-    facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
-    require_agreement(dict(flat(facts)))
-    facts["data"] |= first_rank(lambda: modification_times(data))
+    facts = agreed_facts(config, data, validation, tasks)
     run_dir = config.run.dir
     with contextlib.ExitStack() as stack:
         if config.run.deterministic:
             stack.enter_context(repeatable())
         first_rank(lambda: stack.enter_context(locked(run_dir)))
-        resume = resumed(run_dir, resume, groups.rank)
         chosen = find_start(
-            run_dir, resume, identity(config, facts), config.checkpoint.allow_change
+            run_dir,
+            resumed(run_dir, resume, groups.rank),
+            identity(config, facts),
+            config.checkpoint.allow_change,
         )
         start = chosen.info
-        if start is not None:
-            check_beginning(config, start)
-        if config.train.batch_ramp:
-            done = {} if start is None else start.meta["progress"]
-            check(config, dist.get_world_size(), done.get("step", 0), done.get("tokens", 0))
+        check_start(config, start)
         if start is not None and is_finished(config, start):
             first_rank(lambda: chosen.settle(run_dir))
             return nothing_to_do(config, groups, start)
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
-        tokenizer = facts["tokenizer"]["sha256"], tokenizer_path(config)
-        weights = initial_weights(config, *tokenizer) if start is None else None
-        if weights is not None:
-            check_content(weights.info)
-        elif start is None:
-            check_rows(config)
+        weights = first_weights(config, facts) if start is None else None
         cost = monitor_cost(config, dist.get_world_size(), groups.device)
         trainer = build_trainer(
             config,
@@ -158,7 +157,6 @@ def train(
             tasks=tasks,
             weights=weights,
             monitor_interval=cost.interval,
-            on_step=on_step,
         )
         stack.callback(trainer.update.release)
         if start is not None:
@@ -175,18 +173,13 @@ def train(
             stack.callback(log.close)
             if cost.interval:
                 log.note("monitors", trainer.progress.step, f"monitors: {cost}")
-        trainer.rewind = partial(rewind, trainer, log)
         lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
-        trainer.lifecycle = lifecycle
-        trainer.report = lifecycle.deferring(trainer.report)
-        trainer.record = lifecycle.deferring(trainer.record)
-        trainer.note = lifecycle.deferring(trainer.note)
-        if config.log.profile is not None:
-            trainer.profile = StepProfile(config, groups, trainer.progress.step, trainer.note)
-            stack.callback(trainer.profile.close)
+        hooks = run_hooks(trainer, lifecycle, log, on_step)
+        if hooks.profile is not None:
+            stack.callback(hooks.profile.close)
         try:
             with naming_absent(groups), collected_at_steps():
-                outcome = trainer.run()
+                outcome = Loop(trainer, hooks).run()
         except Exception as error:
             if reports(error, groups.rank) and not isinstance(error, FolderError):
                 write_failure(run_dir, trainer.progress.step, groups.rank, error)
@@ -194,6 +187,71 @@ def train(
         if log is not None:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
+
+
+def agreed_facts(
+    config: Config,
+    data: TrainingData,
+    validation: Sequence[ValidationData],
+    tasks: Sequence[Task],
+) -> Identity:
+    """Return the facts about the data for the identity of a run, which all ranks must agree on."""
+    facts = data_facts(config, data, validation, data_manifest(config))
+    facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
+    require_agreement(dict(flat(facts)))
+    facts["data"] |= first_rank(lambda: modification_times(data))
+    return facts
+
+
+def check_start(config: Config, start: CheckpointInfo | None) -> None:
+    """Check the config against the checkpoint that the run continues from, None for a new run.
+
+    Raises ResumeError for initial weights that the checkpoint's run did not begin with,
+    InvalidConfigError for a batch that is still ahead and does not fit the ranks.
+    """
+    if start is not None:
+        check_beginning(config, start)
+    if config.train.batch_ramp:
+        done = {} if start is None else start.meta["progress"]
+        check(config, dist.get_world_size(), done.get("step", 0), done.get("tokens", 0))
+
+
+def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
+    """Return the weights of another run that a new run begins with, None to initialize weights.
+
+    Raises BrokenCheckpointError or ResumeError for weights that cannot be used, VocabularyError for
+    new weights of more rows than the data needs.
+    """
+    weights = initial_weights(config, facts["tokenizer"]["sha256"], tokenizer_path(config))
+    if weights is None:
+        check_rows(config)
+    else:
+        check_content(weights.info)
+    return weights
+
+
+def run_hooks(
+    trainer: Trainer,
+    lifecycle: Lifecycle,
+    log: RunLog | None,
+    on_step: Callable[[int, StepResult], None],
+) -> Hooks:
+    """Return the parts of a run that surround its steps. An error of the log ends the run only
+    once it has saved."""
+    config = trainer.config
+    logged = Hooks() if log is None else Hooks(report=log.report, record=log.record, note=log.note)
+    note, profile = lifecycle.deferring(logged.note), None
+    if config.log.profile is not None:
+        profile = StepProfile(config, trainer.groups, trainer.progress.step, note)
+    return Hooks(
+        report=lifecycle.deferring(logged.report),
+        record=lifecycle.deferring(logged.record),
+        note=note,
+        on_step=on_step,
+        rewind=partial(rewind, trainer, lifecycle, log),
+        lifecycle=lifecycle,
+        profile=profile,
+    )
 
 
 def resumed(run_dir: str, resume: str, rank: int) -> str:
@@ -224,7 +282,6 @@ def open_log(
         progress,
         trainer.monitors.interval,
     )
-    trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
     for kind, text in opening_notes(config, trainer, beginning, kernel):
         log.note(kind, progress.step, text)
     if not any(row.lr for row in routes):

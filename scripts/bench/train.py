@@ -56,10 +56,11 @@ from training.build import build_trainer
 from training.config import Config, check, load_config
 from training.data.build_data import build_data, on_mock_tokens, with_vocabulary
 from training.errors import InputError
-from training.loop import Trainer
+from training.loop import Loop
 from training.machine.backends import check_backend
 from training.report.metrics import performance
 from training.start_groups import start_groups
+from training.step import Trainer
 
 CONFIG = "the config"
 WARM_UP = 3
@@ -131,7 +132,6 @@ def watch(trainer: Trainer, phases: Phases) -> None:
         (optimizer, "step", "optimizer"),
         (trainer, "figures", "logging"),
         (trainer.pace, "figures", "logging"),
-        (trainer, "report", "logging"),
         (trainer.monitors, "take", "logging"),
         *((domain, "wait", "wait for weights") for domain in model.domains),
         *((chunk, "forward", "forward") for chunk in model.chunks),
@@ -160,6 +160,7 @@ class Side:
         data, _ = build_data(config)
         self.trainer = build_trainer(config, groups, data, [])
         self.phases = Phases(groups.device, clock)
+        self.loop = Loop(self.trainer)
         watch(self.trainer, self.phases)
 
     def turn(self, steps: int) -> dict[str, float]:
@@ -167,7 +168,7 @@ class Side:
         self.phases.restart()
         begun = time.perf_counter()
         for _ in range(steps):
-            self.trainer.advance()
+            self.loop.step_and_report()
         spent = self.phases.seconds() | {"step": time.perf_counter() - begun}
         return {name: seconds / steps for name, seconds in spent.items()}
 

@@ -14,8 +14,8 @@ from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import read_config
 from training import errors
-from training.loop import StepResult, Trainer
 from training.run import train
+from training.step import StepResult, Trainer
 
 
 def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from parallel.model import ParallelModel
 from tests.distributed.workers import built, start
 from tests.models import tokens_of
 from training.checkpoint.saving import Saver
+from training.loop import Loop
 
 LENGTH, VOCABULARY = 32, 120
 
@@ -25,7 +26,7 @@ def saved_run(folder: str, keys: dict[str, Any]) -> Tensor:
     groups = start({k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k})
     keys = {**keys, "train__steps": 3, "run__dir": f"{folder}/saved"}
     trainer = built(folder, groups, ({}, "spectral_sphere", keys))
-    trainer.run()
+    Loop(trainer).run()
     Path(trainer.config.run.dir).mkdir(exist_ok=True)
     facts = {"identity": {"data": {}, "tokenizer": {}}, "versions": {}, "run_id": "0"}
     saver = Saver(trainer.config, groups, trainer.model, trainer.optimizer, facts)

@@ -21,7 +21,7 @@ from tests.distributed.workers import Case, built, named_gradient, whole_gradien
 from tests.saved_state import save_state
 from tests.stepped_models import TINY, assigned, stepped_model
 from training.config.optimizer import GroupConfig, OptimizerConfig
-from training.loop import Trainer
+from training.step import Trainer
 
 HALF, STEPS = 2, 4
 BLOCKS = ["k", "o", "gate", "up", "down"]

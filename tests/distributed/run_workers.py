@@ -27,9 +27,10 @@ from training.checkpoint.resume import find_start
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config.schema import Kind
 from training.data.build_data import build_data
-from training.loop import Outcome, StepResult, Trainer
+from training.loop import Hooks, Loop, Outcome
 from training.restore import restore
 from training.run import train
+from training.step import StepResult, Trainer
 
 PREEMPTIONS = 3
 BF16: dict[str, Any] = {"train__precision": "bf16"}
@@ -215,22 +216,21 @@ def flipped(
     folder: str, groups: Groups, what: str, keys: dict[str, Any]
 ) -> tuple[int, int, str, str | None]:
     """Flip one bit after step 3, on the last rank that has such a weight, and train on."""
-    trainers: list[Trainer] = []
 
     def flip(step: int, result: object) -> None:
         if step == 3 and dist.get_rank() == chosen:
-            _, flat = memory(trainers[0], what)
+            _, flat = memory(trainer, what)
             assert flat is not None
             flat.view(INTEGERS[flat.element_size()])[flat.numel() - 1] ^= 1
 
     config = read_config(folder, **keys)
-    trainers.append(build_trainer(config, groups, *build_data(config), on_step=flip))
-    names = from_all(memory(trainers[0], what)[0])
+    trainer = build_trainer(config, groups, *build_data(config))
+    names = from_all(memory(trainer, what)[0])
     chosen = max((rank for rank, name in enumerate(names) if name), default=-1)
     try:
-        outcome = trainers[0].run()
+        outcome = Loop(trainer, Hooks(on_step=flip)).run()
     except DisagreementError as error:
-        return chosen, trainers[0].progress.step, str(error), names[chosen]
+        return chosen, trainer.progress.step, str(error), names[chosen]
     return chosen, outcome.step, "", names[chosen]
 
 

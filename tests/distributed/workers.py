@@ -27,8 +27,9 @@ from training.build import build_trainer
 from training.config.schema import ParallelConfig
 from training.data.build_data import build_data
 from training.data.tasks import Request, made_task
-from training.loop import StepResult, Trainer
+from training.loop import Hooks, Loop
 from training.samples import next_tokens
+from training.step import StepResult, Trainer
 from training.task_scores import log_likelihoods
 
 
@@ -88,9 +89,11 @@ def followed(trainer: Trainer) -> dict[str, Any]:
         found["loss"].append(result.loss.item())
         found["norm"].append(result.norm.total.item())
 
-    trainer.on_step = keep
-    trainer.report = lambda metrics, step: found["logged"].update({step: without_times(metrics)})
-    trainer.record = lambda line, step: found["lines"].update({step: line})
+    hooks = Hooks(
+        on_step=keep,
+        report=lambda metrics, step: found["logged"].update({step: without_times(metrics)}),
+        record=lambda line, step: found["lines"].update({step: line}),
+    )
     windows = torch.stack(
         [torch.from_numpy(trainer.validation[0].set.window(i)[:-1]) for i in range(3)]
     )
@@ -99,7 +102,7 @@ def followed(trainer: Trainer) -> dict[str, Any]:
         for place in (length // 4, length - 1)
     ]
     found["initial"] = whole_units(trainer.model, groups)
-    found["validation"] = trainer.run().validation
+    found["validation"] = Loop(trainer, hooks).run().validation
     found["units"] = whole_units(trainer.model, groups)
     check_replicas(trainer.model)
     found["kept"] = checked_kept(trainer)
@@ -118,7 +121,7 @@ def task_scores(
         most_tokens=64,
     )  # fmt: skip
     trainer.tasks = [made_task(name, window=32, vocab_size=vocab) for name in ("a", "b")]
-    metrics = trainer.score()
+    metrics = Loop(trainer).score()
     process_groups.shutdown()
     return likelihoods, metrics
 

@@ -13,7 +13,7 @@ from tests.distributed.workers import start, whole_gradients
 from tests.families import tiny_model
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, parallel_model
-from training.loop import mean_loss
+from training.step import mean_loss
 
 SAMPLES, LENGTH = 4, 16
 

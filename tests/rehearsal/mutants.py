@@ -12,9 +12,9 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.owned_stacks import Streams
 from parallel.storage.domain_model import DomainModel
 from spectral.ieee_products import ieee_products
-from training import validation as evaluate
-from training.loop import Trainer
+from training.data import batches
 from training.rehearsal.program import put, replace
+from training.step import Trainer
 
 
 def no_wait_for_weights() -> None:
@@ -58,20 +58,20 @@ def streams_do_not_wait() -> None:
 
 def host_looks_at_the_loss() -> None:
     """Every step waits for its loss."""
-    real = Trainer.forward_backward
+    real = Trainer.compute_gradients
 
-    def forward_backward(trainer: Trainer, index: int) -> torch.Tensor:
+    def compute_gradients(trainer: Trainer, index: int) -> torch.Tensor:
         loss = real(trainer, index)
         float(loss)
         return loss
 
-    put(Trainer, "forward_backward", forward_backward)
+    put(Trainer, "compute_gradients", compute_gradients)
 
 
 def batches_are_pageable() -> None:
     """Batches come to the device from memory that the host waits for."""
     # A copy of pinned memory is pageable.
-    replace(evaluate.on_device, lambda tensor, device: tensor.clone().to(device, non_blocking=True))
+    replace(batches.on_device, lambda tensor, device: tensor.clone().to(device, non_blocking=True))
 
 
 def pipelines_wait_for_the_device() -> None:
@@ -113,7 +113,7 @@ def norm_of_this_rank_alone() -> None:
 
 def batches_stay_on_the_host() -> None:
     """Operands of two devices."""
-    replace(evaluate.on_device, lambda tensor, device: tensor)
+    replace(batches.on_device, lambda tensor, device: tensor)
 
 
 def step_reads_in_a_graph() -> None:

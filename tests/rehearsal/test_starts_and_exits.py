@@ -15,11 +15,11 @@ import pretrain
 from parallel.comm import groups
 from tests.rehearsal.programs import TracedCall, called, program
 from training.config import Config
-from training.loop import Trainer
 from training.machine.device import Gpus, gpus_here
 from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.processes import RehearsalError
 from training.rehearsal.program import place, put, replace
+from training.step import Trainer
 
 
 def device_error(config: Config) -> None:
@@ -38,7 +38,7 @@ def device_error(config: Config) -> None:
         happened.append(f"abort {dist.get_backend(group)}")
 
     replace(gpus_here, lambda: Gpus("13.0", ("pretended",), None, usable=1))
-    put(Trainer, "forward_backward", failing)
+    put(Trainer, "compute_gradients", failing)
     put(RehearsedGroup, "abort", abort)
     for waits in ("destroy_process_group", "barrier"):
         put(dist, waits, lambda *_, **__: happened.append("wait"))

@@ -38,6 +38,7 @@ FLOORS = {
         {"lifecycle", "start_groups"},
         {"validation", "launcher"},
         {"samples", "step_profile", "task_scores"},
+        {"step"},
         {"loop"},
         {"run_log"},
         {"build"},

@@ -16,7 +16,6 @@ from parallel.comm import groups
 from parallel.plan.devices import Device
 from training.build import build_trainer
 from training.config import Config
-from training.loop import Trainer
 from training.rehearsal import kernels, liger, model_parts, process_groups
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
@@ -26,6 +25,7 @@ from training.rehearsal.program import name_of, replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
 from training.run import train
+from training.step import Trainer
 
 
 @dataclass

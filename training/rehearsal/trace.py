@@ -21,7 +21,7 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""What training/loop.py names by `record_function`; the first begins a step."""
+"""What training/step.py and loop.py name by `record_function`; the first begins a step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
 """Phases whose products of float32 must be IEEE, whatever the forward pass has."""
 

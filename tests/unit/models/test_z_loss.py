@@ -16,7 +16,7 @@ from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import drawn, tokens_of
 from tests.step_trace import Operations
-from training.loop import mean_loss
+from training.step import mean_loss
 
 Z = 0.3
 """A coefficient whose gradients are of the size of the loss's."""

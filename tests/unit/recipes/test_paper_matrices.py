@@ -22,8 +22,9 @@ from training.build import build_trainer
 from training.config import Config
 from training.config.schema import GramPenaltyConfig, with_paper_choices
 from training.data.build_data import build_data
-from training.loop import Trainer
+from training.loop import Hooks, Loop
 from training.monitor.matrix_figures import global_figures
+from training.step import Trainer
 
 
 def large(pattern: str) -> list[Any]:
@@ -153,8 +154,7 @@ def test_the_condition_number_is_that_of_the_pc_papers_matrices(
     assert [len(each) for each in groups.values()] == [7 * 2, 4 * 2, 3 * 2]
     _, trainer = built(name, tmp_path, world)
     lines: list[dict] = []
-    trainer.record = lambda line, step: lines.append(line)
-    trainer.advance()
+    Loop(trainer, Hooks(record=lambda line, step: lines.append(line))).step_and_report()
     roles = ("q", "k", "v", "o", "gate", "up", "down")
     found = global_figures(lines[0]["units"].values(), roles)
     # The tracked norm s of PC layers is an underestimate by up to 4% of a cold start.

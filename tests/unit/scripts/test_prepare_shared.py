@@ -22,7 +22,7 @@ from scripts.data import encoding, folder, hub, plan, resume_point, set_writer
 from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
 from tests.text_files import TEXTS, lines, write_byte_level_tokenizer, write_jsonl
-from training.data import document_index as index_file
+from training.data import document_index
 from training.data.hashes import file_sha256
 from training.data.manifest import read_manifest
 from training.errors import DataError
@@ -281,14 +281,14 @@ def test_a_file_of_the_hub_that_fails_is_read_again(
 
 
 def test_the_index_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_file, "STEP", 7)
+    monkeypatch.setattr(document_index, "STEP", 7)
     for dtype, count in (("uint16", 1), ("int32", 7), ("uint16", 100)):
         lengths = np.random.default_rng(count).integers(1, 9, count)
         builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), np.dtype(dtype).type)
         for length in lengths:
             builder.add_document(np.zeros(length, dtype), [length])
         builder.finalize(str(tmp_path / "a.idx"))
-        write = partial(index_file.write_index, tmp_path / "b.idx", count, dtype=dtype)
+        write = partial(document_index.write_index, tmp_path / "b.idx", count, dtype=dtype)
         write(lengths=lambda first, size, all_=lengths: all_[first : first + size])
         assert (tmp_path / "b.idx").read_bytes() == (tmp_path / "a.idx").read_bytes()
 

@@ -22,9 +22,9 @@ from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
 from training.lifecycle.terminal import LastingFile
 from training.lifecycle.watchdog import Watchdog
-from training.loop import StepResult
 from training.report.log_lines import LogFile
 from training.run import train
+from training.step import StepResult
 
 KEYS: dict[str, Any] = {
     "checkpoint__interval": 2,

@@ -25,8 +25,8 @@ def test_few_functions_stand_between_the_loop_and_a_product(rule, folder, world,
             for frame in traceback.extract_stack()[:-1]
             if (path := Path(frame.filename)).is_relative_to(ROOT) and ".venv" not in path.parts
         ]
-        if "training/loop.py:step" in calls:
-            seen.append(calls[calls.index("training/loop.py:step") :])
+        if "training/step.py:step" in calls:
+            seen.append(calls[calls.index("training/step.py:step") :])
         return product(*operands, **options)
 
     with monkeypatch.context() as patched:

@@ -13,7 +13,8 @@ from tests.run_configs import RULES, tiny_config
 from tests.slow_cases import slow_but
 from training.build import build_trainer
 from training.data.build_data import build_data
-from training.loop import Trainer
+from training.loop import Loop
+from training.step import Trainer
 
 POISONS = [float("nan"), float("inf"), 1e30]
 SMALL = {
@@ -121,4 +122,4 @@ def test_a_unit_that_is_refused_for_long_ends_the_run(folder: str, world: Groups
     region = next(r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix)
     region.state["momentum"].view(-1)[0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"the update of layers.* was not finite"):
-        trainer.run()
+        Loop(trainer).run()

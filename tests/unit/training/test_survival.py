@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from training.config.schema import StopConfig
 from training.data.build_data import build_data
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
-from training.loop import StepResult
+from training.loop import Hooks, Loop
 from training.nonfinite import NonFiniteError, SpikeDetector
 from training.run import train
+from training.step import StepResult, Trainer
 
 KEYS: dict[str, Any] = {
     "checkpoint__interval": 2,
@@ -53,24 +55,21 @@ def config_of(folder: Path, **keys: Any) -> Any:
 @pytest.fixture
 def poisoned(monkeypatch) -> Callable[..., list[int]]:
     """Make the weights of the next trainer NaN after given steps, once each, and return the list
-    of the steps that it takes. `change(trainer)` is called when the trainer is built."""
+    of the steps that it takes. `change(trainer)` is called before the first step, and may return
+    another `on_step`."""
 
-    def poison(*steps: int, change: Callable[[Any], None] = lambda trainer: None) -> list[int]:
+    def poison(*steps: int, change: Callable[[Any], Any] = lambda trainer: None) -> list[int]:
         taken: list[int] = []
 
-        def built(*arguments: Any, **options: Any) -> Any:
-            trainer = build_trainer(*arguments, **options)
-
+        def loop(trainer: Trainer, hooks: Hooks) -> Loop:
             def after_step(step: int, result: StepResult) -> None:
                 if step in steps and step not in taken:
                     next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
                 taken.append(step)
 
-            trainer.on_step = after_step
-            change(trainer)
-            return trainer
+            return Loop(trainer, replace(hooks, on_step=change(trainer) or after_step))
 
-        monkeypatch.setattr("training.run.build_trainer", built)
+        monkeypatch.setattr("training.run.Loop", loop)
         return taken
 
     return poison
@@ -141,7 +140,7 @@ def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, 
     """The row of the embedding is of a token that no batch has, so that no loss shows it."""
     write_token_set(folder / "tokens", tokens=8_000, vocab=100, seed=0)
 
-    def poison_row(trainer: Any) -> None:
+    def poison_row(trainer: Any) -> Callable[[int, StepResult], None]:
         named = trainer.model.parameters.items()
         embedding = next(value for name, value in named if "embedding" in name)
 
@@ -149,7 +148,7 @@ def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, 
             if step == 3:
                 embedding.data[119, 5] = torch.nan
 
-        trainer.on_step = poison
+        return poison
 
     poisoned(change=poison_row)
     text = r"step 8 could not be saved: weight/embedding\[119, 5\] is not finite; 3 checkpoints in"

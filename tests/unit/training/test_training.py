@@ -19,6 +19,7 @@ from training.config.optimizer import GROUPS
 from training.data.batches import as_batch
 from training.data.build_data import build_data
 from training.data.run_progress import Progress
+from training.loop import Hooks, Loop
 from training.nonfinite import NonFiniteError
 from training.run import train
 from training.validation import mean_loss, mean_over_sets
@@ -94,7 +95,7 @@ def test_a_role_begins_and_stays_on_the_sphere_of_its_own_radius(steps, folder, 
     )
     trainer = build_trainer(config, world, *build_data(config))
     for _ in range(steps):
-        trainer.advance()
+        Loop(trainer).step_and_report()
     for unit in trainer.model.units:
         if group_of(unit.role) != "matrix":
             continue
@@ -138,9 +139,10 @@ def test_a_z_loss_is_a_figure_of_its_own(folder, world):
         )
         square = logits.logsumexp(-1).square().mean().item()
         steps[z_loss] = {}
-        trainer.report = lambda m, step, found=steps[z_loss]: found.update({step: m})
-        first[z_loss] = trainer.evaluate()
-        trainer.run()
+        report = Hooks(report=lambda m, step, found=steps[z_loss]: found.update({step: m}))
+        loop = Loop(trainer, report)
+        first[z_loss] = loop.evaluate()
+        loop.run()
     plain, with_z = steps[0.0], steps[0.1]
     assert first[0.0] == first[0.1]
     assert with_z[1]["train/loss"] == plain[1]["train/loss"]
@@ -231,9 +233,9 @@ def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folde
     keys = {"monitors__interval": 1, "monitors__groups": "[gradients]"}
     config = tiny_config(folder, "muon", **keys)
     trainer = build_trainer(config, world, *build_data(config))
-    trainer.advance()
+    Loop(trainer).step_and_report()
     state = trainer.checkpoint()
-    trainer.advance()
+    Loop(trainer).step_and_report()
     assert trainer.monitors.earlier
     trainer.restore(Progress(**state["progress"]), state["trainer"])
     assert trainer.monitors.earlier == []
@@ -256,9 +258,9 @@ def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
 
     trainer.optimizer.step = noted
     logged: list[dict[str, float]] = []
-    trainer.report = lambda metrics, step: logged.append(metrics)
+    loop = Loop(trainer, Hooks(report=lambda metrics, step: logged.append(metrics)))
     for _ in range(6):
-        trainer.advance()
+        loop.step_and_report()
     for i, rates in enumerate(taken):
         assert {*rates} == {f"lr/{group}" for group in GROUPS}
         assert {k: logged[i][k] for k in rates} == pytest.approx(rates, rel=1e-6)

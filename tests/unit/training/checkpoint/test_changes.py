@@ -12,8 +12,8 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.data import token_set
-from training.loop import StepResult
 from training.run import train
+from training.step import StepResult
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from training.build import build_trainer
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
 from training.data.build_data import build_data
+from training.loop import Hooks, Loop
 from training.restore import restore
 from training.run import train
 
@@ -67,7 +68,7 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
             replace(config, train=replace(config.train, exit_step=5)), world, *build_data(config)
         )
         metrics: list[dict] = []
-        trainer.report = lambda line, step: metrics.append(without_times(line))
+        hooks = Hooks(report=lambda line, step: metrics.append(without_times(line)))
         try:
             restore(trainer, info)
         except ResumeError as error:
@@ -76,7 +77,7 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
             monkeypatch.setattr(states, "_load", load)
         progress = asdict(trainer.progress)
         for _ in range(2):
-            trainer.advance()
+            Loop(trainer, hooks).step_and_report()
         tensors = sharded_state(trainer.model, trainer.optimizer)
         sums = {name: part.value.double().sum().item() for name, part in tensors.items()}
         return metrics, progress["unreported"], sums

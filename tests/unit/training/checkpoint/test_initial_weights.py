@@ -19,6 +19,7 @@ from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import Config
 from training.data.build_data import build_data
 from training.errors import InputError
+from training.loop import Loop
 from training.run import train
 
 
@@ -51,7 +52,7 @@ def test_the_new_model_computes_what_the_old_one_did(configured, world, tmp_path
     trainer = build_trainer(begin, world, *build_data(begin), weights=weights)
     # PC(W) is computed anew from the checkpoint; without PC layers nothing is.
     tolerance = 1e-5 if "pc__level" in keys else 0
-    for name, loss in trainer.evaluate().items():
+    for name, loss in Loop(trainer).evaluate().items():
         assert loss == pytest.approx(outcome.validation[name], rel=tolerance)
     if shape:
         saved = read_checkpoint(tmp_path / "old").tensors("buffer/")

@@ -1,6 +1,7 @@
 """A batch ramp equals the run that is cut by hand where its batch grows, however it is stopped."""
 
 import json
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from tests.minimal_config import problems
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from training import build
-from training.build import build_trainer
 from training.checkpoint import checkpoints
 from training.config import InvalidConfigError, check, load_config
 from training.config.schedule import (
@@ -27,7 +27,9 @@ from training.config.schedule import (
 )
 from training.data.order import TrainingData
 from training.dry_run import batch_seconds, gpu_hours, plan_run
+from training.loop import Hooks, Loop
 from training.run import train
+from training.step import Trainer
 
 LENGTH = 32
 RAMP = "[{batch: 2, until_steps: 3}, {batch: 4, until_tokens: 700}]"
@@ -143,18 +145,15 @@ def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, mo
     )
     poisoned: list[int] = []
 
-    def built(*arguments: Any, **options: Any) -> Any:
-        trainer = build_trainer(*arguments, **options)
-
+    def loop(trainer: Trainer, hooks: Hooks) -> Loop:
         def after_step(step: int, result: Any) -> None:
             if step == 3 and step not in poisoned:
                 next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
                 poisoned.append(step)
 
-        trainer.on_step = after_step
-        return trainer
+        return Loop(trainer, replace(hooks, on_step=after_step))
 
-    monkeypatch.setattr("training.run.build_trainer", built)
+    monkeypatch.setattr("training.run.Loop", loop)
     keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 2}
     keys |= {"monitors__interval": 0, "log__interval": 5, "validation__interval": 2}
     trained(config_folder, "rewound", world, **keys)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from scripts.plots.run_page import report
 from tests.minimal_config import problems
 from tests.mixtures import LENGTH, SIZES, Read, expected, windows_of
 from tests.run_results import metrics_of, same_state, state_of
-from training.build import build_trainer
 from training.checkpoint import checkpoints
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import load_config
 from training.dry_run import phase_uses
+from training.loop import Hooks, Loop
+from training.step import Trainer
 
 FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
 PHASES = [
@@ -145,18 +147,15 @@ def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(
     again, and two batches of the second one are left out."""
     poisoned: list[int] = []
 
-    def built(*arguments: Any, **options: Any) -> Any:
-        trainer = build_trainer(*arguments, **options)
-
+    def loop(trainer: Trainer, hooks: Hooks) -> Loop:
         def after_step(step: int, result: Any) -> None:
             if step == 8 and step not in poisoned:
                 next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
                 poisoned.append(step)
 
-        trainer.on_step = after_step
-        return trainer
+        return Loop(trainer, replace(hooks, on_step=after_step))
 
-    monkeypatch.setattr("training.run.build_trainer", built)
+    monkeypatch.setattr("training.run.Loop", loop)
     keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 6}
     read = start(22, FIRST, **{**COMMON, **keys})
     batches = [read[i : i + 32] for i in range(0, len(read), 32)]

@@ -5,12 +5,12 @@ import gc
 import pytest
 
 from tests.run_configs import tiny_config
-from training.lifecycle import pace as garbage
+from training.lifecycle import pace
 from training.run import train
 
 
 def test_a_run_collects_at_fixed_steps_alone(folder, world, monkeypatch):
-    monkeypatch.setattr(garbage, "INTERVAL", 2)
+    monkeypatch.setattr(pace, "INTERVAL", 2)
     steps, collected = [], []
 
     def seen(phase, details):
@@ -36,7 +36,7 @@ def test_a_run_collects_at_fixed_steps_alone(folder, world, monkeypatch):
 def test_the_collector_is_as_before_after_a_failure():
     gc.disable()
     try:
-        with pytest.raises(RuntimeError, match="lost"), garbage.collected_at_steps():
+        with pytest.raises(RuntimeError, match="lost"), pace.collected_at_steps():
             raise RuntimeError("lost")
         assert not gc.isenabled() and gc.get_freeze_count() == 0
     finally:

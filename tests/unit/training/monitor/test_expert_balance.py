@@ -9,7 +9,8 @@ from parallel.comm.groups import Groups
 from tests.run_configs import MIXTURE, tiny_config
 from training.build import build_trainer
 from training.data.build_data import build_data
-from training.loop import Trainer
+from training.loop import Hooks, Loop
+from training.step import Trainer
 
 
 def trainer_of(folder: str, world: Groups, **overrides) -> Trainer:
@@ -21,8 +22,7 @@ def trainer_of(folder: str, world: Groups, **overrides) -> Trainer:
 def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups) -> None:
     trainer = trainer_of(folder, world, model__layers=3)
     metrics = []
-    trainer.report = lambda values, step: metrics.append(values)
-    trainer.run()
+    Loop(trainer, Hooks(report=lambda values, step: metrics.append(values))).run()
     by_layer = [metrics[-1][f"moe/max_vio/{layer}"] for layer in (1, 2)]
     assert "moe/max_vio/0" not in metrics[-1]
     assert metrics[-1]["moe/max_vio"] == max(by_layer)

@@ -17,10 +17,11 @@ from tests.step_trace import without_eigensolvers
 from training.build import build_trainer
 from training.config import Config
 from training.data.build_data import build_data
-from training.loop import Trainer
+from training.loop import Hooks, Loop
 from training.monitor.matrix_figures import is_figure
 from training.monitor.monitors import REPORTED
 from training.run import train
+from training.step import Trainer
 
 
 def losses(config: Config, world) -> list[float]:
@@ -92,8 +93,7 @@ def test_condition_numbers_are_of_whole_matrices_of_which_each_weighs_the_same(k
 
     trainer.monitors.after_backward = measured
     found: list[dict] = []
-    trainer.report = lambda metrics, step: found.append(metrics)
-    trainer.advance()
+    Loop(trainer, Hooks(report=lambda metrics, step: found.append(metrics))).step_and_report()
     name = "monitor/condition_number/geometric_mean"
     for group, roles in (("", None), ("/qkv", "qkv")):
         chosen = [log for (_, role), log in logs.items() if roles is None or role in roles]
@@ -125,7 +125,7 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, folder, 
     config = tiny_config(folder, rule, **keys, optimizer__matrix__weight_decay=0)
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
-    trainer.record = lambda line, step: found.append(line)
+    hooks = Hooks(record=lambda line, step: found.append(line))
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in trainer.model.parameters.items():
 
@@ -135,7 +135,7 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, folder, 
         parameter.register_hook(keep)
     units = [u for u in trainer.model.units if u.is_matrix and u.layer is not None]
     before = {u.name: matrix(trainer, u).clone() for u in units}
-    trainer.advance()
+    Loop(trainer, hooks).step_and_report()
     for unit in units:
         record = found[0]["units"][unit.name]
         update = matrix(trainer, unit) - before[unit.name]
@@ -174,13 +174,13 @@ def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
     config = tiny_config(folder, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
-    trainer.record = lambda line, step: found.append(line)
+    hooks = Hooks(record=lambda line, step: found.append(line))
     gradients: dict[str, list[torch.Tensor]] = {}
     for name, parameter in trainer.model.parameters.items():
         kept = gradients.setdefault(name, [])
         add = type(parameter.main_grad).clone
         parameter.register_hook(lambda grad, kept=kept, add=add: kept.append(add(grad)))
-    trainer.advance()
+    Loop(trainer, hooks).step_and_report()
     for unit in trainer.model.units:
         if unit.is_matrix:
             samples = torch.stack([unit.view(g).double() for g in gradients[unit.parameter]])
@@ -201,7 +201,7 @@ def test_alignment_is_that_of_the_gradients_of_successive_steps(folder, world):
     config = tiny_config(folder, "muon", monitors__interval=2, monitors__groups="[gradients]")
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
-    trainer.record = lambda line, step: found.append(line["units"])
+    hooks = Hooks(record=lambda line, step: found.append(line["units"]))
     steps: list[dict[str, torch.Tensor]] = []
     measure = trainer.monitors.after_backward
 
@@ -212,7 +212,7 @@ def test_alignment_is_that_of_the_gradients_of_successive_steps(folder, world):
 
     trainer.monitors.after_backward = after_backward
     for _ in range(2):
-        trainer.advance()
+        Loop(trainer, hooks).step_and_report()
     (units,) = found
     checked = [unit for unit in trainer.model.units if unit.is_matrix]
     for unit in checked:
@@ -236,12 +236,12 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
     config = tiny_config(folder, rule, monitors__interval=1, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
-    trainer.record = lambda line, step: found.append(line["units"])
+    hooks = Hooks(record=lambda line, step: found.append(line["units"]))
     before = {
         unit.name: unit.view(trainer.model.parameters[unit.parameter]).detach().clone()
         for unit in trainer.model.units
     }
-    trainer.advance()
+    Loop(trainer, hooks).step_and_report()
     (units,) = found
     reported = set()
     for batch in trainer.optimizer.stacks:
@@ -296,7 +296,7 @@ def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
     config = tiny_config(folder, "muon", monitors__interval=1, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     lines: list[dict] = []
-    trainer.record = lambda line, step: lines.append(line)
+    hooks = Hooks(record=lambda line, step: lines.append(line))
     inputs: dict[str, list] = {}
     outputs: dict[str, list] = {}
 
@@ -319,7 +319,7 @@ def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
     for name, module in chunk.named_modules():
         watch(name, module)
     tokens = next(build_trainer(config, world, *build_data(config)).batches)
-    trainer.advance()
+    Loop(trainer, hooks).step_and_report()
     units = lines[0]["units"]
 
     def flat(kept: list) -> torch.Tensor:
@@ -437,8 +437,9 @@ def test_a_budget_spreads_inspection_over_rounds(folder, world):
         config = tiny_config(folder, "muon", monitors__interval=2, **SMALL, **FEW_BUFFERS, **keys)
         trainer = build_trainer(config, world, *build_data(config))
         lines: list[dict] = []
-        trainer.record = lambda line, step, lines=lines: lines.append(line["units"])
-        peaks.append(peak_bytes(lambda trainer=trainer: [trainer.advance() for _ in range(2)]))
+        hooks = Hooks(record=lambda line, step, lines=lines: lines.append(line["units"]))
+        loop = Loop(trainer, hooks)
+        peaks.append(peak_bytes(lambda loop=loop: [loop.step_and_report() for _ in range(2)]))
         found.append(lines[0])
     assert peaks[0] > peaks[2]
     for other in found[1:]:

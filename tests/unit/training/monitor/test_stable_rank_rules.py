@@ -18,6 +18,7 @@ from tests.matrices import stable_rank
 from tests.run_configs import tiny_config
 from training.build import build_trainer
 from training.data.build_data import build_data
+from training.loop import Loop
 
 SLACK = (1 + 0.25) / (1 - 0.25)
 HIDDEN, LAYERS = 64, 3
@@ -56,7 +57,7 @@ def forward(request, world, folder) -> tuple[str, Kept, dict[str, Tensor]]:
 
     for name, module in chunk.named_modules():
         module.register_forward_hook(watch(name), with_kwargs=True)
-    trainer.advance()
+    Loop(trainer).step_and_report()
     weights = {name: each.detach() for name, each in chunk.named_parameters()}
     return request.param, kept, weights
 

@@ -1,0 +1,281 @@
+"""The training step: forward and backward, monitors, penalty, guards and update.
+
+`Trainer` has the model, the optimizer and the data of one rank, and its progress; what is due after
+a step is in loop.py.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, profiler
+
+from parallel.comm.collectives import all_reduce_
+from parallel.comm.groups import Groups
+from parallel.model import Batch, LossFunction, ParallelModel
+from parallel.observe.weight_watch import WeightWatch
+from parallel.optimizer.distributed_optimizer import (
+    CapturedUpdate,
+    DistributedOptimizer,
+    GradientNorm,
+    Update,
+)
+from spectral.ieee_products import ieee_products
+from training.config import Config
+from training.config.optimizer import groups_of
+from training.config.schedule import step_factor
+from training.data.batches import as_batch
+from training.data.order import TrainingData
+from training.data.run_progress import Progress, SetCount, Windows
+from training.data.tasks import Task
+from training.data.validation_data import ValidationData
+from training.lifecycle.pace import Pace
+from training.monitor.expert_balance import ExpertBalance
+from training.monitor.monitors import Monitors
+from training.monitor.spectral_metrics import SpectralMetrics
+from training.nonfinite import NonFiniteGuard, SpikeDetector
+from training.penalty_schedule import GramPenalty
+from training.samples import Sampler
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Mean loss, gradient norm, whether the step was taken, and with a z-loss the mean squared
+    log-sum-exp of the logits, as tensors on the device."""
+
+    loss: Tensor
+    norm: GradientNorm
+    active: Tensor
+    z_loss: Tensor | None = None
+
+
+class Trainer:
+    """The steps of one rank over a built model, optimizer and data."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        model: ParallelModel,
+        optimizer: DistributedOptimizer,
+        data: TrainingData,
+        batches: Callable[[Progress], Iterator[Tensor]],
+        validation: Sequence[ValidationData],
+        *,
+        tasks: Sequence[Task] = (),
+        sampler: Sampler | None = None,
+        monitor_interval: int | None = None,
+    ) -> None:
+        """Build everything that a step needs next to model and optimizer.
+
+        data       the training data, whose counts checkpoints keep
+        batches    function from the progress to an iterator of the micro-batches that follow on
+                   this rank, `[micro_batch, sequence_length + 1]`
+        tasks      multiple-choice tasks that the model is scored on when that is due
+        sampler    writer of the samples of text that are due, None without samples
+        monitor_interval   of `Monitors`
+        """
+        self.config = config
+        self.groups = groups
+        self.model = model
+        self.optimizer = optimizer
+        self.data = data
+        self.make_batches = batches
+        self.validation = validation
+        self.tasks = tasks
+        self.sampler = sampler
+        kind = CapturedUpdate if config.optimizer.distributed.cuda_graph else Update
+        self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
+        self.progress = Progress()
+        self.tokens_before = 0
+        """Tokens that the steps before the present one have predicted."""
+        self.read_on()
+        self.pace = Pace(config, groups, data)
+        model.after_backward = self.pace.clock.end
+        self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
+        self.experts = ExpertBalance(model, groups, config.model)
+        self.monitors = Monitors(config, groups, model, optimizer, self.experts, monitor_interval)
+        section = config.gram_penalty
+        self.penalty = None if section is None else GramPenalty(section, config, optimizer)
+        watched = config.watchdog.replica_interval > 0
+        self.weights = WeightWatch(optimizer) if watched else None
+        self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
+        self.guard = NonFiniteGuard(
+            limit=config.train.max_skipped_steps,
+            spikes=config.spikes.deviations is not None,
+        )
+
+    @property
+    def microbatches(self) -> int:
+        """Number of micro-batches of the present step on this rank."""
+        return self.batch // (self.config.train.micro_batch * self.groups.data.size)
+
+    def read_on(self) -> None:
+        """Read what follows on the progress, with the global batch of the next step."""
+        self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
+        self.batches = self.make_batches(self.progress)
+
+    def step(self, index: int) -> StepResult:
+        """Take optimizer step `index`, counted from 0, without waiting for the device.
+
+        Monitored steps, and those in which the Gram penalty is reported, do wait.
+        """
+        with profiler.record_function("forward_backward"):
+            means = self.compute_gradients(index)
+            loss, z_loss = (means, None) if means.ndim == 0 else means.unbind()
+        # The forward pass has the precision that the user set, and the mathematics its own.
+        with ieee_products():
+            with profiler.record_function("monitors"):
+                self.monitors.after_backward()
+            with profiler.record_function("optimizer"):
+                if self.weights is not None:
+                    self.weights.compare()
+                if self.penalty is not None:
+                    self.penalty.add(index)
+                factor = self.rate_factor(index)
+                usable = (loss.abs() < math.inf) & self.spikes.is_not_spike(loss)
+                norm, active = self.update(factor, usable)
+                self.spikes.record(loss, active)
+                self.experts.step(active)
+                if self.weights is not None:
+                    self.weights.note()
+            with profiler.record_function("monitors"):
+                self.monitors.after_step(factor, active)
+        return StepResult(loss, norm, active, z_loss)
+
+    def rate_factor(self, index: int) -> float:
+        """Return the present step's learning rate over its peak; its index counts from 0."""
+        return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
+
+    def compute_gradients(self, index: int) -> Tensor:
+        """Return the means of `mean_loss` over the global batch, whose gradients are then in their
+        shards."""
+        self.pace.clock.begin()
+        windows = [next(self.batches) for _ in range(self.microbatches)]
+        batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
+        if not self.data.borders.first_token_loss:
+            self.weigh(batches)
+        self.model.zero_gradients()
+        with profiler.record_function("monitors"):
+            self.monitors.before(index + 1, self.microbatches)
+        figures = self.model.forward_backward(
+            lambda: iter(batches),
+            partial(mean_loss, z_loss=self.config.train.z_loss),
+            microbatches=self.microbatches,
+            micro_batch=self.config.train.micro_batch,
+            train=True,
+        )
+        return self.mean_over_ranks(figures)
+
+    def weigh(self, batches: Sequence[Batch]) -> None:
+        """Give the counted labels of the step's micro-batches equal weights, however many there
+        are in each: the mean over micro-batches and ranks of the weighted sums is their mean."""
+        replicas = self.groups.dense.replicas
+        counts = torch.stack([batch["counted"].sum() for batch in batches])
+        total = all_reduce_(counts.sum(), replicas, self.model.comm_volume, "counted tokens")
+        for batch in batches:
+            batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
+
+    def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
+        """Return the means of `mean_loss` over the global batch, the same on every rank.
+
+        `figures` has those of the last pipeline stage and is empty on the others.
+        """
+        shape = (2,) if self.config.train.z_loss else ()
+        total = torch.zeros(shape, device=self.groups.device)
+        for figure in figures:
+            total = total + figure["loss"] / self.microbatches
+        replicas = self.groups.dense.replicas
+        all_reduce_(total, replicas, self.model.comm_volume, "mean loss")
+        all_reduce_(total, self.groups.pipeline, self.model.comm_volume, "mean loss")
+        return total / replicas.size
+
+    def figures(self, step: int, result: StepResult) -> dict[str, Any]:
+        """Return the metrics that depend on nothing but the step; waits for the device."""
+        factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
+        groups = groups_of(self.config.model)
+        rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
+        return {
+            "train/loss": result.loss.item(),
+            **({} if result.z_loss is None else {"train/z_loss": result.z_loss.item()}),
+            **rates,
+            "optim/grad_norm": result.norm.total.item(),
+            "optim/clip_coef": result.norm.coefficient.item(),
+            "optim/skipped_steps": self.guard.skipped,
+            **self.spectral.summary(),
+            **self.experts.metrics(self.microbatches),
+            **self.set_tokens(),
+        }
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside tensors, fit for JSON; waits for the device.
+
+        Raises DisagreementError if weights are watched and have changed.
+        """
+        if self.weights is not None:
+            self.weights.check()
+        return {
+            "step": self.progress.step,
+            "progress": asdict(replace(self.progress, read=self.read())),
+            "trainer": {
+                "guard": self.guard.state(),
+                "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
+                "spectral": self.spectral.state(),
+            },
+        }
+
+    def set_tokens(self) -> dict[str, int]:
+        """Return the tokens read of each set so far, if the run has phases of data."""
+        if not self.config.data.phases:
+            return {}
+        return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
+
+    def read(self) -> dict[str, SetCount]:
+        """Return what the run has read of each set."""
+        return self.present.read(self.progress.sample)
+
+    @property
+    def present(self) -> TrainingData:
+        """The data of the present mixture."""
+        return self.data.at(self.progress.step).since(self.progress.phase)
+
+    def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
+        """Continue from `progress` and what `checkpoint` returned as `trainer`."""
+        self.progress = progress
+        self.read_on()
+        self.guard.restore(state["guard"])
+        self.spikes.restore(state["spikes"])
+        self.spectral.restore(state["spectral"])
+        self.monitors.forget()
+        if self.weights is not None:
+            self.weights.forget()
+
+    def leave_out(self, windows: Windows) -> None:
+        """Read on without the samples of these windows."""
+        self.progress.left_out = windows
+        self.read_on()
+
+
+def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
+    """Return the loss function of training: the mean token loss of the micro-batch plus `z_loss`
+    times the mean squared log-sum-exp of the logits, or the sums with the batch's `weights`.
+
+    Its figure `loss` has the first mean `[]`, with a z-loss both `[2]`, without the coefficient.
+    """
+    weights = batch.get("weights")
+
+    def mean(each: Tensor) -> Tensor:
+        return each.float().mean() if weights is None else (each.float() * weights).sum()
+
+    def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if not z_loss:
+            value = mean(output)
+            # Megatron's schedule divides the loss in place, so the figure is a copy.
+            return value, {"loss": value.detach().clone()}
+        means = torch.stack([mean(each) for each in output])
+        return means[0] + z_loss * means[1], {"loss": means.detach().clone()}
+
+    return loss
