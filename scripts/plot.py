@@ -3,6 +3,7 @@
     python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
     python scripts/plot.py runs/tiny_sso --html
     python scripts/plot.py compare runs
+    python scripts/plot.py compare runs/tiny_adamw runs/tiny_sso --output two.html
     python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
     python scripts/plot.py study runs/studies/radius/results.json --output study.svg
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
@@ -10,10 +11,11 @@
 
 With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
 drawn one by one where an overlay would be unreadable. --html writes a page per run instead, and
-`compare` one page about all runs in a folder.
+`compare` one page about all runs in folders.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,21 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.command import command, require, write_whole
 from training.errors import InputError
 
-KINDS = ("runs", "compare", "spectrum", "study", "maps")
+KINDS = ("figures", "compare", "spectrum", "study", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; without one of `KINDS` first it is that of `runs`."""
+    """Read the command line; without one of `KINDS` first it is that of `figures`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] not in (*KINDS, "-h", "--help"):
-        given = ["runs", *given]
+        given = ["figures", *given]
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    runs = kinds.add_parser("runs", help="every figure of runs, or a page per run")
+    runs = kinds.add_parser("figures", help="every figure of runs, or a page per run")
     runs.add_argument("runs", type=Path, nargs="+", help="run folders")
     runs.add_argument(
         "--output",
@@ -47,9 +49,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     form = runs.add_mutually_exclusive_group()
     form.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
     form.add_argument("--html", action="store_true", help="a page per run, report.html")
-    compare = kinds.add_parser("compare", help="one page about the runs in a folder")
-    compare.add_argument("folder", type=Path, help="folder with run folders, at any depth")
-    compare.add_argument("--output", type=Path, help="the page (default: FOLDER/compare.html)")
+    compare = kinds.add_parser("compare", help="one page about several runs")
+    compare.add_argument(
+        "folders", type=Path, nargs="+", help="run folders, or folders with runs at any depth"
+    )
+    compare.add_argument(
+        "--output", type=Path, help="the page (default: compare.html in the folder around all)"
+    )
     spectrum = kinds.add_parser(
         "spectrum", parents=[output], help="singular values of weights, raw and effective"
     )
@@ -71,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for and name the files."""
     options = parse(arguments)
     require("matplotlib")
-    if options.kind == "runs":
+    if options.kind == "figures":
         written = draw_runs(options)
     elif options.kind == "compare":
         written = [compare_runs(options)]
@@ -83,13 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare_runs(options: argparse.Namespace) -> Path:
-    """Write the page about the runs in a folder and return the file."""
+    """Write the page about the runs in folders and return the file."""
     from scripts.plots.compare import comparison
 
-    path: Path = options.output or options.folder / "compare.html"
+    around = Path(os.path.commonpath([folder.absolute() for folder in options.folders]))
+    if len(options.folders) == 1:
+        around = options.folders[0]
+    path: Path = options.output or around / "compare.html"
     if path.suffix != ".html":
         raise InputError(f"output must end in .html, got {path}")
-    write_whole(path, comparison(options.folder))
+    write_whole(path, comparison(around, options.folders))
     return path
 
 

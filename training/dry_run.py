@@ -93,12 +93,13 @@ def data_table(config: Config) -> str:
                 for use, part in zip(uses, parts, strict=True)
             ),
             f"{count:,}",
-            f"{epochs[name]:.2f}" if name in epochs else "?",
+            f"{epochs[name]:.2f}" if name in epochs else "unknown",
         )
         for name, count in tokens.items()
     ]
-    text = repeats(epochs)
-    return table(header, rows) + (f"\n{text}" if text else "")
+    missing = ", ".join(sorted(tokens.keys() - epochs.keys()))
+    unknown = f"epochs are unknown without the manifest.json of {missing}" if missing else ""
+    return "\n".join(filter(None, (table(header, rows), unknown, repeats(epochs))))
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:

@@ -5,7 +5,7 @@ It goes on after a kill, and may be divided: `prepare_shard` encodes one share o
 """
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -312,11 +312,26 @@ def _write_sets(
                 progress.read.setdefault(name, []).append([first, first + end])
             _say_if_short(portion, progress.tokens)
         check_decoded(progress, allowed=preparation.allow_lossy)
+        for plan in preparation.sets:
+            _check_held_out(plan, writers)
         read = {
             name: [identities[i] for first, end in ranges for i in range(first, end)]
             for name, ranges in progress.read.items()
         }
         return {name: writer.finish(read[name]) for name, writer in writers.items()}
+
+
+def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
+    """Raise DataError if the fraction of a set's documents that validation gets is none."""
+    if not plan.fraction or writers[f"{plan.name}.validation"].written.documents:
+        return
+    count = writers[f"{plan.name}.train"].written.documents
+    more = f"give at least 1/{2 * count}, or " if count > 1 else ""
+    raise DataError(
+        f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} holds "
+        f"out none of {count} documents; {more}cut .txt and .md files into more documents by a "
+        "smaller --document-bytes"
+    )
 
 
 def _write_shard(

@@ -1,4 +1,4 @@
-"""One page about the runs in a folder: a table of all of them, and their curves overlaid."""
+"""One page about several runs: a table of all of them, and their curves overlaid."""
 
 import os
 import re
@@ -27,7 +27,10 @@ MOST = 12
 SHOWN_KEYS = 8
 """Keys of a config that the table names, of those in which the runs differ."""
 
-ABOUT = "By {}. Below each run: its model, and its values of the keys in which configs differ."
+ABOUT = (
+    "By {}. Below each run: its model, and its values of the keys in which configs differ. A small "
+    "difference between two runs may be chance: scripts/study.py compares over several seeds."
+)
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
 """Keys that say nothing of how a model learns."""
@@ -70,8 +73,8 @@ class Compared:
         return [(name, known.get(key, "-")) for name, key in names.items()]
 
 
-def find_runs(folder: Path) -> list[RunData]:
-    """Return the runs in a folder and its subfolders, by name; the name is the path within it.
+def find_runs(folder: Path, around: Path) -> list[RunData]:
+    """Return the runs in a folder and its subfolders; the name is the path within `around`.
 
     Raises InputError if there are none, or one of them cannot be read.
     """
@@ -81,17 +84,18 @@ def find_runs(folder: Path) -> list[RunData]:
     for place, inside, files in os.walk(folder):
         if "metrics.jsonl" in files and "config.yaml" in files:
             path = Path(place)
-            label = path.relative_to(folder).as_posix()
+            label = path.absolute().relative_to(around.absolute()).as_posix()
             found.append(read_run(path, None if label == "." else label))
             inside.clear()  # checkpoints have configs too
     if not found:
         raise InputError(f"{folder} has no run: none of its folders has a metrics.jsonl")
-    return sorted(found, key=lambda run: run.name)
+    return found
 
 
-def comparison(folder: Path) -> str:
-    """Return the page about the runs in a folder."""
-    runs = find_runs(folder)
+def comparison(around: Path, folders: Sequence[Path]) -> str:
+    """Return the page about the runs in `folders`, which are in the folder `around`."""
+    found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
+    runs = [found_in[name] for name in sorted(found_in)]
     metric, heading = measure(runs)
     found = (Compared(run, run_status(run), metric, heading) for run in runs)
     compared = sorted(found, key=lambda each: each.rank)
@@ -111,7 +115,7 @@ def comparison(folder: Path) -> str:
             sections.append(PageSection(name, heading, "", "reason", each.status, menu=False))
     kinds = [each.status.kind for each in compared]
     counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
-    return page(folder.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
+    return page(around.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
 
 
 def table(compared: Sequence[Compared]) -> dict[str, Any]:

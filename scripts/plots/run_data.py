@@ -137,7 +137,10 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
     Raises InputError if it has no metrics.jsonl or no config of a run, or files of other values.
     """
     if not (folder / "metrics.jsonl").exists():
-        raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}")
+        raise InputError(
+            f"runs must be folders with a metrics.jsonl, got {folder}; `python scripts/plot.py "
+            f"compare {folder}` draws all runs in a folder"
+        )
     try:
         config = dict(read_saved(folder / "config.yaml"))
         check_shape(config, CONFIG, str(folder / "config.yaml"))

@@ -32,8 +32,8 @@ def differences(
     """Return the keys in which each variant also differs from the one that it is compared with.
 
     `start` has what another study tuned, `configs` the config of each variant. Left out are keys
-    that the study tunes, that `overrides` of one of the two set or that `differs` names, and the
-    hyper-parameters of a rule that only one of the two uses.
+    that the study tunes, that `overrides` of one of the two set or that `differs` names, and
+    hyper-parameters that only the rule of one of the two has.
 
     Raises InputError for a key of `differs` in which the two do not differ.
     """
@@ -83,7 +83,20 @@ def unlike_keys(one: Config, other: Config) -> Differences:
             found[section] = (first.get(section, "set"), second.get(section, "set"))
         else:
             found[key] = (first.get(key), second.get(key))
-    return dict(sorted(found.items()))
+    return dict(sorted((found | unlike_settings(one, other)).items()))
+
+
+def unlike_settings(one: Config, other: Config) -> Differences:
+    """Return the hyper-parameters of one name to which the two rules of the matrices give different
+    values, as keys of the first rule."""
+    rule, its = one.optimizer.matrix.rule, other.optimizer.matrix.rule
+    first = asdict(one.optimizer)["rules"][rule]
+    second = asdict(other.optimizer)["rules"][its] if rule != its else first
+    return {
+        f"optimizer.rules.{rule}.{key}": (first[key], second[key])
+        for key in first.keys() & second.keys()
+        if first[key] != second[key]
+    }
 
 
 def unshared_rules(one: Config, other: Config) -> set[str]:

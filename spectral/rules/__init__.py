@@ -34,10 +34,17 @@ ENTRY_POINTS = "spectrain.rules"
 
 
 class Registry(UserDict[str, type[Rule]]):
-    """Rules by name. Those of installed packages are loaded when the names are listed, or one of
-    them is missing: such a package may be what imports this one."""
+    """Rules by name. Rules of installed packages are loaded when the names are listed, or a name is
+    missing: such a package may be what imports this one.
+
+    `left_out` has, by name, why a rule of an installed package cannot be used.
+    """
 
     loading = False
+
+    def __init__(self, **rules: type[Rule]) -> None:
+        super().__init__(**rules)
+        self.left_out: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[str]:
         """Yield all names, those of installed packages last."""
@@ -54,7 +61,10 @@ class Registry(UserDict[str, type[Rule]]):
 
     def __missing__(self, name: str) -> type[Rule]:
         """Return an installed package's rule; raises ValueError for an unknown name."""
-        require_choice("rule", name, tuple(self))
+        names = tuple(self)
+        if name in self.left_out:
+            raise ValueError(self.left_out[name])
+        require_choice("rule", name, names)
         return self.data[name]
 
     def load(self) -> None:
@@ -66,11 +76,14 @@ class Registry(UserDict[str, type[Rule]]):
             for entry in entry_points(group=ENTRY_POINTS):
                 try:
                     register_rule(entry.name, entry.load())
+                    self.left_out.pop(entry.name, None)
                 except (
                     Exception
                 ) as error:  # another package's code, which most programs do not need
                     text = f"{entry.value} is left out, as it is no rule of {__name__}: {error}"
-                    warnings.warn(text, stacklevel=3)
+                    if self.left_out.get(entry.name) != text:
+                        self.left_out[entry.name] = text
+                        warnings.warn(text, stacklevel=3)
         finally:
             self.loading = False
 

@@ -137,14 +137,18 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
     near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
-    return line + (f"; did you mean {near}?" if near else "") + _of_package(path)
+    return line + (f"; did you mean {near}?" if near else "") + _of_package(path, value)
 
 
-def _of_package(path: str) -> str:
-    """Return what to know of a key whose values are rules, which packages may add."""
+def _of_package(path: str, rule: object) -> str:
+    """Return the end of a message about a key whose values are rules, which packages may add."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
-    added = names_rule or path.startswith(f"{RULE_SECTION}.")
-    return "; a rule of your own is known once its package is installed" if added else ""
+    if not names_rule and not path.startswith(f"{RULE_SECTION}."):
+        return ""
+    from spectral.rules import RULES  # torch, which takes seconds
+
+    reason = RULES.left_out.get(str(rule))
+    return f"; {reason or 'a rule of your own is known once its package is installed'}"
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
@@ -167,7 +171,7 @@ def _unknown(root: type, loc: Loc) -> str:
         meant = f"did you mean {join(path, near) if near else elsewhere[0]}?"
     else:
         meant = f"{path or 'the config'} has the keys {', '.join(siblings)}"
-    return f"unknown key {full}; {meant}" + (_of_package(full) if path == RULE_SECTION else "")
+    return f"unknown key {full}; {meant}" + (_of_package(full, key) if path == RULE_SECTION else "")
 
 
 def place(root: type, loc: Loc) -> tuple[str, Any]:

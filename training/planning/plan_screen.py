@@ -81,8 +81,13 @@ def run_table(config: Config, planned: Plan) -> str:
         ),
     ]
     if config.data.document_mask:
-        whose = "of the training sets" if documents_known(config) else "assumed, as of data.mock"
-        rows.append(("documents", f"attention as in documents of {length:,.0f} tokens, {whose}"))
+        whose = (
+            "lengths of the training sets"
+            if documents_known(config)
+            else "assumed lengths, those of data.mock"
+        )
+        text = f"attention costs as much as in equal documents of {length:,.0f} tokens: {whose}"
+        rows.append(("documents", text))
     return table(("", ""), rows)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,16 +34,14 @@ def rehearse(
     rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels, and
     `processes` is where to rehearse. Raises GuardError if this machine cannot,
     RehearsalError if a process ended without a report."""
-    # Megatron numbers stages last.
-    firsts = range(0, world, world // config.parallel.pipeline)
-    chosen = list(firsts if ranks is None else ranks)
-    jobs = [Job(config, world, rank, device, compiled) for rank in chosen]
+    ranks = chosen(config, None, world) if ranks is None else ranks
+    jobs = [Job(config, world, rank, device, compiled) for rank in ranks]
     if processes is None:
         with Processes() as some:
             reports = some.perform(jobs)
     else:
         reports = processes.perform(jobs)
-    whole = len(chosen) == world and all(each.error is None for each in reports)
+    whole = len(ranks) == world and all(each.error is None for each in reports)
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
     report = combined(reports, world, device, different)
     planned = plan_run(with_known_kernels(config), world, device)
@@ -60,13 +59,13 @@ def run(config: Config, options: argparse.Namespace) -> int:
     """
     config = on_mock_tokens(config)
     check(config, options.gpus)
+    ranks = chosen(config, options.rank, options.gpus)
     try:
+        device = device_named(options.device or config.plan.device)
+        some = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+        print(f"rehearses {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
         report = rehearse(
-            config,
-            options.gpus,
-            device_named(options.device or config.plan.device),
-            ranks=chosen(options.rank, options.gpus),
-            compiled=options.compile_kernels,
+            config, options.gpus, device, ranks=ranks, compiled=options.compile_kernels
         )
     except (GuardError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -78,10 +77,10 @@ def run(config: Config, options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def chosen(rank: int | None, world: int) -> list[int] | None:
-    """The ranks that are rehearsed: `rank`, all for -1, the default for None."""
-    if rank is None:
-        return None
+def chosen(config: Config, rank: int | None, world: int) -> list[int]:
+    """Return the ranks to rehearse: `rank`, all for -1, the first of every stage for None."""
+    if rank is None:  # Megatron numbers stages last
+        return list(range(0, world, world // config.parallel.pipeline))
     if rank >= world:
         raise ConfigError(f"--rank must be below --gpus {world}, got {rank}")
     return list(range(world)) if rank < 0 else [rank]

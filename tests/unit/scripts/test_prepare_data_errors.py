@@ -190,7 +190,8 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl --validation other={}/rows.jsonl --train-tokenizer 300",
      "--validation other=... has no training set"),
     ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
-     "set set.validation would be empty"),
+     r"set.validation would be empty: --validation-fraction 1/1000 holds out none of \d+ doc.*; "
+     "give at least 1/.*, or cut .* by a smaller --document-bytes"),
     ("set={}/rows.jsonl --tokenizer {}/nowhere.json", "no tokenizer file or folder .*nowhere.json"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous: give --eod TOKEN.*<.endoftext.>, <s0>"),

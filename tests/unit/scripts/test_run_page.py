@@ -256,6 +256,14 @@ def test_runs_are_compared_by_validation_loss(folder):
     assert fetched(page) == []
 
 
+def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):
+    page = tmp_path / "two.html"
+    chosen = [str(folder / "plain"), str(folder / "deep"), str(folder / "deep" / "failed")]
+    assert main(["compare", *chosen, "--output", str(page)]) == 0
+    names = re.findall(r"<td data-label=\"run\"><b>(.*?)</b>", page.read_text())
+    assert names == ["plain", "deep/failed"]
+
+
 def test_series_of_a_long_run_are_found_at_once():
     lines = [{"step": i, "progress/tokens": 8 * i, "train/loss": 1.0} for i in range(1, 20_001)]
     train = {"global_batch": 2, "sequence_length": 4}

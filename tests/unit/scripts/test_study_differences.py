@@ -60,6 +60,19 @@ def test_keys_that_the_study_sets_or_declares_are_meant(tmp_path):
     assert [*left] == ["model.init.depth_scaled"]
 
 
+def test_settings_of_one_name_under_two_rules_are_named(tmp_path):
+    """The recipes give two momenta; `differs` declares the difference, an equal one ends it."""
+    muon = {"config": "configs/tiny_muon.yaml"}
+    sso = {"config": SSO, "against": "Muon", "differs": ["model.init", "optimizer.matrix"]}
+    key = "optimizer.rules.spectral_sphere.momentum"
+    found = found_in(tmp_path, {"Muon": muon, "SSO": sso})
+    assert found["SSO"] == {key: (0.9, 0.95)}
+    declared = {"differs": [*sso["differs"], "optimizer.rules.spectral_sphere"]}
+    assert found_in(tmp_path, {"Muon": muon, "SSO": sso | declared}) == {}
+    same = {"overrides": [f"{key}=0.95"]}
+    assert found_in(tmp_path, {"Muon": muon, "SSO": sso | same}) == {}
+
+
 def test_a_section_that_one_of_them_has_is_one_key(tmp_path):
     variants = {"plain": {"config": ADAMW}, "pc": {"config": "configs/tiny_adamw_pc.yaml"}}
     assert found_in(tmp_path, variants) == {"pc": {"pc": ("set", None)}}

@@ -19,7 +19,7 @@ from tests.run_results import metrics_of, same_state, state_of
 from training.checkpoint import checkpoints
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import load_config
-from training.dry_run import phase_uses
+from training.dry_run import data_table, phase_uses
 from training.loop import Hooks, Loop
 from training.step import Trainer
 
@@ -57,6 +57,12 @@ def logged(folder: Path) -> list[dict[str, float]]:
         {key: value for key, value in line.items() if not key.startswith("data/")}
         for line in metrics_of(folder)
     ]
+
+
+def test_the_plan_names_sets_whose_epochs_are_unknown(minimal: Path) -> None:
+    table = data_table(load_config(minimal))
+    assert "text  100.0%, 25,600  25,600  unknown" in table
+    assert table.endswith("\nepochs are unknown without the manifest.json of text")
 
 
 def test_each_set_goes_on_at_its_count_and_stops_change_nothing(

@@ -1,0 +1,53 @@
+"""A rule of an installed package that cannot be used is warned of once, and its reason is in the
+error of whoever asks for it."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from spectral import SpectralOptimizer, rules
+from spectral.rules import RULES, MsignRule
+from tests.minimal_config import problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoMomentumRule(MsignRule):
+    """Has neither `init_state` nor `update`."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry point of importlib.metadata."""
+
+    name: str = "unusable"
+    value: str = "package:NoMomentumRule"
+
+    def load(self) -> type[MsignRule]:
+        return NoMomentumRule
+
+
+@pytest.fixture
+def reason(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reason in the one warning of two listings."""
+    monkeypatch.setattr(rules, "entry_points", lambda group: [Entry()])
+    monkeypatch.setattr(RULES, "left_out", {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [*RULES] == [*RULES] and "unusable" not in RULES
+    (text,) = (str(each.message) for each in caught if "left out" in str(each.message))
+    assert text.startswith("package:NoMomentumRule") and "must have the method" in text
+    return text
+
+
+def test_an_optimizer_states_why(reason: str) -> None:
+    with pytest.raises(ValueError, match="must have the method") as caught:
+        SpectralOptimizer([torch.nn.Parameter(torch.zeros(2, 3))], rule="unusable", lr=0.1)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["matrix.rule=unusable", "rules.unusable.steps=4"])
+def test_a_config_states_why(reason: str, key: str, minimal) -> None:
+    (problem,) = problems(minimal, f"optimizer.{key}")
+    assert problem.endswith(reason) and "once its package is installed" not in problem
