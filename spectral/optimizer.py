@@ -164,6 +164,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._ranks: RankGroup | None = None
         self._snapshot: Snapshot | None = None  # of the last step
         self._kinds: dict[Tensor, Kind] = {}
+        self._names: dict[Tensor, str] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -179,6 +180,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._reset_figures()
         self._kinds = kinds_of(self.param_groups)
+        for group in self.param_groups:
+            self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with all fields of its rule and initialise its state."""
@@ -203,6 +206,24 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     self.state.pop(parameter, None)
             raise
         self._kinds |= dict.fromkeys(group["params"], (group["rule"], division))
+        self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
+
+    def _rename(self) -> None:
+        """Give groups whose parameters others have removed or added the names of those they have.
+
+        Raises ValueError for one that never had a name.
+        """
+        for group in self.param_groups:
+            params, names = group["params"], group.get("param_names")
+            if names is None or len(names) == len(params):
+                continue
+            for parameter in params:
+                if parameter not in self._names:
+                    raise ValueError(
+                        "a parameter must come into a group that names its parameters by "
+                        f"add_param_group, with its name, got one of {tuple(parameter.shape)}"
+                    )
+            group["param_names"] = [self._names[parameter] for parameter in params]
 
     def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group with all fields of its rule; raises as `SpectralOptimizer` does."""
@@ -295,6 +316,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter, master in before.masters:  # others may have written the parameter
                 follow_weight(parameter, master)
             return before
+        self._rename()
         kinds = kinds_of(self.param_groups)
         check_kinds(kinds, self._kinds, self.state)
         check_entries(self.param_groups, self.state)
@@ -344,6 +366,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         What other programs keep under numbers, and tensors that are no parameters, is in the entry
         "foreign" of the state, as torch would take it for that of parameters.
         """
+        self._rename()
         parameters = {*listed_in(self.param_groups, "params")}
         state: dict[Any, Any] = self.state  # other programs have keys of any kind
         foreign = {

@@ -432,6 +432,25 @@ def test_a_parameter_that_leaves_takes_its_own_entries_alone() -> None:
     assert other.state[gone] == {"average": 1}
 
 
+@pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy])
+def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) -> None:
+    """One leaves, and its optimizer's state is loaded by one that never had it."""
+    first, second = (Parameter(torch.ones(4, 4)) for _ in range(2))
+    optimizer = Muon([("first", first), ("second", second)], lr=0.1)
+    second.grad = torch.ones(4, 4)
+    optimizer.step()
+    optimizer = copied(optimizer)
+    del optimizer.param_groups[0]["params"][0]
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["param_names"] == ["second"]
+    other = Muon([("second", second)], lr=0.1)
+    other.load_state_dict(saved)
+    assert other.state[second]["momentum"].any()
+    optimizer.param_groups[0]["params"].append(Parameter(torch.ones(2, 3)))
+    with pytest.raises(ValueError, match=r"by add_param_group, with its name, got one of \(2, 3\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("rule", "name"),
     [("adamw", "step"), ("adamw", "variance"), ("normuon", "square"), ("adamuon", "square")],
