@@ -103,7 +103,8 @@ def end_token(folder: Path) -> int | None:
 def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     """Run lm-eval and return its JSON: `results` by task, `versions`, `config`.
 
-    Raises InputError if it is not installed or ends without results.
+    Raises InputError if it is not installed, ends without results, or if another one wrote its own
+    to the same folder.
     """
     if not run.python.exists():
         raise InputError(f"no {run.python}: create lm-eval's environment with\n    {INSTALL}")
@@ -115,7 +116,12 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     files = sorted({*run.output.rglob("results_*.json")} - before)
     if done.returncode or not files:
         raise InputError(f"lm-eval exited with code {done.returncode} and wrote no results")
-    found: dict[str, Any] = read_json(files[-1])
+    if len(files) > 1:
+        raise InputError(
+            f"another evaluation wrote to {run.output} meanwhile: {files[0].name} and "
+            f"{files[-1].name}; give each an --output"
+        )
+    found: dict[str, Any] = read_json(files[0])
     return found
 
 

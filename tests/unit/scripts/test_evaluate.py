@@ -110,6 +110,16 @@ def test_results_of_an_earlier_evaluation_are_not_those_of_this_one(tmp_path) ->
         evaluate(run, offline=True)
 
 
+def test_results_of_another_evaluation_at_the_same_time_are_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    writer = tmp_path / "writes_two"
+    writer.write_text(f"#!/bin/sh\ntouch {tmp_path}/results_1.json {tmp_path}/results_2.json\n")
+    writer.chmod(0o755)
+    run = Run(model=tmp_path, tasks=["a"], python=writer, output=tmp_path)
+    with pytest.raises(InputError, match="another evaluation wrote .* results_1.json and"):
+        evaluate(run, offline=True)
+
+
 def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     sets = {"pc_paper": TASK_SETS["pc_paper"]}
     values = {"acc": 0.5, "acc_stderr": 0.02, "acc_norm": 0.6, "acc_norm_stderr": 0.03}
