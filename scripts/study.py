@@ -5,10 +5,10 @@
 
 A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is
-`pretrain.py` in a process of its own with one thread and the `environment` of the study, forked
-from one that has imported everything, with ranks of its own for `--nproc` or `--gpus-per-run`. One
-that has ended is not repeated, also when its folder is gone: runs.jsonl keeps its figures, under
-its settings, and refuses a study whose data or environment is another since. So the same command
+a process of `pretrain.py` with one thread and the `environment` of the study, and with the ranks of
+`--nproc` or `--gpus-per-run`. A run that has ended is not repeated, also when its folder is gone:
+runs.jsonl keeps its figures, under its settings, and refuses a study whose data or environment is
+another since. So the same command
 continues an interrupted study, and started several times at once, by hand or as a SLURM array
 (scripts/slurm/study.sbatch), its processes share the runs. results.json and table.md appear beside
 runs.jsonl when all is done, results.json with `complete: false` whenever a part is.
@@ -43,11 +43,10 @@ sys.path.insert(0, str(ROOT))
 from scripts.command import command, write_whole
 from scripts.studies.description import Study, read_study
 from scripts.studies.differences import differences, sentences
-from scripts.studies.places import add_places, places
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.search import Found, Train, begin, run_of, search
 from scripts.studies.tables import markdown
-from scripts.studies.trainer import UNKNOWN, Run, Trainer
+from scripts.studies.trainer import UNKNOWN, Run, Trainer, add_places, places
 from training.config import Config, load_config
 from training.errors import InputError
 

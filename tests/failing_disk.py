@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from scripts.studies.worker import Worker
+from tests.forked_runs import Worker
 from tests.paths import ROOT
 
 KINDS: Final = ("write", "fsync", "rename", "stat", "open", "mkdir", "unlink")

@@ -1,22 +1,29 @@
-"""Runs of a study: pretrain.py with one thread per rank, unless a record says the result."""
+"""Runs of a study: pretrain.py with one thread per rank, unless a record contains the result.
 
+Runs take place at the same time on processor cores, or on GPUs of this node.
+"""
+
+import argparse
 import hashlib
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
-from scripts.studies.places import Place
+import torch
+
+from scripts.command import whole_number
 from scripts.studies.records import Record, RecordBook, claimed
-from scripts.studies.worker import ROOT, Worker
 from training.config.yaml_files import Content, flat, read_merged
 from training.data.hashes import file_sha256
 from training.data.manifest import manifest_of
@@ -24,6 +31,7 @@ from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done
 from training.report.metrics import read_metrics
 
+ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0
 """Seconds between looks at what other processes have trained."""
 
@@ -93,6 +101,73 @@ def _digest(file: Path, version: tuple[int, int, int]) -> str:
     return file_sha256(file)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Room for one run at a time.
+
+    ranks   processes of a run
+    gpus    names of its GPUs as CUDA_VISIBLE_DEVICES takes them, None for what the machine has
+    """
+
+    ranks: int = 1
+    gpus: tuple[str, ...] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its runs have in their environment."""
+        return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `places` reads."""
+    parser.add_argument(
+        "--jobs",
+        type=whole_number(),
+        metavar="N",
+        help="runs at a time (default: 1, or as many as the GPUs allow)",
+    )
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument(
+        "--nproc", type=whole_number(), default=1, metavar="N", help="ranks of each run (default 1)"
+    )
+    ranks.add_argument(
+        "--gpus-per-run",
+        type=whole_number(),
+        metavar="N",
+        help="one rank on each of N GPUs per run, and as many runs as this node has GPUs for",
+    )
+
+
+def places(options: argparse.Namespace) -> list[Place]:
+    """Return the places that the command line asks for.
+
+    Raises InputError where there are fewer GPUs.
+    """
+    each: int | None = options.gpus_per_run
+    if each is None:
+        return [Place(options.nproc)] * (options.jobs or 1)
+    gpus = visible_gpus()
+    most = len(gpus) // each
+    if most == 0:
+        raise InputError(f"--gpus-per-run must be at most the {len(gpus)} GPUs here, got {each}")
+    jobs: int = options.jobs or most
+    if jobs > most:
+        raise InputError(
+            f"--jobs must be at most {most} with --gpus-per-run {each} on {len(gpus)} GPUs, "
+            f"got {jobs}"
+        )
+    return [Place(each, tuple(gpus[i * each : (i + 1) * each])) for i in range(jobs)]
+
+
+def visible_gpus() -> Sequence[str]:
+    """Names of the GPUs that this process may use; as CUDA, up to the first that is none."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        names = (name.strip() for name in named.split(","))
+        return list(takewhile(lambda name: name and not name.startswith("-"), names))
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
 class RunFailedError(InputError):
     """A run that ended without a loss, and not because its loss or gradient was not finite."""
 
@@ -119,9 +194,9 @@ class Trainer:
         self._pool = ThreadPoolExecutor(len(places))
         self._begun: dict[str, Future[bool]] = {}
         self._warned = False
-        self._free: SimpleQueue[tuple[Place, Worker | None]] = SimpleQueue()
+        self._free: SimpleQueue[Place] = SimpleQueue()
         for place in places:
-            self._free.put((place, None))
+            self._free.put(place)
 
     def begin(self, runs: Iterable[Run]) -> None:
         """Train those without a record as places get free, in their order, without waiting.
@@ -212,27 +287,28 @@ class Trainer:
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Exit code and processor seconds of a run in a place that is free."""
-        place, worker = self._free.get()
-        if worker is None:
-            worker = Worker({**self.environment, **place.environment})
+        """Exit code and processor seconds of a run in a place that is free, ranks included."""
+        place = self._free.get()
         ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
-            ended = worker.run([*arguments, *ranks], log)
-        except BaseException:
-            worker.close()
-            self._free.put((place, None))  # another one for the next run
-            raise
-        self._free.put((place, worker))
-        return ended
+            with log.open("w") as console:
+                process = subprocess.Popen(
+                    [sys.executable, str(ROOT / "pretrain.py"), *arguments, *ranks],
+                    cwd=ROOT,
+                    env={**self.environment, **place.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=console,
+                    stderr=subprocess.STDOUT,
+                )
+                _, status, usage = os.wait4(process.pid, 0)
+        finally:
+            self._free.put(place)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode, usage.ru_utime + usage.ru_stime
 
     def close(self) -> None:
-        """End what runs were started from, after those that are under way."""
+        """Begin no more runs, and wait for those that are under way."""
         self._pool.shutdown(cancel_futures=True)
-        while not self._free.empty():
-            _, worker = self._free.get()
-            if worker is not None:
-                worker.close()
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -6,12 +6,10 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from shutil import rmtree
-from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from scripts.studies import worker
 from scripts.studies.description import TunedIn, first_key, read_study
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.search import begin, run_of
@@ -72,11 +70,11 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"lr-2: {other['losses'][1]:.4f}" in printed and "-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
-
-
-def test_ctrl_c_ends_the_worker_without_a_traceback(monkeypatch):
-    monkeypatch.setattr("sys.stdin", iter(Mock(side_effect=KeyboardInterrupt), ""))
-    worker.serve()
+    # Records are of these tokens, which no manifest names.
+    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
+    assert main([str(study_file), str(output)]) == 2
+    message = capsys.readouterr().err
+    assert "plain-1: its record in" in message and "has another data, {" in message
 
 
 def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tmp_path, capsys):
@@ -108,14 +106,6 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     assert "lr is against plain, whose data has another tokenizer" in said()
-
-
-def test_a_record_of_tokens_without_a_manifest_is_of_these_tokens(study_file, tmp_path, capsys):
-    assert main([str(study_file), str(tmp_path)]) == 0
-    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
-    assert main([str(study_file), str(tmp_path)]) == 2
-    assert "plain-1: its record in" in (said := capsys.readouterr().err)
-    assert "has another data, {" in said
 
 
 def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Runs of pretrain.py: forks of a process that has imported it.
+"""Runs of pretrain.py for tests of many runs: forks of a process that has imported it.
 
 A worker reads a line of JSON for each run, the `arguments` of pretrain.py and its `log`, and
 answers with the exit code and the processor `seconds`.
@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from training.errors import InputError
+from tests.paths import ROOT
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 IMPORTED: Final = ("pretrain", "parallel.comm.groups", "training.build", "training.run")
 """What a run imports, some of it only when it trains."""
 
@@ -27,7 +26,7 @@ class Worker:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from scripts.studies import worker; worker.serve()"],
+            [sys.executable, "-c", "from tests import forked_runs; forked_runs.serve()"],
             cwd=ROOT,
             env=dict(environment),
             stdin=subprocess.PIPE,
@@ -38,7 +37,7 @@ class Worker:
     def run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
         """Exit code of pretrain.py, which writes its output to `log`, and its processor seconds.
 
-        Raises InputError if the worker has ended, which says why on stderr.
+        Raises RuntimeError if the worker has ended, which says why on stderr.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         asked = {"arguments": list(arguments), "log": str(log)}
@@ -47,7 +46,7 @@ class Worker:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise InputError(f"the process that forks runs ended with {self._process.wait()}")
+            raise RuntimeError(f"the process that forks runs ended with {self._process.wait()}")
         found = json.loads(answer)
         return found["code"], found["seconds"]
 
@@ -58,7 +57,7 @@ class Worker:
 
 
 def serve() -> None:
-    """Answer standard input until it ends, or until Ctrl-C, of which the study tells."""
+    """Answer standard input until it ends, or until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
         from models.engine import import_engine  # here: it takes seconds
 
