@@ -27,7 +27,7 @@ TEMPLATES = Environment(
 class PageSection:
     """A part of a page: its id, heading, the sentence below it, and what its template shows.
 
-    kind  name of the template in templates/, without its suffix
+    kind  of the content: figure, reason, runs, samples, data, events or config
     half  whether two such sections share a row where there is room
     menu  whether the menu at the top names it
     """
