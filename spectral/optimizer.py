@@ -7,7 +7,8 @@ see all of them. Matrices of equal shape and rates are stepped together. A group
 its parameters are divided into matrices (`spectral.division`); without it each parameter is one,
 and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
 
-Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.sharded.matrices`.
+Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see
+`spectral.sharded.shared_matrices`.
 """
 
 import math
@@ -56,8 +57,8 @@ from .stepping import step_units
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .sharded.matrices import SharedMatrices
     from .sharded.ranks import RankGroup
+    from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
 """Entry of a saved state for what other programs keep under numbers and tensors, which torch takes
@@ -343,8 +344,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         if not members:
             return None
-        from .sharded.matrices import SharedMatrices
         from .sharded.ranks import check_one_mesh
+        from .sharded.shared_matrices import SharedMatrices
 
         parameters = [parameter for parameter, _, _ in members]
         check_one_mesh(parameters)

@@ -24,7 +24,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("spectrain")
 
-import tests.engine  # noqa: E402, F401
+import tests.import_engine  # noqa: E402, F401
 from tests.paths import ROOT  # noqa: E402
 from tests.processor_time import ProcessorTime, turn  # noqa: E402
 

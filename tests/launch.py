@@ -28,7 +28,8 @@ from torch.distributed import TCPStore
 from tests.paths import ROOT
 
 FORKS = multiprocessing.get_context("forkserver")
-# Without tests.engine: FSDP2 loads torch's compiler, which is dear in every fork and cheap before.
+# Without tests.import_engine: FSDP2 loads torch's compiler, which takes long in every fork and is
+# quick before.
 FORKS.set_forkserver_preload(["training.run"])
 OURS = r"(models|parallel|spectral|tests|training)\."
 """Modules that warnings are attributed to as errors: what newer releases of torch say of calls."""
