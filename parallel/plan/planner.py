@@ -14,10 +14,9 @@ from numpy.typing import ArrayLike
 
 from models.units import Unit
 from parallel.optimizer.routing import Assign
-from parallel.plan.activation_volume import Traffic, activation_traffic
+from parallel.plan.activation_costs import Memory, Traffic, activation_traffic, stage_activations
 from parallel.plan.devices import Device
 from parallel.plan.domain import DomainPlan, Owners
-from parallel.plan.memory import Memory, stage_activations
 from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
 from parallel.storage.domain_model import TIED_SUM

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
 from models.families import mean_keys
-from parallel.plan.activation_volume import activation_traffic
+from parallel.plan.activation_costs import activation_traffic, stage_activations
 from parallel.plan.devices import (
     ATTENTION,
     EXPLICIT_ATTENTION,
     product_seconds,
     varying_share,
 )
-from parallel.plan.memory import stage_activations
 from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_weights
 from parallel.storage.packing import default_step_groups
 

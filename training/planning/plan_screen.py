@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from models.families import model_size
 from parallel.optimizer.routing import Route
+from parallel.plan.activation_costs import Memory
 from parallel.plan.devices import GIB, RESERVE
-from parallel.plan.memory import Memory
 from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import rule_seconds

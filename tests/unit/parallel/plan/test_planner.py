@@ -9,9 +9,9 @@ import torch
 from models.config import ModelConfig, MoEConfig
 from models.families import all_units
 from models.layout import ChunkSpec
+from parallel.plan.activation_costs import activation_bytes
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
-from parallel.plan.memory import activation_bytes
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.storage.stage_units import declare_stage_units

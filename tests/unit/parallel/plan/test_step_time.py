@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from models.config import ModelConfig
-from parallel.plan.activation_volume import activation_traffic
+from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import DEVICES, peak_flops
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import OptimizerLoad, step_time
