@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from parallel.optimizer.distributed_optimizer import CapturedUpdate
-from parallel.optimizer.domain_optimizer import accumulate_
 from spectral.rules import MuonRule
 from tests.slow_cases import slow_but
 from tests.step_trace import on_meta, traced
@@ -80,12 +79,20 @@ def test_gammas_of_pc_layers_have_their_own_rate_and_decay(world):
     assert len(before) == 2 * (2 + 4)  # two keys, and o, gate, up and down
 
 
-def test_gradients_of_16_bits_become_momentum_in_float32() -> None:
-    gradient, momentum = torch.randn(1, 64).bfloat16(), torch.randn(1, 64)
-    wanted = momentum.clone()
-    MuonRule().accumulate([gradient.float()], [{"momentum": wanted}], None)
-    accumulate_(MuonRule(), [gradient], [{"momentum": momentum}], torch.tensor(True))
-    assert torch.equal(momentum, wanted)
+def test_gradients_of_16_bits_become_momentum_in_float32(world):
+    options = {"dtype": torch.float32, "gradient_dtype": torch.bfloat16}
+    model, optimizer = stepped_model(TINY, world, assign_matrices("muon"), **options)
+    fill(model, 0)
+    (domain,) = optimizer.domains
+    for group in domain.step_groups:
+        regions = [r for members in group.matrix_regions.values() for r in members]
+        gradients = [r.of(domain.buffers.gradient_shards()).float() for r in regions]
+        momenta = domain.step_regions(group, lambda peak: peak, torch.tensor(True))
+        for region, gradient in zip(regions, gradients, strict=True):
+            state = {"momentum": torch.zeros_like(gradient)}
+            (along,) = MuonRule().accumulate([gradient], [state], None)
+            assert torch.equal(region.state["momentum"], state["momentum"])
+            assert torch.equal(region.of(momenta), along.bfloat16())
 
 
 def test_what_cannot_be_recorded_is_refused(world):
