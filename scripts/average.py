@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(
-    run: Path, output: Path, wanted: Sequence[int] | None, last: int | None
+    run: Path, output: Path, requested: Sequence[int] | None, last: int | None
 ) -> tuple[list["CheckpointInfo"], list[str]]:
     """Return the checkpoints to average, by ascending step, and a sentence for those left out.
 
@@ -57,16 +57,16 @@ def chosen(
         rule = f"must not be in {FOLDER} of a run, which would take it for its own"
         raise InputError(f"the output {rule}, got {output}")
     there = steps(run)
-    missing = [step for step in wanted or () if step not in there]
+    missing = [step for step in requested or () if step not in there]
     if missing:
-        known = ", ".join(map(str, there)) or "none"
-        raise InputError(f"{run} has no checkpoint of step {missing[0]}; there are: {known}")
+        present = ", ".join(map(str, there)) or "none"
+        raise InputError(f"{run} has no checkpoint of step {missing[0]}; there are: {present}")
     infos, broken = [], []
-    for step in sorted(set(wanted or there)):
+    for step in sorted(set(requested or there)):
         try:
             infos.append(read_checkpoint(step_folder(run, step)))
         except BrokenCheckpointError as error:
-            if wanted is not None:
+            if requested is not None:
                 raise
             broken.append(f"step {step}, which is broken: {error}")
     if last is not None and len(infos) < last:

@@ -52,10 +52,10 @@ def token_count(text: str) -> int:
 
     Raises argparse.ArgumentTypeError if it is no whole number from 1 to 1e14.
     """
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(\d[\d_]{0,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)([kmbt]?)", text, re.IGNORECASE
     )
-    value = Decimal(found[1]) * 1000 ** " kmbt".index(found[2].lower() or " ") if found else None
+    value = Decimal(match[1]) * 1000 ** " kmbt".index(match[2].lower() or " ") if match else None
     if value is None or not 1 <= value <= 10**14 or value % 1:
         raise argparse.ArgumentTypeError(
             "must be a whole number from 1 to 1e14, such as 10000000000, 10_000_000_000, 1e10 or "

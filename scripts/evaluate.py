@@ -48,8 +48,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     if options.run is not None and "local" not in names:
         raise InputError(f"--run has no effect without --tasks local, got {options.run}")
     sets = {name: TASK_SETS[name] for name in names if name in TASK_SETS}
-    own = [name for name in names if name not in {"local", *sets, *files.values()}]
-    standard = list(dict.fromkeys([*own, *(task for each in sets.values() for task in each)]))
+    named = [name for name in names if name not in {"local", *sets, *files.values()}]
+    standard = list(dict.fromkeys([*named, *(task for each in sets.values() for task in each)]))
     output = options.output or options.model / "evaluation"
     with tempfile.TemporaryDirectory(prefix="spectrain-tasks-") as folder:
         local = _local_tasks(options, Path(folder)) if "local" in names else []
@@ -65,10 +65,10 @@ def _evaluate(options: argparse.Namespace) -> None:
         )
         if run.python.exists():  # lm-eval would fill weights that are missing with random ones
             load_whole(options.model, dtype="auto")
-        found = evaluate(run, offline=not standard)
-    text = table(rows(found["results"], sets.values()), sets)
+        results = evaluate(run, offline=not standard)
+    text = table(rows(results["results"], sets.values()), sets)
     kept = {"model": str(options.model), "command": run.command()}
-    kept |= {key: found[key] for key in MEASURED if key in found}
+    kept |= {key: results[key] for key in MEASURED if key in results}
     write_whole(output / "results.json", json.dumps(kept, indent=2) + "\n")
     write_whole(output / "results.md", text)
     print(text + f"wrote {output / 'results.json'} and results.md")
@@ -81,11 +81,11 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
             raise InputError(
                 f"{getattr(options, name)} is for exported models, {options.model} is a run"
             )
-    found = score_checkpoint(options.model, files, options.dtype)
-    text = table(rows(found))
+    results = score_checkpoint(options.model, files, options.dtype)
+    text = table(rows(results))
     print(text, end="")
     if options.output is not None:
-        kept = {"model": str(options.model), "tasks": files, "results": found}
+        kept = {"model": str(options.model), "tasks": files, "results": results}
         write_whole(options.output / "results.json", json.dumps(kept, indent=2) + "\n")
         write_whole(options.output / "results.md", text)
 

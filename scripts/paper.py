@@ -72,23 +72,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for key, item in paper.items.items():
                 print(f"  {key}: {item.shows} ({item.status})")
         return 0
-    paper = papers[known("paper", options.paper, list(papers))]
-    item = paper.items[known("item", options.item, list(paper.items))]
+    paper = papers[checked_name("paper", options.paper, list(papers))]
+    item = paper.items[checked_name("item", options.item, list(paper.items))]
     if options.measure:
         write_measured(item)
         save(draw(item), ROOT / figure_file(options.paper, options.item))
         return 0
-    found = commands(item, full=options.full)
+    runs = commands(item, full=options.full)
     figures = Path("runs/papers") / f"{options.paper}_{options.item}.svg"
     drawing = plotting(item, figures, full=options.full)
-    describe(item, [] if options.plot_only else found, drawing, full=options.full)
+    describe(item, [] if options.plot_only else runs, drawing, full=options.full)
     if options.dry_run:
         return 0
-    if not found and not drawing:
+    if not runs and not drawing:
         raise InputError(f"{options.item} has no {'full' if options.full else 'tiny'} command")
     (ROOT / figures).parent.mkdir(parents=True, exist_ok=True)
-    submitted = any(each[0] == "sbatch" for each in found) and not options.plot_only
-    for each in [*([] if options.plot_only else found), *([] if submitted else drawing)]:
+    submitted = any(each[0] == "sbatch" for each in runs) and not options.plot_only
+    for each in [*([] if options.plot_only else runs), *([] if submitted else drawing)]:
         done = subprocess.run(each, cwd=ROOT, check=False)
         if done.returncode:
             return done.returncode
@@ -110,7 +110,7 @@ def write_measured(item: Item) -> None:
     print(statistics_table(content).to_string(index=False))
 
 
-def known(what: str, name: str | None, names: Sequence[str]) -> str:
+def checked_name(what: str, name: str | None, names: Sequence[str]) -> str:
     """Return `name` if it is one of `names`; raises InputError, with the closest, if not."""
     if name in names:
         return str(name)
@@ -143,7 +143,7 @@ def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
 
 
 def describe(
-    item: Item, found: Sequence[Sequence[str]], drawing: Sequence[Sequence[str]], *, full: bool
+    item: Item, runs: Sequence[Sequence[str]], drawing: Sequence[Sequence[str]], *, full: bool
 ) -> None:
     """Print what the item shows, what will run, what it takes and what the paper has."""
     print(f"shows: {item.shows}")
@@ -155,7 +155,7 @@ def describe(
         if value is not None:
             print(f"{label}: {value}")
     hours = read_hours()
-    for index, each in enumerate(found):
+    for index, each in enumerate(runs):
         time = f"  # {hours[key_of(item.full[index])]['gpu_hours']:,.0f} GPU-hours" if full else ""
         print(f"runs: {shlex.join(each)}{time}")
     for each in drawing:

@@ -123,8 +123,8 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
         return write_figures(runs, folder, f".{options.format}")
     pages = []
     for run in runs:
-        own = f"{run.name}.html" if options.output else "report.html"
-        pages.append((options.output or run.folder) / own)
+        file = f"{run.name}.html" if options.output else "report.html"
+        pages.append((options.output or run.folder) / file)
         write_whole(pages[-1], report(run))
     return pages
 

@@ -182,18 +182,18 @@ def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
     in a ring."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     piece = max(4, size // ranks // 4 * 4)
-    whole, own = numbers(device, piece * ranks, rank), numbers(device, piece, rank)
+    whole, part = numbers(device, piece * ranks, rank), numbers(device, piece, rank)
     plain = whole - rank
-    mine = slice(rank * own.numel(), (rank + 1) * own.numel())
+    mine = slice(rank * part.numel(), (rank + 1) * part.numel())
     summed = plain * ranks + sum(range(ranks))
-    gathered = torch.cat([own - rank + other for other in range(ranks)])
+    gathered = torch.cat([part - rank + other for other in range(ranks)])
     exchanged = torch.cat([plain[mine] + other for other in range(ranks)])
-    large, small, sent = torch.empty_like(whole), torch.empty_like(own), 1e-9 * piece * (ranks - 1)
+    large, small, sent = torch.empty_like(whole), torch.empty_like(part), 1e-9 * piece * (ranks - 1)
     run = partial(dist.all_reduce, large)
     yield Check("all-reduce", "GB/s", 2 * sent, run, large, summed, source=whole)
     run = partial(REDUCE_SCATTER, small, whole)
     yield Check("reduce-scatter", "GB/s", sent, run, small, summed[mine])
-    yield Check("all-gather", "GB/s", sent, partial(ALL_GATHER, large, own), large, gathered)
+    yield Check("all-gather", "GB/s", sent, partial(ALL_GATHER, large, part), large, gathered)
     run = partial(dist.all_to_all_single, large, whole)
     yield Check("all-to-all", "GB/s", sent, run, large, exchanged)
 
@@ -213,13 +213,13 @@ def over_ranks(check: Check, device: torch.device) -> Row:
     rate = check.amount / median(seconds[1:])
     results: list[tuple[str, float, bool] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, (socket.gethostname(), rate, right))
-    known = [
+    complete = [
         (f"rank {i} (host {r[0]})", r[1], r[2]) for i, r in enumerate(results) if r is not None
     ]
-    middle = median(rate for _, rate, _ in known)
-    wrong = [name for name, _, right in known if not right]
-    slow = [name for name, rate, _ in known if rate < SLOW * middle]
-    return Row(check.name, check.unit, min(rate for _, rate, _ in known), middle, wrong, slow)
+    middle = median(rate for _, rate, _ in complete)
+    wrong = [name for name, _, right in complete if not right]
+    slow = [name for name, rate, _ in complete if rate < SLOW * middle]
+    return Row(check.name, check.unit, min(rate for _, rate, _ in complete), middle, wrong, slow)
 
 
 def wait(device: torch.device) -> None:

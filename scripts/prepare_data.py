@@ -160,7 +160,7 @@ def _check_export(tokenizer: Path | None) -> None:
 def say(preparation: Preparation, warnings: list[str]) -> None:
     """Print what is read and ignored, and the warnings."""
     for plan in preparation.sets:
-        print(f"set {plan.name} {plan.found()}")
+        print(f"set {plan.name} {plan.listing()}")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
@@ -170,10 +170,11 @@ def how_to_train(folder: str, sets: Sequence[str]) -> str:
     name = Path(folder).name
     lines = ["base: configs/tiny_sso.yaml", f"run: {{name: {name}}}", "data:", "  replace: true"]
     for kind in ("train", "validation"):
-        own = [prefix for prefix in sets if prefix.endswith(f".{kind}")]
-        lines += [f"  {kind}:"] if own else []
+        prefixes = [prefix for prefix in sets if prefix.endswith(f".{kind}")]
+        lines += [f"  {kind}:"] if prefixes else []
         lines += [
-            f"    {prefix.removesuffix(f'.{kind}')}: {{path: {folder}/{prefix}}}" for prefix in own
+            f"    {prefix.removesuffix(f'.{kind}')}: {{path: {folder}/{prefix}}}"
+            for prefix in prefixes
         ]
     config = "\n".join(lines)
     return (
@@ -205,8 +206,8 @@ def _corpus(options: argparse.Namespace) -> Preparation:
     """A corpus of scripts/data/corpora.yaml, in its own tokens unless others are asked for."""
     corpora = read_corpora()
     if options.corpus not in corpora:
-        known = ", ".join(corpora)
-        raise InputError(f"--corpus must be one of {known}, got {options.corpus}")
+        names = ", ".join(corpora)
+        raise InputError(f"--corpus must be one of {names}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
         raise InputError("--corpus has inputs, validation and tokenizer of its own")
     _refuse(options, "with --corpus", "validation_fraction")
@@ -267,16 +268,16 @@ def _set_plans(
     plans = []
     for name, sources in train_sources.items():
         held_out = validation_sources.get(name, [])
-        found, found_held_out = _found(sources), _found(held_out)
+        inputs, held_out_inputs = _found(sources), _found(held_out)
         plans.append(
             SetPlan(
                 name=name,
-                train=[Portion(found.inputs, tokens)],
+                train=[Portion(inputs.inputs, tokens)],
                 train_source=[*map(str, sources)],
-                validation=found_held_out.inputs,
+                validation=held_out_inputs.inputs,
                 validation_source=[*map(str, held_out)],
                 fraction=Fraction(0) if held_out else fraction,
-                ignored=[*found.ignored, *found_held_out.ignored],
+                ignored=[*inputs.ignored, *held_out_inputs.ignored],
             )
         )
     return plans
@@ -301,13 +302,13 @@ def _named(arguments: list[str]) -> dict[str, list[_Source]]:
     """The sources of each name, in the order given; a name may have several."""
     named: dict[str, list[_Source]] = {}
     for argument in arguments:
-        found = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
-        if found is None:
+        match = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
+        if match is None:
             raise InputError(
                 f"an input must be written NAME=INPUT or NAME:KEY=INPUT with a name of letters, "
                 f"digits, _ and -, got {argument}"
             )
-        name, key, source = found.groups()
+        name, key, source = match.groups()
         named.setdefault(name, []).append(_Source(source, key))
     return named
 
@@ -323,10 +324,10 @@ def _fraction(text: str) -> Fraction:
 
 
 def _shard(text: str) -> Shard:
-    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"must be K/N with K from 1 to N, got {text}")
-    return Shard(int(found[1]) - 1, int(found[2]))
+    return Shard(int(match[1]) - 1, int(match[2]))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

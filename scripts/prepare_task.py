@@ -27,14 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.output.suffix != ".jsonl":
         raise InputError(f"--output must end in .jsonl, got {options.output}")
-    found = list(islice(examples(options.source, options.format), options.limit))
-    if not found:
+    rows = list(islice(examples(options.source, options.format), options.limit))
+    if not rows:
         raise DataError(f"{options.source} has no rows")
-    write_whole(options.output, "".join(each.line() for each in found))
-    choices = [len(each.choices) for each in found]
+    write_whole(options.output, "".join(each.line() for each in rows))
+    choices = [len(each.choices) for each in rows]
     chance = sum(1 / count for count in choices) / len(choices)
     print(
-        f"wrote {options.output}: {len(found):,} examples, {sum(choices):,} choices, "
+        f"wrote {options.output}: {len(rows):,} examples, {sum(choices):,} choices, "
         f"{chance:.3f} by chance; tasks.files.{options.output.stem}={options.output} scores it"
     )
     return 0
@@ -87,11 +87,11 @@ def rows(source: str) -> Iterator[tuple[str, Any]]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    known = "; ".join(f"{name}: {', '.join(each.sources)}" for name, each in FORMATS.items()
+    formats = "; ".join(f"{name}: {', '.join(each.sources)}" for name, each in FORMATS.items()
                       if each.sources)  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=f"Formats and their data sets on the hub, as lm-eval reads them: {known}",
+        epilog=f"Formats and their data sets on the hub, as lm-eval reads them: {formats}",
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="hf:NAME[:CONFIG][:SPLIT], or a .jsonl or .parquet file"

@@ -80,18 +80,18 @@ def run_study(
         "differ": differ,
     }
 
-    def report(found: Found) -> None:
-        trials = [asdict(trial) for trial in found.trials]
-        content.update(chosen=found.chosen, trials=trials)
+    def report(outcome: Found) -> None:
+        trials = [asdict(trial) for trial in outcome.trials]
+        content.update(chosen=outcome.chosen, trials=trials)
         write(results, content)
 
-    found = search(study, start, extra, train, report)
-    report(found)
+    outcome = search(study, start, extra, train, report)
+    report(outcome)
     by_seed = [
-        [run_of(study, n, found.chosen[n], seed, extra=extra) for n in study.variants]
+        [run_of(study, n, outcome.chosen[n], seed, extra=extra) for n in study.variants]
         for seed in study.seeds
     ]
-    by_share = curve_runs(study, found, extra)
+    by_share = curve_runs(study, outcome, extra)
     begin_runs(run for runs in (*by_seed, *by_share.values()) for run in runs)
     seeds: dict[str, list[Record]] = {name: [] for name in study.variants}
     for runs in by_seed:
@@ -176,7 +176,7 @@ def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
     return {"variant": name, "runs": [record.key for record in records], "losses": losses}
 
 
-def curve_runs(study: Study, found: Found, extra: Sequence[str]) -> dict[float, list[Run]]:
+def curve_runs(study: Study, outcome: Found, extra: Sequence[str]) -> dict[float, list[Run]]:
     """The runs of the curve's variant by share of the full length, one for each seed."""
     if study.curve is None:
         return {}
@@ -186,7 +186,7 @@ def curve_runs(study: Study, found: Found, extra: Sequence[str]) -> dict[float, 
             run_of(
                 study,
                 name,
-                found.chosen[name],
+                outcome.chosen[name],
                 seed,
                 share=share,
                 extra=extra,

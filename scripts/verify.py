@@ -60,13 +60,13 @@ def verified(path: Path) -> Iterator[Row]:
 
 def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
     """Yield a row per problem, or one that says that there is none."""
-    found = []
+    lines = []
     try:
         for problem in find():
-            found.append((what, problem))
+            lines.append((what, problem))
     except (InputError, OSError) as error:
-        found.append((what, str(error)))
-    yield from found or [(what, GOOD)]
+        lines.append((what, str(error)))
+    yield from lines or [(what, GOOD)]
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:

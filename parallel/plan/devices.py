@@ -148,12 +148,12 @@ def device_named(text: str) -> Device:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold keys of a device, got {loaded!r}")
-    own = {str(key): value for key, value in loaded.items()}
-    base = device_named(str(own.pop("base", "h100")))
-    unknown = [key for key in own if key not in {f.name for f in fields(Device)}]
+    figures = {str(key): value for key, value in loaded.items()}
+    base = device_named(str(figures.pop("base", "h100")))
+    unknown = [key for key in figures if key not in {f.name for f in fields(Device)}]
     if unknown:
         raise ValueError(f"{path} has unknown keys {', '.join(unknown)}")
-    return replace(base, **own)
+    return replace(base, **figures)
 
 
 HALF_SIZE: Final = 64

@@ -63,13 +63,13 @@ def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
     """Call every side once in each round, and return what each said after `warm_up` rounds."""
-    found: dict[str, list[T]] = {name: [] for name in sides}
+    results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, side in sides.items():
             result = side()
             if turn >= warm_up:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def medians(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:

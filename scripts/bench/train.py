@@ -314,7 +314,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"the host waits {count} times: {call}")
 
 
-def compared(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines of the table of the config and its variants."""
 
     def spent(figures: Mapping[str, Any]) -> tuple[float, float]:
@@ -322,17 +322,17 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         step = sum(phases.values())
         return step, step - sum(phases[name] for name in PASSES)
 
-    step, update = spent(found[CONFIG])
+    step, update = spent(sides[CONFIG])
     rows = []
-    for name, figures in found.items():
-        own, own_update = spent(figures)
+    for name, figures in sides.items():
+        step_spent, update_spent = spent(figures)
         rows.append(
             {
                 "variant": name,
-                "step (ms)": 1e3 * own,
-                "x": own / step,
-                "update (ms)": 1e3 * own_update,
-                "x by update": 1 + (own_update - update) / step,
+                "step (ms)": 1e3 * step_spent,
+                "x": step_spent / step,
+                "update (ms)": 1e3 * update_spent,
+                "x by update": 1 + (update_spent - update) / step,
                 "masters and state (MiB)": figures["optimizer_bytes"] / MIB,
             }
         )
@@ -357,21 +357,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name: Side(on_mock_tokens(config) if options.synthetic else config, groups, clock)
             for name, config in configs.items()
         }
-        own = measure(sides, options.steps)
+        measured = measure(sides, options.steps)
         peak = options.peak_flops or peak_flops(device_name(groups.device))
-        found = {
-            name: summary(side.trainer, from_all(own[name]), peak) for name, side in sides.items()
+        summaries = {
+            name: summary(side.trainer, from_all(measured[name]), peak)
+            for name, side in sides.items()
         }
-        result = found[CONFIG]
+        result = summaries[CONFIG]
         if options.profile is not None:
             result |= profile(sides[CONFIG].trainer, options.profile)
         result |= {"warmup": WARM_UP, "steps": options.steps}
         if groups.rank == 0:
             result = record("scripts/bench/train.py", arguments, groups.device, result)
             show(result)
-            if len(found) > 1:
-                print_table(compared(found))
-            others = {name: figures for name, figures in found.items() if name != CONFIG}
+            if len(summaries) > 1:
+                print_table(compared(summaries))
+            others = {name: figures for name, figures in summaries.items() if name != CONFIG}
             write_json(options.json, {**result, "variants": others})
     finally:
         process_groups.shutdown()

@@ -72,15 +72,15 @@ def _opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
 
 
 def _unreadable(path: Path, error: BaseException) -> str:
-    said = first_line(error)
+    reason = first_line(error)
     if isinstance(error, OSError) and error.errno is not None:
-        return f"cannot read {path}: {said}"
-    if "too much memory" in said:
+        return f"cannot read {path}: {reason}"
+    if "too much memory" in reason:
         return (
             f"cannot read {path}: its zstd window is over 128 MiB (made with --long); write it "
             f"again: zstd -dc --long=31 {path} | zstd -o {path.with_name(f'short.{path.name}')}"
         )
-    return f"cannot read {path}: corrupt: {said}"
+    return f"cannot read {path}: corrupt: {reason}"
 
 
 class _XzStreams(io.RawIOBase):

@@ -64,16 +64,16 @@ class Corpus:
             name: part.source if local is None else self._local(local, name)
             for name, part in self.parts.items()
         }
-        found = {name: find_inputs(source) for name, source in sources.items()}
+        inputs = {name: find_inputs(source) for name, source in sources.items()}
         return SetPlan(
             name=self.name,
             train=[
-                Portion(found[name].inputs, max(1, round(total * part.share / shares)))
+                Portion(inputs[name].inputs, max(1, round(total * part.share / shares)))
                 for name, part in self.parts.items()
             ],
             train_source=list(sources.values()),
             fraction=self.validation,
-            ignored=sum(found.values(), Found()).ignored,
+            ignored=sum(inputs.values(), Found()).ignored,
         )
 
     def _local(self, place: Path, name: str) -> str:

@@ -44,13 +44,13 @@ def download(name: str, version: str, folder: Path) -> Path:
         return same
     pinned = _apt_download(f"{name}={version}", folder)
     failed = bool(pinned) and not _debs(folder, name) and _apt_download(name, folder)
-    found = _debs(folder, name)
-    if failed or not found:
+    packages = _debs(folder, name)
+    if failed or not packages:
         raise DataError(
             f"cannot download {name} {version}: {pinned or 'apt-get left no file'}; it is in "
             "Debian 12: is there a network, did `apt-get update` run?"
         )
-    return _of_version(found, version) or found[-1]
+    return _of_version(packages, version) or packages[-1]
 
 
 def _of_version(debs: Sequence[Path], version: str) -> Path | None:
@@ -97,20 +97,20 @@ def read_texts(
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         raise DataError(f"{deb} is not a readable package: {done.stderr.decode().strip()}")
-    found: dict[str, bytes] = {}
+    texts: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
             path = PurePosixPath(member.name).as_posix().removeprefix("./")
             file = archive.extractfile(member) if member.isfile() else None
             if file is not None and any(fnmatchcase(path, pattern) for pattern in patterns):
-                found[path] = file.read()
-    unmatched = [p for p in patterns if not any(fnmatchcase(path, p) for path in found)]
+                texts[path] = file.read()
+    unmatched = [p for p in patterns if not any(fnmatchcase(path, p) for path in texts)]
     if unmatched:
         raise DataError(f"{deb.name} has no file {', '.join(unmatched)}")
-    for path in sorted(found):
+    for path in sorted(texts):
         name = PurePosixPath(path).name
         if not any(fnmatchcase(name, pattern) for pattern in leave_out):
-            yield path, _text(found[path], path)
+            yield path, _text(texts[path], path)
 
 
 def _text(content: bytes, path: str) -> str:
@@ -198,15 +198,15 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
         count = len(lines) - before
         reports.append(f"  {label}: {count:,} documents, {size:,} bytes, {source.licence}")
     encoded = "".join(lines).encode()
-    found = hashlib.sha256(encoded).hexdigest()
-    if found != content.sha256:
+    digest = hashlib.sha256(encoded).hexdigest()
+    if digest != content.sha256:
         raise DataError(
-            f"the documents of {name} have sha256 {found}, expected {content.sha256}"
+            f"the documents of {name} have sha256 {digest}, expected {content.sha256}"
             f"; packages other than recorded: {', '.join(others) or 'none'}. Run `apt-get update` "
             "and try again, or record their sha256 in a --corpus file of your own"
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
-    return [f"{name}.jsonl: sha256 {found}", *reports]
+    return [f"{name}.jsonl: sha256 {digest}", *reports]
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:

@@ -104,7 +104,7 @@ class SetPlan:
             return [f"{self.name}.validation"] if self.validation else []
         return [f"{self.name}.train", *([f"{self.name}.validation"] if self.fraction else [])]
 
-    def found(self) -> Found:
+    def listing(self) -> Found:
         """Return its inputs and ignored files."""
         return Found(self.inputs(), self.ignored)
 
@@ -140,7 +140,7 @@ class Preparation:
                     f"set {plan.name}: {blank:,} of the first {first:,} documents are blank; blank "
                     "documents are left out"
                 )
-            if mixture := plan.found().mixture():
+            if mixture := plan.listing().mixture():
                 warnings.append(f"set {plan.name}: {mixture}")
         return warnings
 
@@ -149,15 +149,15 @@ class Preparation:
         return [each for plan in self.sets for each in plan.inputs()]
 
     def identities(
-        self, shard: Shard = WHOLE, known: Mapping[Input, str] | None = None
+        self, shard: Shard = WHOLE, cached: Mapping[Input, str] | None = None
     ) -> list[str]:
         """Return what identifies the content of each input, empty for one that `shard` never reads.
 
         It is the sha256 of a file, and the name of a dataset. Those `known` are not read again.
         """
-        inputs, folders, known = self.inputs(), dict[str, str](), known or {}
+        inputs, folders, cached = self.inputs(), dict[str, str](), cached or {}
         return [
-            known.get(each) or _identity(each, folders) if shard.owns(number, None) else ""
+            cached.get(each) or _identity(each, folders) if shard.owns(number, None) else ""
             for number, each in enumerate(inputs)
         ]
 

@@ -77,7 +77,7 @@ def prepare(
     """
     fingerprint = preparation.fingerprint(identities)
     given, preparation = preparation, preparation.with_hub_files()
-    identities = preparation.identities(known=dict(zip(given.inputs(), identities, strict=True)))
+    identities = preparation.identities(cached=dict(zip(given.inputs(), identities, strict=True)))
     shards = None
     if has_shards(output):
         shards = Shards(preparation, output, identities)
@@ -396,7 +396,7 @@ def read_portion(
         closing(reader.documents(portion.inputs, first, progress.position)) as documents,
     ):
 
-        def counted() -> Iterator[tuple[list[Position], EncodedChunk]]:
+        def tracked() -> Iterator[tuple[list[Position], EncodedChunk]]:
             for positions, chunk in documents:
                 decoded.add(chunk)
                 decoded.check(plan.name, allowed=reader.allow_lossy)
@@ -404,7 +404,7 @@ def read_portion(
                 bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
                 bar.update(sum(chunk.bytes))
 
-        yield counted()
+        yield tracked()
 
 
 def _say_if_short(portion: Portion, tokens: int) -> None:

@@ -61,8 +61,8 @@ def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> 
 
     `identities` are those of the inputs; those of inputs that are not the shard's do not count.
     """
-    own = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
-    return f"{preparation.fingerprint(own)} {shard.number + 1}/{shard.count}"
+    kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
+    return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"
 
 
 def read_entry(folder: Path) -> ShardEntry | None:
@@ -141,8 +141,8 @@ class Shards:
         Returns how many of the first are in the shards, or None for all of them.
         """
         parts = [
-            own[unit]
-            for shard, own in zip(self._shards, self._parts, strict=True)
+            documents[unit]
+            for shard, documents in zip(self._shards, self._parts, strict=True)
             if shard.owns(unit, None)
         ]
         read = [0] * len(parts)  # tokens of each

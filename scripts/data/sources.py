@@ -39,9 +39,9 @@ class FileInput:
     @property
     def kind(self) -> str:
         """Its suffix before that of a compression; `.jsonl` for all files of a row a line."""
-        found = NAMES.fullmatch(self.path.name)
-        assert found is not None
-        kind = found["kind"] or ".parquet"
+        match = NAMES.fullmatch(self.path.name)
+        assert match is not None
+        kind = match["kind"] or ".parquet"
         return ".jsonl" if kind in (".ndjson", ".json") else kind
 
     @property
@@ -104,11 +104,11 @@ def find_inputs(source: str, text_key: str | None = None) -> Found:
     Raises:
         DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
     """
-    found = Found([parse_hub_input(source)]) if source.startswith("hf:") else _found(source)
-    if text_key is not None and not any(each.has_keys for each in found.inputs):
+    inputs = Found([parse_hub_input(source)]) if source.startswith("hf:") else _found(source)
+    if text_key is not None and not any(each.has_keys for each in inputs.inputs):
         raise DataError(f"key {text_key}: no file of {source} has keys")
-    keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in found.inputs]
-    return replace(found, inputs=keyed)
+    keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in inputs.inputs]
+    return replace(inputs, inputs=keyed)
 
 
 def _found(source: str) -> Found:
@@ -128,12 +128,14 @@ def _found(source: str) -> Found:
 def _in_folder(folder: Path) -> Found:
     paths = _visible(folder)
     _check_not_saved(folder, paths)
-    known = [path for path in paths if _has_documents(path)]
-    if not known:
+    readable = [path for path in paths if _has_documents(path)]
+    if not readable:
         there = f"; there are {_by_suffix(paths)}" if paths else ""
         raise DataError(f"no file under {folder} has a known suffix: {KNOWN}{there}; {REMEDY}")
-    read = set(known)
-    return Found([FileInput(each) for each in known], [each for each in paths if each not in read])
+    read = set(readable)
+    return Found(
+        [FileInput(each) for each in readable], [each for each in paths if each not in read]
+    )
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -204,9 +206,9 @@ def _by_suffix(paths: Iterable[Path]) -> str:
 
 
 def _suffix(path: Path) -> str:
-    found = NAMES.fullmatch(path.name)
+    match = NAMES.fullmatch(path.name)
     if path.is_dir():
         return "linked folder" if path.is_symlink() else "prepared folder"
-    if found is None or found["kind"] is None:
+    if match is None or match["kind"] is None:
         return path.suffix or "without a suffix"
-    return path.name[found.start("kind") :]
+    return path.name[match.start("kind") :]

@@ -103,7 +103,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     path = source / TOKENIZER_FILE if source.is_dir() else source
     _check_form(source)
     names = (TOKENIZER_FILE, *COMPANIONS) if source.is_dir() else ()
-    files = {name: found for name in names if (found := own_file(source, name)) is not None}
+    files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
     content = read_tokenizer_json(path)
     if content["model"].get("dropout"):
         raise DataError(

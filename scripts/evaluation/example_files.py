@@ -112,7 +112,7 @@ def score_checkpoint(
             print(task)
         model = build_parallel_model(config, layout, initial_weights(config))
         assert config.model.vocab_size is not None  # as saved
-        found = score(
+        scores = score(
             model,
             layout,
             tasks,
@@ -121,8 +121,8 @@ def score_checkpoint(
         )
     finally:
         groups.shutdown()
-    assert found is not None  # nothing stops it
+    assert scores is not None  # nothing stops it
     return {
-        name: {f"{key},none": found[f"task/{name}/{key}"] for key in ("acc", "acc_norm")}
+        name: {f"{key},none": scores[f"task/{name}/{key}"] for key in ("acc", "acc_norm")}
         for name in files
     }

@@ -121,8 +121,8 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
             f"another evaluation wrote to {run.output} meanwhile: {files[0].name} and "
             f"{files[-1].name}; give each an --output"
         )
-    found: dict[str, Any] = read_json(files[0])
-    return found
+    results: dict[str, Any] = read_json(files[0])
+    return results
 
 
 @dataclass(frozen=True)
@@ -137,29 +137,29 @@ class Row:
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
     """The lines of each task: the metrics that the sets with it report, else every metric."""
-    found = []
+    lines = []
     for task, values in results.items():
         there = [key.removesuffix(",none") for key in values if key.endswith(",none")]
         there = [name for name in there if not name.endswith(("_stderr", STANDARD_ERROR))]
-        wanted = dict.fromkeys(name for each in sets for name in each.get(task, ()))
-        for metric in [name for name in wanted if name in there] or there:
+        metrics = dict.fromkeys(name for each in sets for name in each.get(task, ()))
+        for metric in [name for name in metrics if name in there] or there:
             error = values.get(
                 f"{metric}{STANDARD_ERROR},none", values.get(f"{metric}_stderr,none")
             )
             number = error if isinstance(error, float) and math.isfinite(error) else None
-            found.append(Row(task, metric, float(values[f"{metric},none"]), number))
-    return found
+            lines.append(Row(task, metric, float(values[f"{metric},none"]), number))
+    return lines
 
 
-def table(found: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> str:
+def table(lines: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> str:
     """The Markdown table, with the mean accuracy of each set all of whose tasks are there."""
     cells = []
-    for row in found:
+    for row in lines:
         error = "" if row.error is None else f"{row.error:.4f}"
         cells.append((row.task, row.metric, f"{row.value:.4f}", error))
-    known = {(row.task, row.metric): row for row in found}
+    by_name = {(row.task, row.metric): row for row in lines}
     for name, each in (sets or {}).items():
-        mine = [known.get((task, metrics[0])) for task, metrics in each.items()]
+        mine = [by_name.get((task, metrics[0])) for task, metrics in each.items()]
         there = [row for row in mine if row is not None]
         if len(there) == len(mine):
             mean = sum(row.value for row in there) / len(there)

@@ -66,8 +66,8 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)
         documents = []
         masked = config.data.document_mask
-        own = data.set.starts(2, data.target_tokens + 1) - 1 if masked else None
-        for part in parts(tokens, config.train.sequence_length, own):
+        borders = data.set.starts(2, data.target_tokens + 1) - 1 if masked else None
+        for part in parts(tokens, config.train.sequence_length, borders):
             mean = len(part) * data.target_bytes / data.target_tokens
             size = mean if lengths is None else float(lengths[part].sum())
             documents.append({"text": text_of(part, tokenizer, name), "bytes": size})

@@ -59,8 +59,8 @@ def equal(name: str, measured: float, expected: float) -> Check:
 
 def recorded(experiment: str, data: Mapping[str, Any]) -> list[Check]:
     """Compare the data of an experiment with its numbers in recorded.yaml."""
-    known = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
-    return list(_compared(known.get(experiment, {}), data, ()))
+    numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
+    return list(_compared(numbers.get(experiment, {}), data, ()))
 
 
 def _compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:

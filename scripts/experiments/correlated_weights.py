@@ -66,12 +66,12 @@ def run(sizes: Sizes, seed: int) -> Outcome:
     checks, points = [], []
     for c, tau, z in TRANSITION:
         w = correlated(phi[c], tau / n, z)
-        found = norm(w) / (math.sqrt(w.shape[0]) + math.sqrt(n))
+        ratio = norm(w) / (math.sqrt(w.shape[0]) + math.sqrt(n))
         expected = limit(c, tau, z)
-        points.append({"c": c, "tau": tau, "z": z, "measured": found, "limit": expected})
+        points.append({"c": c, "tau": tau, "z": z, "measured": ratio, "limit": expected})
         name = f"|W| / (sqrt m + sqrt n), c {c}, n rho {tau}, Z {z}"
         slack = max(FINITE, 4 * n ** (-2 / 3))
-        checks.append(near(name, found, expected, slack, "paper, eq. 4.11", "eq. 4.11"))
+        checks.append(near(name, ratio, expected, slack, "paper, eq. 4.11", "eq. 4.11"))
     large = strong(phi[1.0])
     checks.append(near("|W| / sqrt(m n rho) for Z 2, rho n^-1/2", large[2.0]["norm"], 2.0, 0.05,
                        "paper, eq. 4.9"))  # fmt: skip
@@ -87,25 +87,25 @@ def strong(phi: Tensor) -> dict[float, dict[str, float]]:
     """Return |W|_2 / sqrt(m n rho), which tends to |Z|, and the stable rank, which tends to
     1 / (Z^2 rho), by Z for rho far above 1 / n."""
     rho = phi.shape[1] ** -0.5
-    found = {}
+    errors = {}
     for z in STRONG:
         w = correlated(phi, rho, z)
         top = norm(w)
         rank = float(w.square().sum()) / top**2
-        found[z] = {"norm": top / math.sqrt(w.numel() * rho), "stable_rank": rank}
-    return found
+        errors[z] = {"norm": top / math.sqrt(w.numel() * rho), "stable_rank": rank}
+    return errors
 
 
 def estimate(
     sizes: Sizes, generator: torch.Generator
 ) -> tuple[dict[float, list[float]], list[Check]]:
     """Check the estimator of eq. 4.13, which is unbiased, but sees one draw of Z per matrix."""
-    found = {}
+    estimates = {}
     for rho in CORRELATIONS:
         z = gaussian(generator, sizes.draws, 1, 1)
         phi = gaussian(generator, sizes.draws, sizes.side, sizes.side)
-        found[rho] = correlation(correlated(phi, rho, z))
-    none = found[0.0]
+        estimates[rho] = correlation(correlated(phi, rho, z))
+    none = estimates[0.0]
     deviation = math.sqrt(2) / sizes.side**2
     error = deviation / math.sqrt(sizes.draws)
     checks = [
@@ -117,7 +117,7 @@ def estimate(
              4 * 0.5 / math.sqrt(sizes.draws), "theory: P(chi^2 < 1)"),
     ]  # fmt: skip
     return {
-        rho: torch.quantile(values, QUANTILES).tolist() for rho, values in found.items()
+        rho: torch.quantile(values, QUANTILES).tolist() for rho, values in estimates.items()
     }, checks
 
 

@@ -71,12 +71,12 @@ class Descent:
 
 def raw_weights(sizes: Sizes, generator: torch.Generator) -> list[Tensor]:
     """Random matrices with singular values falling geometrically from 1."""
-    found = []
+    weights = []
     for cols, rows in zip(sizes.widths, sizes.widths[1:], strict=False):
         left, _, right = torch.linalg.svd(gaussian(generator, rows, cols), full_matrices=False)
         values = torch.logspace(0, math.log10(sizes.smallest), min(rows, cols), dtype=torch.float64)
-        found.append(left * values @ right)
-    return found
+        weights.append(left * values @ right)
+    return weights
 
 
 def effective(w: Tensor, level: int) -> Tensor:
@@ -99,9 +99,9 @@ def definition(generator: torch.Generator) -> list[Check]:
     for level, coefficients in PAPER.items():
         w = (SCALE * left * x @ right.mT).requires_grad_()
         g = sum((a * x ** (2 * i + 1) for i, a in enumerate(coefficients)), torch.zeros_like(x))
-        found = effective(w, level)
-        error = float((found.detach() - SCALE * left * g @ right.mT).norm() / SCALE)
-        (slope,) = torch.autograd.grad((found * direction).sum(), w)
+        weight = effective(w, level)
+        error = float((weight.detach() - SCALE * left * g @ right.mT).norm() / SCALE)
+        (slope,) = torch.autograd.grad((weight * direction).sum(), w)
         radial = float((slope * w.detach()).sum() / slope.norm() / w.detach().norm())
         checks += [
             at_most(f"level {level}: error of PC(W)", error, EXACT, "paper, coefficients", "PC(W)"),

@@ -86,8 +86,8 @@ def perform(
     begin = time.perf_counter()
     outcome = experiment.run(sizes, seed)
     seconds = time.perf_counter() - begin
-    known = recorded(experiment.name, outcome.data) if published else []
-    result = Result(experiment.name, [*outcome.checks, *known], seconds)
+    compared = recorded(experiment.name, outcome.data) if published else []
+    result = Result(experiment.name, [*outcome.checks, *compared], seconds)
     content = result.content() | {
         "title": experiment.title,
         "published_setting": published,

@@ -30,11 +30,11 @@ def stable_ranks(sizes: Sizes, seed: int, kind: Activation) -> dict[int, list[fl
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         network = Network(sizes.inputs, sizes.hidden, kind)
-        found = {}
+        ranks = {}
         for batch in sizes.batches:
             x = torch.randn(batch, sizes.inputs, dtype=torch.float64)
-            found[batch] = [float(stable_rank(a)) for a in network.activations(x)[1:]]
-    return found
+            ranks[batch] = [float(stable_rank(a)) for a in network.activations(x)[1:]]
+    return ranks
 
 
 def by_definition(sizes: Sizes, seed: int) -> list[Check]:
@@ -44,9 +44,9 @@ def by_definition(sizes: Sizes, seed: int) -> list[Check]:
         problem = Problem.drawn(seed, sizes.batches[0], sizes.inputs, sizes.hidden, kind)
         x = problem.x
         with torch.no_grad():
-            found = problem.network.activations(x)[1:]
+            outputs = problem.network.activations(x)[1:]
             for layer, (weight, a) in enumerate(
-                zip(problem.network.weights(), found, strict=False), 1
+                zip(problem.network.weights(), outputs, strict=False), 1
             ):
                 y = x @ weight.mT
                 if kind == "swiglu":

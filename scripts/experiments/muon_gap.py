@@ -52,7 +52,7 @@ def relative_gap(w: Tensor) -> Tensor:
 def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
     """|W|_2 / S `[batch]` after one step of algorithm 1, of size `eta` `[batch]`."""
     rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
-    found = []
+    norms = []
     for one, grad, lr in zip(w, gradient, eta, strict=True):
         weight = one[None].clone()
         # Exact vectors: a cold Krylov iteration resolves a gap of one percent only slowly.
@@ -61,15 +61,15 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
         state["u"].copy_(left[:, :, 0])
         state["v"].copy_(right[:, 0])
         take_step(rule, weight, grad[None].clone(), state, lr=float(lr))
-        found.append(spectral_norm(weight)[0])
-    return torch.stack(found) / math.sqrt(w.shape[-2] / w.shape[-1])
+        norms.append(spectral_norm(weight)[0])
+    return torch.stack(norms) / math.sqrt(w.shape[-2] / w.shape[-1])
 
 
 def runner_up(w: Tensor) -> Tensor:
     """The gradient whose step increases the second singular value, -u_2 v_2^T."""
     left, _, right = torch.linalg.svd(w, full_matrices=False)
-    found: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
-    return found
+    direction: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
+    return direction
 
 
 def long_run(sizes: Sizes, seed: int, algorithm: str, gradients: str, eta: float) -> list[float]:

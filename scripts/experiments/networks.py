@@ -55,10 +55,10 @@ class Network(nn.Module):
 
     def activations(self, x: Tensor) -> list[Tensor]:
         """The input of each layer, `[n, width]`; `x` first."""
-        found = [x]
+        outputs = [x]
         for layer in self.layers[:-1]:
-            found.append(activate(self.kind, layer(found[-1])))
-        return found
+            outputs.append(activate(self.kind, layer(outputs[-1])))
+        return outputs
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def gradients(task: Regression, times: Sequence[int]) -> Tensor:
     shrink = 1 - values / values[-1]
     powers = torch.stack([shrink**t for t in times])  # [times, features]
     projected = task.y @ task.a.mT / n @ vectors
-    found: Tensor = -(projected * powers[:, None]) @ vectors.mT
-    return found
+    gradient: Tensor = -(projected * powers[:, None]) @ vectors.mT
+    return gradient
 
 
 def run(sizes: Sizes, seed: int) -> Outcome:
@@ -62,8 +62,8 @@ def run(sizes: Sizes, seed: int) -> Outcome:
     for width in sizes.widths:
         for model in MODELS:
             tasks = [problem(width, model, each) for each in seeds]
-            found = torch.stack([nuclear_rank(gradients(task, sizes.times)) for task in tasks])
-            ranks[model][width] = dict(zip(sizes.times, found.mean(0).tolist(), strict=True))
+            by_time = torch.stack([nuclear_rank(gradients(task, sizes.times)) for task in tasks])
+            ranks[model][width] = dict(zip(sizes.times, by_time.mean(0).tolist(), strict=True))
             if model == "realizable":
                 stable[width] = float(torch.stack([stable_rank(t.a) for t in tasks]).mean())
     checks = properties(sizes, ranks)

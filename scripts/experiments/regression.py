@@ -139,8 +139,8 @@ def first_steps(problem: Regression) -> list[Check]:
     }
     checks = []
     for spectral, step in expected.items():
-        found = descend(problem, 2, spectral=spectral, keep=(1,)).weights[1] - start
-        error = float((found - step).norm() / step.norm())
+        change = descend(problem, 2, spectral=spectral, keep=(1,)).weights[1] - start
+        error = float((change - step).norm() / step.norm())
         name = "SpecGD" if spectral else "GD"
         checks.append(at_most(f"{name}: error of the first step", error, EXACT, "theory: SVD"))
     return checks

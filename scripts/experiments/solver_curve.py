@@ -80,9 +80,9 @@ def run(sizes: Sizes, seed: int) -> Outcome:
                              early_exit=True)
             for problem in problems
         ]  # fmt: skip
-        found = facts(solved, problems)
-        shapes.append({"shape": list(shape), "f": values} | found)
-        checks += judged(shape, values, found)
+        curves = facts(solved, problems)
+        shapes.append({"shape": list(shape), "f": values} | curves)
+        checks += judged(shape, values, curves)
     checks += [by_bisection(seed + draw, *EXACT_SHAPE) for draw in range(sizes.draws)]
     exact = {f"{rows} x {cols}": exactly(seed, rows, cols) for rows, cols in SMALL}
     return Outcome(checks, {"grid": list(GRID), "shapes": shapes, "exact": exact})
@@ -104,23 +104,23 @@ def facts(
 
 
 def judged(
-    shape: tuple[int, int], values: list[float], found: dict[str, list[float]]
+    shape: tuple[int, int], values: list[float], curves: dict[str, list[float]]
 ) -> list[Check]:
     """Check one shape."""
     name = f"{shape[0]} x {shape[1]}"
-    roots = found["roots"]
+    roots = curves["roots"]
     spread = expected_root(*shape)
     rise = min(after - before for before, after in zip(values, values[1:], strict=False))
     mean = 3 * spread / math.sqrt(len(roots))
     return [
         at_least(f"{name}: least rise of f over the grid", rise, 0, "paper, theorem A.2"),
-        at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), found["interval"][0],
+        at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), curves["interval"][0],
                 "paper, theorem A.3"),
         Check(f"{name}: mean lambda* of {len(roots)}", sum(roots) / len(roots), -mean, mean,
               "theory: 3 standard errors of 0"),
-        at_most(f"{name}: largest |f|", max(map(abs, found["residuals"])), TOLERANCE,
+        at_most(f"{name}: largest |f|", max(map(abs, curves["residuals"])), TOLERANCE,
                 "paper: tolerance"),
-        at_most(f"{name}: mean msign evaluations", sum(found["evaluations"]) / len(roots), 2.2,
+        at_most(f"{name}: mean msign evaluations", sum(curves["evaluations"]) / len(roots), 2.2,
                 "this project's goal"),
     ]  # fmt: skip
 

@@ -69,8 +69,8 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
     for group in groups_of(config.model):
         each = getattr(config.optimizer, group)
         yield f"{group} weights", f"{each.rule}, lr {each.lr:g}, weight decay {each.weight_decay:g}"
-    for role, own in config.optimizer.roles.items():
-        settings = {key: value for key, value in asdict(own).items() if value is not None}
+    for role, section in config.optimizer.roles.items():
+        settings = {key: value for key, value in asdict(section).items() if value is not None}
         yield f"{role} weights", ", ".join(f"{key} {value}" for key, value in settings.items())
     if origin := info.meta.get("initialized_from"):
         yield "began with", f"step {origin['step']:,} of {origin['path']}"
@@ -101,10 +101,10 @@ def validation(info: CheckpointInfo) -> dict[str, float]:
 
     {} for a checkpoint outside of a run folder.
     """
-    found: dict[str, float] = {}
+    losses_by_set: dict[str, float] = {}
     run = info.path.parent.parent
     if info.path.parent.name != FOLDER or not (run / "metrics.jsonl").exists():
-        return found
+        return losses_by_set
     for metrics in read_metrics(run):
         losses = {
             key.removeprefix("val/").removesuffix("/loss"): value
@@ -112,5 +112,5 @@ def validation(info: CheckpointInfo) -> dict[str, float]:
             if key.startswith("val/") and key.endswith("/loss") and key != "val/loss"
         }
         if losses and metrics.get("step", 0) <= info.step:
-            found = losses
-    return found
+            losses_by_set = losses
+    return losses_by_set

@@ -45,9 +45,9 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
     transformers finds tensors missing or too many, or the difference is above TOLERANCE.
     """
     tokens = text_tokens(weights, folder)
-    theirs, dtype = their_logits(folder, tokens)
+    exported, dtype = their_logits(folder, tokens)
     ours = our_logits(weights, tokens, dtype)
-    difference = (ours - theirs).abs().max().item()
+    difference = (ours - exported).abs().max().item()
     largest = ours.abs().max().item()
     print(
         f"verified: largest difference of float32 logits {difference:.2e} over {tokens.numel()} "
@@ -83,39 +83,39 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
 
     with offline():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    added = own.get_added_tokens_decoder().values()
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = stored.get_added_tokens_decoder().values()
     more = {str(token) for token in tokenizer.added_tokens_decoder.values()} - set(map(str, added))
     if more:
         raise DifferentError(
             f"the tokenizer_config.json in {folder} adds {named(more)} to the tokens of its "
             "tokenizer.json: texts would get other tokens than in training"
         )
-    check_tokens(tokenizer, own, with_template=with_template)
+    check_tokens(tokenizer, stored, with_template=with_template)
     return tokenizer
 
 
-def check_tokens(theirs: Any, own: Tokenizer, *, with_template: bool) -> None:
+def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None:
     """Check that transformers encodes and decodes a text as the tokenizer.json does.
 
     Data is prepared without the tokens that a template adds to a text; an imported model keeps
     them. Raises DifferentError.
     """
-    found, expected = theirs(TEXT)["input_ids"], own.encode(TEXT, add_special_tokens=False).ids
+    tokens, expected = loaded(TEXT)["input_ids"], stored.encode(TEXT, add_special_tokens=False).ids
     if with_template:
-        found = theirs(TEXT, add_special_tokens=False)["input_ids"]
-    if found != expected:
-        place = next(i for i, pair in enumerate(zip_longest(found, expected)) if len({*pair}) > 1)
+        tokens = loaded(TEXT, add_special_tokens=False)["input_ids"]
+    if tokens != expected:
+        place = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
         raise DifferentError(
-            f"transformers' {type(theirs).__name__} encodes a text as {found[place : place + 4]} "
+            f"transformers' {type(loaded).__name__} encodes a text as {tokens[place : place + 4]} "
             f"from token {place} on, its tokenizer.json, which training used, as "
             f"{expected[place : place + 4]}"
         )
-    text, wanted = theirs.decode(found), own.decode(expected, skip_special_tokens=False)
-    if text != wanted:
+    text, stored_text = loaded.decode(tokens), stored.decode(expected, skip_special_tokens=False)
+    if text != stored_text:
         raise DifferentError(
-            f"transformers' {type(theirs).__name__} decodes a text as {text[:40]!r}, its "
-            f"tokenizer.json as {wanted[:40]!r}"
+            f"transformers' {type(loaded).__name__} decodes a text as {text[:40]!r}, its "
+            f"tokenizer.json as {stored_text[:40]!r}"
         )
     if text != TEXT:
         print(

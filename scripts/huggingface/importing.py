@@ -95,9 +95,9 @@ def their_settings(source: Path) -> dict[str, Any]:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises for what it does not know
         raise InputError(f"{path}: {first_line(error)}") from error
-    found: dict[str, Any] = config.to_dict()
+    settings: dict[str, Any] = config.to_dict()
     # Some settings have two names, of which only one is written.
-    return found | {alias: found[name] for alias, name in config.attribute_map.items()}
+    return settings | {alias: settings[name] for alias, name in config.attribute_map.items()}
 
 
 def write_config(source: Path, base: Path, target: Path) -> None:
@@ -120,12 +120,12 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
     if config.pc is not None:
         raise InputError("pc must be null for an import: PC(W), in the files, does not give W")
     try:
-        wanted = model_settings(config.model)
+        expected = model_settings(config.model)
     except InexpressibleError as error:
         raise InputError(str(error)) from None
-    found = differences(wanted, settings)
-    if found:
-        raise InputError(f"{source / 'config.json'}: {'; '.join(found)}")
+    problems = differences(expected, settings)
+    if problems:
+        raise InputError(f"{source / 'config.json'}: {'; '.join(problems)}")
 
 
 class TheirFiles:
@@ -142,8 +142,8 @@ class TheirFiles:
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
             except (OSError, SafetensorError) as error:
-                said = f"it is {UNFETCHED}" if is_pointer(path) else error
-                raise InputError(f"{path} cannot be read: {said}") from None
+                reason = f"it is {UNFETCHED}" if is_pointer(path) else error
+                raise InputError(f"{path} cannot be read: {reason}") from None
             twice = self._files.keys() & set(file.keys())
             if twice:
                 raise InputError(f"{path}: {named(twice)} must be in one file, is in several")
@@ -172,12 +172,12 @@ class TheirFiles:
         what is missing, too many, or of another shape or type, and for a tied head that is not the
         embedding.
         """
-        wanted = {tensor.name: tensor for tensor in tensors}
-        missing = [name for name in wanted if name not in self._files]
+        expected = {tensor.name: tensor for tensor in tensors}
+        missing = [name for name in expected if name not in self._files]
         if missing:
             raise InputError(f"{self.source} has no tensor {named(missing)}")
         kinds = set()
-        for name, tensor in wanted.items():
+        for name, tensor in expected.items():
             part = self._files[name].get_slice(name)
             if tuple(part.get_shape()) != tensor.shape:
                 raise InputError(
@@ -186,8 +186,8 @@ class TheirFiles:
                 )
             if not tensor.buffer:
                 kinds.add(part.get_dtype())
-        known = {*wanted, HEAD} if tied else wanted.keys()
-        more = [name for name in self._files.keys() - known if not name.endswith(IGNORED)]
+        legal = {*expected, HEAD} if tied else expected.keys()
+        more = [name for name in self._files.keys() - legal if not name.endswith(IGNORED)]
         if more:
             raise InputError(
                 f"{self.source} has a tensor {named(more)}, which the config's model lacks"
@@ -204,7 +204,7 @@ class TheirFiles:
                 raise InputError(
                     f"{self.source}: tie_word_embeddings is true, so {HEAD} must be {EMBEDDING}"
                 )
-        return list(wanted.values())
+        return list(expected.values())
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored. Raises InputError if it is not finite."""
@@ -233,7 +233,7 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     what its name says.
     """
     names = (TOKENIZER_FILE, *COMPANIONS, "generation_config.json")
-    files = {name: found for name in names if (found := own_file(source, name)) is not None}
+    files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
     for name, content in files.items():
         try:
             if name == TOKENIZER_FILE:

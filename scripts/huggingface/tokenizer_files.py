@@ -31,27 +31,27 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     source, end = _source(info, given, manifest)
     if not source.exists():
         raise InputError(f"no tokenizer at {source}: name it with --tokenizer PATH")
-    found = load_tokenizer(source, end)
+    tokenizer = load_tokenizer(source, end)
     if end is None and not info.imported:
         print(
-            f"no manifest of the data is here: {found.eod_token} of {source} ends a document",
+            f"no manifest of the data is here: {tokenizer.eod_token} of {source} ends a document",
             file=sys.stderr,
         )
-    content = found.files[TOKENIZER_FILE]
+    content = tokenizer.files[TOKENIZER_FILE]
     compare(info, source, content)
-    if found.vocab_size > (config.model.vocab_size or 0):
+    if tokenizer.vocab_size > (config.model.vocab_size or 0):
         raise InputError(
             f"tokenizer {source} must have at most model.vocab_size = {config.model.vocab_size} "
-            f"tokens, got {found.vocab_size}"
+            f"tokens, got {tokenizer.vocab_size}"
         )
-    files = dict(found.files)
+    files = dict(tokenizer.files)
     length = config.train.sequence_length
     trained = not info.imported
     if trained:
         files[TOKENIZER_FILE] = as_trained(content)
     existing = files.get(SETTINGS_FILE)
-    files[SETTINGS_FILE] = settings_of(existing, found.eod_token, length, trained=trained)
-    return replace(found, files=files)
+    files[SETTINGS_FILE] = settings_of(existing, tokenizer.eod_token, length, trained=trained)
+    return replace(tokenizer, files=files)
 
 
 def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
@@ -59,16 +59,16 @@ def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
 
     Says on stderr if the checkpoint does not state which it is.
     """
-    wanted, found = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
-    if wanted is None:
+    recorded, digest = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
+    if recorded is None:
         print(
             f"tokenizer {source} is not compared: the checkpoint does not state its sha256",
             file=sys.stderr,
         )
-    elif found.hexdigest() != wanted:
+    elif digest.hexdigest() != recorded:
         raise InputError(
-            f"tokenizer {source} is not the one of the run: its sha256 must be {wanted}, "
-            f"got {found.hexdigest()}"
+            f"tokenizer {source} is not the one of the run: its sha256 must be {recorded}, "
+            f"got {digest.hexdigest()}"
         )
 
 

@@ -161,10 +161,10 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
     config, saved = load_config(*arguments(command)), folder / "config.yaml"
     if not saved.is_file():
         raise InputError(f"{folder} must be a finished run, run: {command}")
-    wanted, found = asdict(config), asdict(load_saved_config(saved))
+    expected, actual = asdict(config), asdict(load_saved_config(saved))
     # The run has taken the size of the vocabulary from its data.
-    wanted["model"]["vocab_size"] = found["model"]["vocab_size"]
-    if wanted != found:
+    expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
+    if expected != actual:
         raise InputError(f"{folder} must have the config of its command, remove it, run: {command}")
     checkpoint = read_checkpoint(folder)
     last = config.train.last
@@ -181,13 +181,15 @@ def series_of(run: RunData, text: str) -> Series:
     """Return what `text`, as Measure describes it, is at each step."""
     over, figure, *rest = text.split()
     if over == "metric":
-        found = {line["step"]: line[figure] for line in run.metrics if line.get(figure) is not None}
+        series = {
+            line["step"]: line[figure] for line in run.metrics if line.get(figure) is not None
+        }
     else:
         lines = ((line["step"], list(values(run, line, figure, *rest))) for line in run.monitors)
-        found = {step: OVER[over](each) for step, each in lines if each}
-    if not found:
+        series = {step: OVER[over](each) for step, each in lines if each}
+    if not series:
         raise InputError(f"{run.folder} must have figures for `{text}`, got none")
-    return {step: float(f"{value:.{DIGITS}g}") for step, value in found.items()}
+    return {step: float(f"{value:.{DIGITS}g}") for step, value in series.items()}
 
 
 def values(
@@ -221,10 +223,10 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
             figures = ("loss", "error", "difference", "difference_error", "low", "high")
             lines.append({"run": name} | {key: run.get(key) for key in figures})
             continue
-        for seed, found in runs_of(run).items():
-            for series, values in found["series"].items():
-                said = {"run": name, "seed": seed, "series": series}
-                lines.append(said | statistics_of(values))
+        for seed, results in runs_of(run).items():
+            for series, values in results["series"].items():
+                line = {"run": name, "seed": seed, "series": series}
+                lines.append(line | statistics_of(values))
     return pd.DataFrame(lines)
 
 

@@ -68,11 +68,13 @@ def draw_study(variants: Mapping[str, Any]) -> Figure:
     """Draw the validation losses of variants: every seed, the mean and its standard error."""
     figure, (panel,) = new_figure(width=6.0, height=1.2 + 0.34 * len(variants))
     rows = [*variants.values()][::-1]
-    for place, found in enumerate(rows):
-        losses, color = found["losses"], COLORS[found["against"] is not None]
+    for place, variant in enumerate(rows):
+        losses, color = variant["losses"], COLORS[variant["against"] is not None]
         panel.plot(losses, [place] * len(losses), "o", color=color, alpha=0.35, markersize=4)
-        panel.errorbar(found["loss"], place, xerr=found["error"], fmt="D", color=color, capsize=3)
-    panel.set_yticks(range(len(rows)), [found["variant"] for found in rows])
+        panel.errorbar(
+            variant["loss"], place, xerr=variant["error"], fmt="D", color=color, capsize=3
+        )
+    panel.set_yticks(range(len(rows)), [variant["variant"] for variant in rows])
     panel.set_xlabel("validation loss (nats per token)")
     return figure
 
@@ -87,7 +89,7 @@ DIAGRAM = "A diagram."
 def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
     """Return the whole page."""
     counts = Counter(item.status for paper in papers.values() for item in paper.items.values())
-    parts = [INTRODUCTION, counted(counts)]
+    parts = [INTRODUCTION, count_line(counts)]
     for name, paper in papers.items():
         lines = [
             line(name, key, item, hours) for key, item in paper.items.items() if item.why != DIAGRAM
@@ -101,7 +103,7 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
     return "".join(parts)
 
 
-def counted(counts: Counter[Status]) -> str:
+def count_line(counts: Counter[Status]) -> str:
     """How many items have which status."""
     total = sum(counts.values())
     return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"

@@ -87,7 +87,7 @@ def block_series(run: RunData, place: str, figure: str) -> Series:
 
 def _places(run: RunData, figure: str) -> list[str]:
     """Blocks with a figure: the embedding, then layers by depth."""
-    found = {
+    names = {
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }
-    return sorted(found, key=lambda place: -1 if place == EMBEDDING else int(place))
+    return sorted(names, key=lambda place: -1 if place == EMBEDDING else int(place))

@@ -44,8 +44,8 @@ BITS = ("val/bpb", "bits per byte")
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
     """Return what runs can be ordered by: nats per token only if all have one vocabulary."""
     vocabularies = {run.config["model"].get("vocab_size") for run in runs}
-    known = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
-    return BITS if len(vocabularies) > 1 and known else LOSS
+    complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
+    return BITS if len(vocabularies) > 1 and complete else LOSS
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Compared:
 
     def figures(self) -> list[tuple[str, str]]:
         """Name and value of each column."""
-        known = dict(key_figures(self.run, self.metric))
+        cards = dict(key_figures(self.run, self.metric))
         names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
-        return [(name, known.get(key, "-")) for name, key in names.items()]
+        return [(name, cards.get(key, "-")) for name, key in names.items()]
 
 
 def find_runs(folder: Path, around: Path) -> list[RunData]:
@@ -80,16 +80,16 @@ def find_runs(folder: Path, around: Path) -> list[RunData]:
     """
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}")
-    found = []
+    runs = []
     for place, inside, files in os.walk(folder):
         if "metrics.jsonl" in files and "config.yaml" in files:
             path = Path(place)
             label = path.absolute().relative_to(around.absolute()).as_posix()
-            found.append(read_run(path, None if label == "." else label))
+            runs.append(read_run(path, None if label == "." else label))
             inside.clear()  # checkpoints have configs too
-    if not found:
+    if not runs:
         raise InputError(f"{folder} has no run: none of its folders has a metrics.jsonl")
-    return found
+    return runs
 
 
 def comparison(around: Path, folders: Sequence[Path]) -> str:
@@ -97,8 +97,8 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
     runs = [found_in[name] for name in sorted(found_in)]
     metric, heading = measure(runs)
-    found = (Compared(run, run_status(run), metric, heading) for run in runs)
-    compared = sorted(found, key=lambda each: each.rank)
+    rows = (Compared(run, run_status(run), metric, heading) for run in runs)
+    compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
     sections = [PageSection("runs", "Runs", ABOUT.format(heading), "runs", table(compared))]
@@ -125,11 +125,11 @@ def table(compared: Sequence[Compared]) -> dict[str, Any]:
         {
             "name": each.run.name,
             "about": subtitle(each.run),
-            "settings": own,
+            "settings": settings,
             "status": each.status,
             "figures": each.figures(),
         }
-        for each, own in zip(compared, differing, strict=True)
+        for each, settings in zip(compared, differing, strict=True)
     ]
     columns = ["run", "status", *(name for name, _ in compared[0].figures())]
     return {"columns": columns, "runs": runs}
@@ -151,12 +151,12 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
         inside = [key for key in unlike if key.startswith(f"{section}.")]
         unlike = [key for key in unlike if key not in inside[1:]]
     unlike.sort(key=_section)  # stable
-    found = []
+    rows = []
     for each in values:
-        own = [f"{key} {each[key]}" for key in unlike if each.get(key) is not None]
-        more = [f"and {len(own) - SHOWN_KEYS} more"] if len(own) > SHOWN_KEYS else []
-        found.append([*own[:SHOWN_KEYS], *more])
-    return found
+        texts = [f"{key} {each[key]}" for key in unlike if each.get(key) is not None]
+        more = [f"and {len(texts) - SHOWN_KEYS} more"] if len(texts) > SHOWN_KEYS else []
+        rows.append([*texts[:SHOWN_KEYS], *more])
+    return rows
 
 
 def read_sections(config: dict[str, Any]) -> dict[str, Any]:

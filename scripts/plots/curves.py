@@ -96,13 +96,13 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
     def draw(axis: Axes, run: RunData) -> None:
         roles = [role for role in run.roles() if run.names(f"monitor/{name}/{role}")]
         for i, role in enumerate(roles):
-            found = [
+            groups = [
                 (run.tokens(line), errors)
                 for line in run.monitors
                 if (errors := [u[name] for u in run.units(line, role) if u.get(name) is not None])
             ]
-            _line(axis, [(x, median(e)) for x, e in found], **look(i), label=role)
-            _line(axis, [(x, max(e)) for x, e in found], **look(i) | {"linestyle": "--"})
+            _line(axis, [(x, median(e)) for x, e in groups], **look(i), label=role)
+            _line(axis, [(x, max(e)) for x, e in groups], **look(i) | {"linestyle": "--"})
         axis.set(yscale="log")
 
     return _per_run(runs, f"monitor/{name}/", "relative error of the tracked norm", draw)
@@ -141,17 +141,17 @@ def signal(run: RunData) -> Figure | None:
 def rule_reports(run: RunData) -> Figure | None:
     """What the rules report under names of their own, mean over the matrices of a role; figures
     that are 0 throughout are left out."""
-    found = {name: run.series(name) for name in run.names(RULE)}
-    found = {name: series for name, series in found.items() if any(y for _, y in series)}
-    titles = list(dict.fromkeys(name.split("/")[1] for name in found))
+    reports = {name: run.series(name) for name in run.names(RULE)}
+    reports = {name: series for name, series in reports.items() if any(y for _, y in series)}
+    titles = list(dict.fromkeys(name.split("/")[1] for name in reports))
     if not titles:
         return None
     figure, axes = new_grid(len(titles), columns=2, width=4.2, height=2.6)
     for axis, title in zip(axes, titles, strict=True):
-        roles = (name for name in found if name.split("/")[1] == title)
+        roles = (name for name in reports if name.split("/")[1] == title)
         for i, name in enumerate(roles):
             role = name.split("/")[2]
-            _line(axis, found[name], **look(i), label=role, linewidth=1.2, marker=".")
+            _line(axis, reports[name], **look(i), label=role, linewidth=1.2, marker=".")
         axis.set_title(literal(title), fontsize=10)
         axis.legend(fontsize=7)
         count_tokens(axis)

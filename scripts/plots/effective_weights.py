@@ -29,11 +29,11 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
         raise BrokenCheckpointError(problem)
     weights = CheckpointWeights(info)
     units = [unit for unit in weights.units() if unit.is_matrix]
-    known = list(dict.fromkeys(u.role for u in units))
+    present = list(dict.fromkeys(u.role for u in units))
     for role in roles or []:
-        if role not in known:
-            raise InputError(f"roles must be among {', '.join(known)}, got {role}")
-    shown = roles or [role for role in known if role not in ("embedding", "head")]
+        if role not in present:
+            raise InputError(f"roles must be among {', '.join(present)}, got {role}")
+    shown = roles or [role for role in present if role not in ("embedding", "head")]
     figure, axes = new_figure(len(shown), width=2.8, height=3.0)
     for axis, role in zip(axes, shown, strict=True):
         chosen = [u for u in units if u.role == role]

@@ -89,10 +89,10 @@ class RunData:
     @cached_property
     def _counted(self) -> NDArray[np.float64]:
         """Steps of the lines that count tokens, and the tokens, `[2, lines + 1]` with 0 first."""
-        counted = {m["step"]: m[TOKENS] for m in self.metrics if TOKENS in m}
-        own = {m["step"]: m.get("tokens") for m in self.monitors}
-        counted |= {step: tokens for step, tokens in own.items() if isinstance(tokens, int)}
-        return np.array([(0, 0), *sorted(counted.items())], dtype=np.float64).T.copy()
+        tokens_at = {m["step"]: m[TOKENS] for m in self.metrics if TOKENS in m}
+        monitored = {m["step"]: m.get("tokens") for m in self.monitors}
+        tokens_at |= {step: tokens for step, tokens in monitored.items() if isinstance(tokens, int)}
+        return np.array([(0, 0), *sorted(tokens_at.items())], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
         """Map a line to the time spent on steps so far, without validation and saving, in units of
@@ -127,8 +127,8 @@ class RunData:
     def roles(self) -> list[str]:
         """Monitored roles of matrices inside layers, in the order of the forward pass."""
         last = self.monitors[-1]["units"].values() if self.monitors else ()
-        found = dict.fromkeys(u["role"] for u in last if u["layer"] is not None)
-        return sorted(found, key=_place)
+        names = dict.fromkeys(u["role"] for u in last if u["layer"] is not None)
+        return sorted(names, key=_place)
 
 
 def read_run(folder: Path, label: str | None = None) -> RunData:
@@ -157,10 +157,10 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
 def _lines(path: Path, shape: Any) -> list[Line]:
     """The lines of a file; damaged ones are warned of. Raises InputError for one that has not its
     shape, or for a step that is before the one of the line above it."""
-    found, before = read_lines(path), 0
-    if found.damaged:
-        print(f"warning: {path}: {found.damaged} damaged lines are left out", file=sys.stderr)
-    for number, line in zip(found.numbers, found.lines, strict=True):
+    content, before = read_lines(path), 0
+    if content.damaged:
+        print(f"warning: {path}: {content.damaged} damaged lines are left out", file=sys.stderr)
+    for number, line in zip(content.numbers, content.lines, strict=True):
         figures = {key: value for key, value in line.items() if not key.startswith("sample/")}
         check_shape(figures, shape, f"{path}, line {number}")
         if shape is not EVENTS and line["step"] < before:
@@ -168,7 +168,7 @@ def _lines(path: Path, shape: Any) -> list[Line]:
                 f"{path}, line {number}: step must be at least {before}, got {line['step']}"
             )
         before = line["step"]
-    return found.lines
+    return content.lines
 
 
 def _place(role: str) -> tuple[int, int]:

@@ -67,8 +67,12 @@ def report(run: RunData) -> str:
 
 def no_spectra(run: RunData) -> str:
     """Return why the page of a run has no figure of a spectrum."""
-    found = [event["intervals"] for event in run.events if isinstance(event.get("intervals"), dict)]
-    interval = found[-1].get("monitors") if found else run.config["monitors"].get("interval")
+    intervals = [
+        event["intervals"] for event in run.events if isinstance(event.get("intervals"), dict)
+    ]
+    interval = (
+        intervals[-1].get("monitors") if intervals else run.config["monitors"].get("interval")
+    )
     if interval == 0:
         return "monitors.interval is 0, so no spectrum is measured."
     at = f"step {interval:,}" if isinstance(interval, int) else "the first monitored step"
@@ -121,22 +125,22 @@ def samples(run: RunData) -> list[tuple[str, str, str, str]]:
 def happenings(run: RunData) -> Iterator[dict[str, Any]]:
     """Yield each event, and skipped steps, in order, as the template names their parts."""
     skipped = 0
-    found = [(each["step"], each["time"], each["kind"], said(each)) for each in run.events]
+    rows = [(each["step"], each["time"], each["kind"], event_text(each)) for each in run.events]
     for line in run.metrics:
         now = int(line.get("optim/skipped_steps", skipped))
         if now > skipped:
             text = (
                 f"{now - skipped} steps skipped: their loss or gradient was not finite or a spike"
             )
-            found.append((line["step"], "", "skipped", text))
+            rows.append((line["step"], "", "skipped", text))
         skipped = now
-    for step, time, kind, text in sorted(found, key=lambda each: each[0]):
+    for step, time, kind, text in sorted(rows, key=lambda each: each[0]):
         shown = time.replace("T", " ").replace("+00:00", " UTC")
         alarm = kind in ALARMS
         yield {"time": shown, "step": f"{step:,}", "kind": kind, "text": text, "alarm": alarm}
 
 
-def said(event: Line) -> str:
+def event_text(event: Line) -> str:
     """Return the text of an event, with kind, rank and host of the error if it is a failure."""
     if "error" not in event:
         return str(event["text"])

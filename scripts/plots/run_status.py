@@ -62,8 +62,8 @@ def alive(run: RunData) -> bool:
     Another process may have the same number since, and clocks of hosts may differ by seconds.
     """
     lock = _content(run.folder / LOCK)
-    known = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)
-    if lock.get("host") == socket.gethostname() and known:
+    complete = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)
+    if lock.get("host") == socket.gethostname() and complete:
         return began(lock["pid"]) == lock["began"]
     beat = _content(run.folder / HEARTBEAT).get("time")
     pace = [value for _, value in run.series("perf/step_time_s")]

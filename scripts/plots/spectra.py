@@ -61,9 +61,9 @@ def _evolution(run: RunData, names: Sequence[str]) -> Figure | None:
     figure, axes = new_grid(len(roles))
     for i, (axis, role) in enumerate(zip(axes, roles, strict=True)):
         monitored = [(run.tokens(line), deciles(run, line, role, names)) for line in run.monitors]
-        known = [(x, d) for x, d in monitored if d is not None]
-        tokens = [x for x, _ in known]
-        values = np.stack([d for _, d in known])
+        points = [(x, d) for x, d in monitored if d is not None]
+        tokens = [x for x, _ in points]
+        values = np.stack([d for _, d in points])
         color = COLORS[i % len(COLORS)]
         for low, high, alpha in ((0, 10, 0.15), (1, 9, 0.3)):
             ends = values[:, low], values[:, high]
@@ -107,9 +107,11 @@ def unit_map(
     for i, layer in enumerate(layers):
         for j, role in enumerate(roles):
             units = run.units(seen[-1], role)
-            found = [u[figure] for u in units if u["layer"] == layer and u.get(figure) is not None]
-            if found:
-                table[i, j] = fmean(found)
+            figures = [
+                u[figure] for u in units if u["layer"] == layer and u.get(figure) is not None
+            ]
+            if figures:
+                table[i, j] = fmean(figures)
     height = min(9.0, 1.5 + 0.32 * len(layers))
     drawn, (axis,) = new_figure(width=1.8 + 0.62 * len(roles), height=height)
     _heat(axis, drawn, table, label, center)
@@ -153,8 +155,8 @@ def deciles(
     """`[11]`, deciles of singular values, mean over a role's units, of the first of `names` that a
     unit has. None without data."""
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
-    known = [found[0] for found in rows if found]
-    return np.mean(known, axis=0) if known else None
+    present = [row[0] for row in rows if row]
+    return np.mean(present, axis=0) if present else None
 
 
 def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> Figure | None:

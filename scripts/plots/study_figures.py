@@ -52,10 +52,10 @@ def plot_losses(path: Path, key: str) -> Figure:
     frame = frame.set_index("variant")
     figure, (axes,) = new_figure(width=7.5, height=4.5)
     for i, (name, losses) in enumerate(frame.iterrows()):
-        found = losses.dropna()
+        points = losses.dropna()
         axes.plot(
-            [float(value) for value in found.index],
-            found,
+            [float(value) for value in points.index],
+            points,
             ("o-", "s--", "^:")[i // len(COLORS) % 3],
             color=COLORS[i % len(COLORS)],
             markersize=4,

@@ -186,52 +186,56 @@ def read_study(path: Path) -> Study:
 
 def _problems(study: Study) -> list[str]:
     """What is wrong between the parts of a study."""
-    found = [
+    problems = [
         f"environment.{name} must be one of {', '.join(VARIABLES)}"
         for name in study.environment
         if name not in VARIABLES
     ]
-    found += [
+    problems += [
         f"environment.{name} must have no NUL, got {value!r:.40}"
         for name, value in study.environment.items()
         if "\0" in value
     ]
     if len(set(study.seeds)) < max(1, len(study.seeds)):
-        found.append(f"seeds must be one or more different ones, got {study.seeds}")
+        problems.append(f"seeds must be one or more different ones, got {study.seeds}")
     for name, variant in study.variants.items():
         if variant.against is not None and variant.against not in study.variants:
-            found.append(f"{name} is against {variant.against}, which is not a variant")
+            problems.append(f"{name} is against {variant.against}, which is not a variant")
         if variant.differs and variant.against is None:
-            found.append(f"{name}.differs needs against, got null")
-        found += _search_problems(study, name)
-    if not found:
-        found += _budget_problems(study)
+            problems.append(f"{name}.differs needs against, got null")
+        problems += _search_problems(study, name)
+    if not problems:
+        problems += _budget_problems(study)
     if study.curve is not None and study.curve.variant not in study.variants:
-        found.append(f"curve.variant must be one of the variants, got {study.curve.variant}")
+        problems.append(f"curve.variant must be one of the variants, got {study.curve.variant}")
     if not 0 <= study.level_within < math.inf:
-        found.append(f"level_within must be finite and at least 0, got {study.level_within}")
+        problems.append(f"level_within must be finite and at least 0, got {study.level_within}")
     if (study.search or study.curve) and not study.full:
-        found.append("full must say the length of a run where others are trained for a share of it")
-    return found
+        problems.append(
+            "full must say the length of a run where others are trained for a share of it"
+        )
+    return problems
 
 
 def _search_problems(study: Study, name: str) -> list[str]:
     """What is wrong with how a variant is tuned."""
     stages = study.search.stages if study.search is not None else {}
-    own = study.variants[name].search
-    if list(own) != list(stages):
-        return [f"{name}.search must have the stages {list(stages)}, got {list(own)}"]
-    found = []
+    stages_given = study.variants[name].search
+    if list(stages_given) != list(stages):
+        return [f"{name}.search must have the stages {list(stages)}, got {list(stages_given)}"]
+    problems = []
     for stage, rungs in stages.items():
-        sizes = [own[stage].count(), *(rung.keep for rung in rungs)]
+        sizes = [stages_given[stage].count(), *(rung.keep for rung in rungs)]
         falling = all(a > b for a, b in itertools.pairwise(sizes))
         if not rungs or sizes[-1] != 1 or not falling:
-            found.append(f"{name}: {stage} must keep fewer at each rung, in the end 1, got {sizes}")
+            problems.append(
+                f"{name}: {stage} must keep fewer at each rung, in the end 1, got {sizes}"
+            )
         if any(not 0 < rung.share <= 1 for rung in rungs):
-            found.append(f"search.stages.{stage}: shares must be in (0, 1]")
-        if own[stage].factors and study.tuned_in is None:
-            found.append(f"{name}: factors need tuned_in")
-    return found
+            problems.append(f"search.stages.{stage}: shares must be in (0, 1]")
+        if stages_given[stage].factors and study.tuned_in is None:
+            problems.append(f"{name}: factors need tuned_in")
+    return problems
 
 
 def _budget_problems(study: Study) -> list[str]:

@@ -37,23 +37,23 @@ def differences(
 
     Raises InputError for a key of `differs` in which the two do not differ.
     """
-    found = {}
+    left_by_variant = {}
     for name, other in pairs(study):
         unlike = unlike_keys(configs[name], configs[other])
         for key in study.variants[name].differs:
             if not any(covered(each, [key]) for each in unlike):
                 raise InputError(f"{name}.differs: {name} and {other} do not differ in {key}")
-        known = {*study.variants[name].differs}
+        declared = {*study.variants[name].differs}
         for each in (name, other):
-            known |= {*own_keys(study.variants[each]), *settings(start.get(each, []))}
-        if left := {key: value for key, value in unlike.items() if not covered(key, known)}:
-            found[name] = left
-    return found
+            declared |= {*own_keys(study.variants[each]), *settings(start.get(each, []))}
+        if left := {key: value for key, value in unlike.items() if not covered(key, declared)}:
+            left_by_variant[name] = left
+    return left_by_variant
 
 
-def covered(key: str, known: Collection[str]) -> bool:
+def covered(key: str, keys: Collection[str]) -> bool:
     """Whether a key is among those known, or in a section of them, or is a section that has one."""
-    return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in known)
+    return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in keys)
 
 
 def own_keys(variant: Variant) -> set[str]:
@@ -73,17 +73,17 @@ def unlike_keys(one: Config, other: Config) -> Differences:
     only one of them has is one key."""
     first, second = dict(flat(asdict(one))), dict(flat(asdict(other)))
     skipped = [*NOT_TRAINED, *(f"optimizer.rules.{rule}." for rule in unshared_rules(one, other))]
-    found: Differences = {}
+    unlike: Differences = {}
     for key in first.keys() | second.keys():
         if key.startswith(tuple(skipped)) or first.get(key) == second.get(key):
             continue
         lacks = second if key in first else first
         section = next((each for each in lacks if key.startswith(f"{each}.")), None)
         if section is not None:
-            found[section] = (first.get(section, "set"), second.get(section, "set"))
+            unlike[section] = (first.get(section, "set"), second.get(section, "set"))
         else:
-            found[key] = (first.get(key), second.get(key))
-    return dict(sorted((found | unlike_settings(one, other)).items()))
+            unlike[key] = (first.get(key), second.get(key))
+    return dict(sorted((unlike | unlike_settings(one, other)).items()))
 
 
 def unlike_settings(one: Config, other: Config) -> Differences:
@@ -108,12 +108,12 @@ def unshared_rules(one: Config, other: Config) -> set[str]:
     return {*asdict(one.optimizer)["rules"]} - (used[0] & used[1])
 
 
-def sentences(study: Study, found: Mapping[str, Differences]) -> list[str]:
+def sentences(study: Study, differ: Mapping[str, Differences]) -> list[str]:
     """Return a line for each variant that also differs from the one that it is compared with."""
     compared = dict(pairs(study))
     return [
         f"{name} and {compared[name]} also differ in "
         + ", ".join(f"{key} ({mine}, {its})" for key, (mine, its) in keys.items())
         + f"; if that is meant, add differs: [{', '.join(keys)}] to {name}"
-        for name, keys in found.items()
+        for name, keys in differ.items()
     ]

@@ -56,14 +56,14 @@ SHAPE = {
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines. Raises InputError for a line that is damaged."""
-    found = []
+    records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             raise InputError(f"{path}, line {number}, is not JSON") from None
-        check_shape(found[-1], SHAPE, f"{path}, line {number}")
-    return found
+        check_shape(records[-1], SHAPE, f"{path}, line {number}")
+    return records
 
 
 class RecordBook:

@@ -44,7 +44,7 @@ def search(
     start: dict[str, list[str]],
     extra: Sequence[str],
     train: Train,
-    report: Callable[[Found], None] = lambda found: None,
+    report: Callable[[Found], None] = lambda outcome: None,
 ) -> Found:
     """Tune every variant from its overrides in `start`; `extra` are overrides of every run.
 
@@ -93,9 +93,9 @@ def try_all(
         for name, candidate in places
     ]
     trained = train(runs)
-    known: dict[tuple[str, str], Candidate] = {}
+    candidate_of: dict[tuple[str, str], Candidate] = {}
     for (name, candidate), record in zip(places, trained, strict=True):
-        other = known.setdefault((name, record.key), candidate)
+        other = candidate_of.setdefault((name, record.key), candidate)
         if other is not candidate:
             raise InputError(
                 f"{name}: {' '.join(other)} and {' '.join(candidate)} are the same run, as later "

@@ -175,8 +175,8 @@ def grid_ends(results: Results) -> dict[str, list[str]]:
             values = [value for value, _ in tried(results, name, key)]
             value = float(chosen.get(first_key(key), "nan"))
             if value == max(values, default=0) or (value == min(values, default=0) and value != 0):
-                said = f"{first_key(key)} = {value:g} ends the grid of {name}"
-                ends.setdefault(name, []).append(said)
+                sentence = f"{first_key(key)} = {value:g} ends the grid of {name}"
+                ends.setdefault(name, []).append(sentence)
     return ends
 
 
@@ -236,8 +236,8 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
         point["share"]: pd.Series(point["losses"], dtype=float).mean(skipna=False)
         for point in results["points"]
     }
-    known = [(share, loss) for share, loss in (means | {1.0: at_one}).items() if loss == loss]
-    losses, logs = zip(*sorted((loss, math.log(share)) for share, loss in known), strict=True)
+    curve = [(share, loss) for share, loss in (means | {1.0: at_one}).items() if loss == loss]
+    losses, logs = zip(*sorted((loss, math.log(share)) for share, loss in curve), strict=True)
     lines = []
     for row in compared.itertuples():
         seeds = len(results["seeds"])

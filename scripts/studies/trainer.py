@@ -68,8 +68,8 @@ class Run:
         `digests` returns them."""
         named = flat(self.merged.get("data", {}))
         paths = [str(value) for key, value in named if key.endswith(".path")]
-        found = {path: digests(ROOT / path) for path in paths}
-        return {path: sums for path, sums in found.items() if sums}
+        sums_by_path = {path: digests(ROOT / path) for path in paths}
+        return {path: sums for path, sums in sums_by_path.items() if sums}
 
     @property
     def folder(self) -> str:
@@ -274,13 +274,13 @@ class Trainer:
         facts = self._facts(run)
         arguments = ["--config", str(ROOT / run.config), *run.overrides, f"run.dir={folder}"]
         code, seconds = self._run([*arguments, "--resume", "none"], log)
-        said = message(log)
-        not_finite = code == 1 and "not finite" in said
+        reason = message(log)
+        not_finite = code == 1 and "not finite" in reason
         figures = summary(folder) if (folder / DONE).exists() or not_finite else {}
         loss = figures.get("loss")
         finite = loss is not None and math.isfinite(loss)
         if not not_finite and (code != 0 or loss is None):
-            raise RunFailedError(f"{run.label}, exited with {code} and reported no loss: {said}")
+            raise RunFailedError(f"{run.label}, exited with {code} and reported no loss: {reason}")
         failed = not_finite or not finite
         if self._facts(run) != facts:
             raise RunFailedError(f"{run.label}: its data was replaced while it trained")

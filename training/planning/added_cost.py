@@ -79,9 +79,9 @@ def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCos
     interval = config.monitors.interval
     if interval == 0 or device.type != "cuda":
         return MonitorCost(DEFAULT_INTERVAL if interval is None else interval)
-    known = device_called(torch.cuda.get_device_name(device))
-    planned = plan_run(config, ranks, known)
-    return planned_cost(config, planned, step_shape(config, ranks, known))
+    kind = device_called(torch.cuda.get_device_name(device))
+    planned = plan_run(config, ranks, kind)
+    return planned_cost(config, planned, step_shape(config, ranks, kind))
 
 
 def run_hours(config: Config, planned: Plan) -> float:

@@ -87,7 +87,7 @@ class Layouts:
         self.gpus = gpus
         self.device = device
         self.assign = config_assignments(config)
-        self.known: dict[object, StagePlan] = {}
+        self.planned: dict[object, StagePlan] = {}
 
     def legal(self, changes: Changes) -> bool:
         """Return whether a variant's layout and batch are possible."""
@@ -148,10 +148,10 @@ class Layouts:
             dense = self.config.model.moe.dense_layers if self.config.model.moe else 0
             kind = (kind, sum(layer < dense for layer in layers), self.config.pc and stage)
         key = (inputs, kind)
-        if key not in self.known:
+        if key not in self.planned:
             units = declare_stage_units(shape.model, chunks, inputs, **unit_options(self.config))
-            self.known[key] = plan_stage(units, self.assign, inputs)
-        return completed(self.known[key], shape, stage)
+            self.planned[key] = plan_stage(units, self.assign, inputs)
+        return completed(self.planned[key], shape, stage)
 
 
 BEST: Final = 10

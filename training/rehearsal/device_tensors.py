@@ -99,7 +99,7 @@ class DeviceTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.trace = trace
         self.pinned = PinnedMemory()
-        self.known = WeakTensorKeyDictionary()
+        self.integers = WeakTensorKeyDictionary()
         """Integers that the host has copied to the device: lengths, which FLOPs depend on."""
         self._inside = False
         self._handled: dict[OpOverload, Callable[..., Any]] = {
@@ -182,8 +182,8 @@ class DeviceTensors(FakeTensorMode):
             return out
         reads = [x for x in reads if isinstance(x, FakeTensor)]
         writes += [x for x in results if not any(x is w for w in writes)]
-        known = [self.known.get(x, x) if isinstance(x, FakeTensor) else x for x in args]
-        flops, operands = flops_of(func, known, kwargs, out), operands_of(func, reads)
+        values = [self.integers.get(x, x) if isinstance(x, FakeTensor) else x for x in args]
+        flops, operands = flops_of(func, values, kwargs, out), operands_of(func, reads)
         share = share_of(self.trace.device, func, operands, reads) if flops else None
         size = moved_bytes(kind, reads, writes)
         waiting = waiting_of(func, reads)
@@ -219,7 +219,7 @@ class DeviceTensors(FakeTensorMode):
             copy = self._traced(func, types, (self._stand_in(source),), kwargs)
             self._to_device(source, later)
             if source.dtype == torch.int32:
-                self.known[copy] = source
+                self.integers[copy] = source
             return copy
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented

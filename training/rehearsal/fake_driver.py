@@ -70,8 +70,8 @@ def cache() -> Path:
 def is_private(folder: Path) -> bool:
     """Return whether a path is a folder, no link, that this user owns and no other can write to."""
     facts = folder.lstat()
-    own = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
-    return stat.S_ISDIR(facts.st_mode) and own and os.access(folder, os.W_OK)
+    private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    return stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK)
 
 
 def torch_folder() -> Path:

@@ -40,8 +40,8 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
     needs: dict[Event, set[Event]] = {}
     peers: dict[Event, set[Event]] = defaultdict(set)
     meetings: dict[object, list[Event]] = defaultdict(list)
-    for rank, own in calls.items():
-        for event, before, meeting in _events(rank, own):
+    for rank, calls_of_rank in calls.items():
+        for event, before, meeting in _events(rank, calls_of_rank):
             needs.setdefault(event, before)
             if meeting is not None:
                 meetings[meeting].append(event)
@@ -116,16 +116,16 @@ def _of_all_to_all(
     channel: str, number: int, members: Sequence[int], sequences: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
     """Rows of an all-to-all that one rank sends and another does not expect."""
-    for source, own in sequences.items():
-        if own[number].kind != "all_to_all":
+    for source, sent_calls in sequences.items():
+        if sent_calls[number].kind != "all_to_all":
             return
-        for target, theirs in sequences.items():
-            sent = own[number].out[members.index(target)]
-            expected = theirs[number].into[members.index(source)]
+        for target, received_calls in sequences.items():
+            sent = sent_calls[number].out[members.index(target)]
+            expected = received_calls[number].into[members.index(source)]
             if sent != expected:
                 yield (
                     f"collective {number} of group {channel}: rank {source} sends {sent} elements "
-                    f"to rank {target}, which expects {expected} (at {own[number].place})"
+                    f"to rank {target}, which expects {expected} (at {sent_calls[number].place})"
                 )
                 return
 
@@ -143,10 +143,10 @@ def _of_pairs(
 def _of_pair(
     channel: str, one: int, other: int, calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    own = _batches(calls[one], channel, other)
-    theirs = _batches(calls[other], channel, one)
+    first = _batches(calls[one], channel, other)
+    second = _batches(calls[other], channel, one)
     nothing: list[Call] = []
-    for number, (a, b) in enumerate(zip_longest(own, theirs, fillvalue=nothing)):
+    for number, (a, b) in enumerate(zip_longest(first, second, fillvalue=nothing)):
         if _meeting(a) != sorted((call.kind, call.dtype, call.numel) for call in b):
             place = (a or b)[0].place
             yield (
@@ -163,12 +163,12 @@ def _meeting(batch: Sequence[Call]) -> list[tuple[str, str, int]]:
 
 def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
     """The sends to and receives from a peer, those of one batch together."""
-    own = [
+    numbered = [
         (i, call)
         for i, call in enumerate(calls)
         if call.kind in POINT_TO_POINT and call.channel == channel and call.peer == peer
     ]
-    key = groupby(own, key=lambda each: (each[1].batch, None if each[1].batch else each[0]))
+    key = groupby(numbered, key=lambda each: (each[1].batch, None if each[1].batch else each[0]))
     return [[call for _, call in together] for _, together in key]
 
 

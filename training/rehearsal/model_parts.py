@@ -84,12 +84,12 @@ class FusedAttention:
         if attn_mask is not None and not lower_right:
             raise RuntimeError("no fused kernel takes a mask tensor")
         flash, size = takes_flash(query, key, value), query.shape[-1]
-        wanted = query.requires_grad and torch.is_grad_enabled()
+        differentiable = query.requires_grad and torch.is_grad_enabled()
         aten = torch.ops.aten
         output: Tensor
         if flash and self.newer and not lower_right:
             output = aten._scaled_dot_product_cudnn_attention(
-                query, key, value, None, wanted, dropout_p, is_causal, False, scale=scale
+                query, key, value, None, differentiable, dropout_p, is_causal, False, scale=scale
             )[0]
         elif flash:
             padding = (0, -size % ALIGNMENT)
@@ -106,7 +106,7 @@ class FusedAttention:
             )[0].transpose(1, 2)
         else:
             output = aten._scaled_dot_product_efficient_attention(
-                query, key, value, None, wanted, dropout_p, is_causal, scale=scale
+                query, key, value, None, differentiable, dropout_p, is_causal, scale=scale
             )[0]
         return output
 
@@ -178,8 +178,8 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
             kept = iter(ctx.saved_tensors)
             needed = ctx.needs_input_grad[1:]
             arguments: list[Any] = [next(kept) if place else None for place in ctx.places]
-            wanted = [x for x, need in zip(arguments, needed, strict=True) if need]
-            made = {id(x): torch.empty_like(x) for x in wanted}
+            differentiated = [x for x, need in zip(arguments, needed, strict=True) if need]
+            made = {id(x): torch.empty_like(x) for x in differentiated}
             reads = [*(g for g in gradients if g is not None), *ctx.saved_tensors]
             if ctx.gated:
                 reads += read_again(reads[0], reads[1])
@@ -230,8 +230,8 @@ def install_experts(trace: Trace) -> None:
         if dispatcher.ranks == 1:
             return [[each]]
         outgoing = [each[rank // parts * local :][:local] for rank in range(dispatcher.ranks)]
-        own = outgoing[dispatcher.tp_ep_group.rank()]
-        return [outgoing, [own] * dispatcher.ranks]
+        rows_of_rank = outgoing[dispatcher.tp_ep_group.rank()]
+        return [outgoing, [rows_of_rank] * dispatcher.ranks]
 
     put(SortedDispatcher, "counts_on_host", counts_on_host)
 

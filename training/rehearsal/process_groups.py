@@ -60,10 +60,10 @@ class RehearsedGroup(ProcessGroup):
 
     def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> Any:
         """The group of `ranks` for `torch.distributed.new_group`, None where this rank is not."""
-        own = self.ranks[self.rank()]
-        if own not in ranks:
+        this_rank = self.ranks[self.rank()]
+        if this_rank not in ranks:
             return None
-        return RehearsedGroup(list(ranks).index(own), ranks, self.trace, group_name)
+        return RehearsedGroup(list(ranks).index(this_rank), ranks, self.trace, group_name)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
@@ -85,36 +85,36 @@ class RehearsedGroup(ProcessGroup):
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
-        (parts,), (own,) = outputs, inputs
+        (parts,), (piece,) = outputs, inputs
         for part in parts:
             if not part.is_cuda:  # of the host: as if all ranks said the same
-                part.copy_(own)
-        return self._gather(own, parts, sum(part.numel() for part in parts), opts)
+                part.copy_(piece)
+        return self._gather(piece, parts, sum(part.numel() for part in parts), opts)
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> Work:
-        return self._gather(own, others(output, own), output.numel(), opts)
+    def all_gather_single(self, output: Tensor, piece: Tensor, opts: Any) -> Work:
+        return self._gather(piece, others(output, piece), output.numel(), opts)
 
-    def _gather(self, own: Tensor, writes: Sequence[Tensor], numel: int, opts: Any) -> Work:
-        size = own.nbytes * (self.size() - 1)
-        return self._run("all_gather", [own], writes, opts, numel=numel, size=size)
+    def _gather(self, piece: Tensor, writes: Sequence[Tensor], numel: int, opts: Any) -> Work:
+        size = piece.nbytes * (self.size() - 1)
+        return self._run("all_gather", [piece], writes, opts, numel=numel, size=size)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
-        (own,), (parts,) = outputs, inputs
-        return self._scatter(own, parts, opts)
+        (piece,), (parts,) = outputs, inputs
+        return self._scatter(piece, parts, opts)
 
-    def reduce_scatter_single(self, own: Tensor, whole: Tensor, opts: Any) -> Work:
-        return self._scatter(own, [whole], opts)
+    def reduce_scatter_single(self, piece: Tensor, whole: Tensor, opts: Any) -> Work:
+        return self._scatter(piece, [whole], opts)
 
-    def _scatter(self, own: Tensor, reads: Sequence[Tensor], opts: Any) -> Work:
+    def _scatter(self, piece: Tensor, reads: Sequence[Tensor], opts: Any) -> Work:
         return self._run(
             "reduce_scatter",
             reads,
-            [own],
+            [piece],
             opts,
             numel=sum(part.numel() for part in reads),
-            size=own.nbytes * (self.size() - 1),
+            size=piece.nbytes * (self.size() - 1),
             detail=operation(opts.reduceOp),
         )
 
@@ -213,14 +213,14 @@ def operation(reduction: Any) -> str:
     return next(name for name, kind in kinds if reduction == kind)
 
 
-def others(whole: Tensor, own: Tensor) -> list[Tensor]:
+def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
     """What a gather into `whole` writes: all of it but `own`, if that is where it comes from."""
-    same = whole.untyped_storage()._cdata == own.untyped_storage()._cdata
+    same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():
         return [whole]
     flat = whole.view(-1)
-    first = own.storage_offset() - whole.storage_offset()
-    return [flat[:first], flat[first + own.numel() :]]
+    first = piece.storage_offset() - whole.storage_offset()
+    return [flat[:first], flat[first + piece.numel() :]]
 
 
 def install(trace: Trace, world: int) -> None:

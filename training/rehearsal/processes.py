@@ -67,10 +67,10 @@ class Processes:
                 continue  # a job of a call that was interrupted
             under_way -= 1
             if status != "0":
-                said = (
+                output = (
                     path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace").strip()
                 )
-                raise RehearsalError(f"a rehearsal ended with {status}: {said[-2000:]}")
+                raise RehearsalError(f"a rehearsal ended with {status}: {output[-2000:]}")
         return [pickle.loads(path.with_suffix(".out").read_bytes()) for path in paths]
 
     def _prepared(self, job: Job) -> Path:

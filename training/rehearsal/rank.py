@@ -135,6 +135,6 @@ def described(error: BaseException) -> str:
     """An error as its kind, its words, and the innermost line of the project or of
     megatron-core."""
     frames = traceback.extract_tb(error.__traceback__)
-    known = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]
+    places = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]
     words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}" + (f" (at {known[-1]})" if known else "")
+    return f"{type(error).__name__}: {words}" + (f" (at {places[-1]})" if places else "")

@@ -68,9 +68,9 @@ def work(path: Path) -> None:
     """Rehearse one job, write its report, and end this process."""
     from training.rehearsal.rank import Job
 
-    said = os.open(path.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    output = os.open(path.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     status = 1
     try:
         job: Job = pickle.loads(path.read_bytes())
