@@ -34,7 +34,6 @@ from training.errors import (
     own_rank,
 )
 from training.lifecycle.terminal import Interrupts, outlive_readers
-from training.rehearsal import options as rehearsal
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -113,7 +112,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="none|latest|STEP",
         help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
     )
-    rehearsal.add_to(parser)
+    parser.add_argument(
+        "--rank",
+        type=rank_or_all,
+        metavar="R|all",
+        help="with --rehearse: the rank (default: the first of each pipeline stage)",
+    )
+    parser.add_argument(
+        "--compile-kernels",
+        action="store_true",
+        help="with --rehearse: also compile the Triton kernels that would be launched",
+    )
     options = parser.parse_intermixed_args(arguments)
     chosen = next((mode for mode in MODES if getattr(options, mode)), None)
     for name, modes in NEEDS.items():
@@ -139,6 +148,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
     return int(text)
+
+
+def rank_or_all(text: str) -> int:
+    """Return the rank that `text` names, -1 for all."""
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be all or a rank, got {text!r}")
+    return -1 if text == "all" else int(text)
 
 
 def resume_from(text: str) -> str:

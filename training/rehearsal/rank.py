@@ -16,7 +16,7 @@ from parallel.comm import groups
 from parallel.plan.devices import Device
 from training.build import build_trainer
 from training.config import Config
-from training.rehearsal import kernels, liger, model_parts, process_groups
+from training.rehearsal import model_parts, process_groups
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.fake_cuda import Face
@@ -24,6 +24,7 @@ from training.rehearsal.hosts import Hosts
 from training.rehearsal.program import name_of, replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
+from training.rehearsal.triton_launches import install_kernels, install_liger
 from training.run import train
 from training.step import Trainer
 
@@ -102,8 +103,8 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     Face(trace).install()
     process_groups.install(trace, world)
     Hosts(trace).install()
-    kernels.install(trace, compiled=compiled)
-    liger.install(trace)
+    install_kernels(trace, compiled=compiled)
+    install_liger(trace)
     model_parts.install(trace, mode)
     # Whatever is drawn, it comes to the device in the same way.
     replace(initial_weights.draws, undrawn)

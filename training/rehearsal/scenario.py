@@ -9,7 +9,7 @@ from training.config import Config
 from training.data.build_data import on_mock_tokens
 from training.dry_run import compiled_on_gpu, fused_on_gpu
 from training.monitor.monitors import steps_compared
-from training.rehearsal import liger
+from training.rehearsal.triton_launches import liger_installed
 
 PLAIN_STEP = 2
 """The step that stands for those on which nothing is due."""
@@ -91,7 +91,7 @@ def with_known_kernels(config: Config) -> Config:
     if train.fused_backward == "auto":
         kernels = fused_on_gpu(config) and has_triton()
         train = replace(train, fused_backward="triton" if kernels else None)
-    if not liger.installed():
+    if not liger_installed():
         train = replace(train, fused_loss=None)
     # PyTorch's kernel moves and multiplies the same, and its package is not needed.
     return replace(config, train=train, model=replace(config.model, attention_kernel="auto"))

@@ -33,10 +33,11 @@ def main() -> None:
     torch.set_num_threads(1)
     # What is compiled when it is imported is rehearsed as the operations it is made of.
     setattr(torch, "compile", uncompiled)  # noqa: B010
-    from training.rehearsal import liger, rank  # noqa: F401
+    from training.rehearsal import rank  # noqa: F401
+    from training.rehearsal.triton_launches import liger_installed, liger_kernels
 
-    if liger.installed():
-        liger.kernels()
+    if liger_installed():
+        liger_kernels()
 
     print("ready", flush=True)
     under_way: set[int] = set()

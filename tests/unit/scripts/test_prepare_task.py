@@ -14,8 +14,7 @@ import pytest
 from parallel.comm import groups as process_groups
 from scripts.evaluate import main as evaluate
 from scripts.huggingface.export import Options, export
-from scripts.prepare_task import examples, main
-from scripts.tasks.formats import FORMATS
+from scripts.prepare_task import FORMATS, examples, main
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
