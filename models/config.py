@@ -246,8 +246,8 @@ class ModelConfig(Section):
         heads, moe = self.heads, self.moe
         for key, count in (("heads", heads), ("moe.experts", 0 if moe is None else moe.experts)):
             rule = f"times model.layers must be at most {MOST_IN_ALL_LAYERS}"
-            got = f"{count} times {self.layers}"
-            yield key, self.layers * count > MOST_IN_ALL_LAYERS, f"{rule}, got {got}"
+            many = self.layers * count > MOST_IN_ALL_LAYERS
+            yield key, many, f"{rule}, got {count} times {self.layers}"
         yield "kv_heads", heads % self.query_groups, f"must divide heads = {heads}"
         uneven = self.latent is None and self.head_dim is None and self.hidden % heads
         yield "heads", uneven, f"must divide hidden = {self.hidden}, got {heads} (or set head_dim)"

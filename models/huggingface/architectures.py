@@ -213,7 +213,7 @@ class Architecture:
     def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:
         """Yield (rule, value) of each, e.g. ("qk_norm must be false", "true")."""
         if _hidden_act(model) is None:
-            names = " or ".join(name for name, known in ACTIVATIONS.items() if known.hugging_face)
+            names = " or ".join(name for name, kind in ACTIVATIONS.items() if kind.hugging_face)
             yield f"activation must be {names}", model.activation
         if self.qk_norm not in (None, model.qk_norm):
             yield f"qk_norm must be {str(self.qk_norm).lower()}", str(model.qk_norm).lower()

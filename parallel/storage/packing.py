@@ -204,12 +204,12 @@ def bucket_parameters(units: Sequence[Unit], *, join_layers: bool = False) -> li
     layers = numel = 0
     for layer, block in groupby(reversed(sizes), layer_of):
         names = list(block)
-        size, own = sum(sizes[name] for name in names), int(layer is not None)
-        if not buckets or numel + size > most or layers + own > LAYERS_PER_BUCKET:
+        size, in_layer = sum(sizes[name] for name in names), int(layer is not None)
+        if not buckets or numel + size > most or layers + in_layer > LAYERS_PER_BUCKET:
             buckets.append([])
             layers = numel = 0
         buckets[-1] += names
-        numel, layers = numel + size, layers + own
+        numel, layers = numel + size, layers + in_layer
     return buckets
 
 
