@@ -203,6 +203,10 @@ class SharedMatrices:
         for exchange, dtype in exchanges:
             owned |= self._gathered(exchange, local, like, dtype)
         reports = self._run(rule, owned, parts)
+        stepped = [key for key in owned if key[2] == UPDATE]
+        if rule.reads_weight and stepped:
+            before = [owned[i, j, WEIGHT] for i, j, _ in stepped]
+            torch._foreach_sub_([owned[key] for key in stepped], before)
         for exchange, dtype in exchanges:
             exchange.scatter(owned, local, like, dtype)
         self._add(rule, members, [local[i, UPDATE] for i in indices])
@@ -306,7 +310,8 @@ class SharedMatrices:
 class _OwnedUnits(Units):
     """Matrices of one kind in `owned`, `members` by parameter and number, to be stepped there.
 
-    From momenta, weights and entries of the state. Updates and new state take their place.
+    From momenta, weights and entries of the state. UPDATE is the new weight, or without the old one
+    its change.
     """
 
     def __init__(
@@ -336,10 +341,8 @@ class _OwnedUnits(Units):
         return Stack(weight, momentum, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Keep updates and state; without the weight, NaN as an update that was refused."""
-        if self.rule.reads_weight:
-            stack.weight.sub_(self._stacked(WEIGHT, part))
-        elif "refused" in report:
+        """Keep new weights and state; without the weight, NaN as an update that was refused."""
+        if not self.rule.reads_weight and "refused" in report:
             sound = unless_all(report["refused"] == 0)
             if sound is not None:
                 stack.weight.masked_fill_(~sound.view(-1, 1, 1), torch.nan)
