@@ -56,8 +56,7 @@ from training.lifecycle.terminal import Interrupts
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Hooks, Loop, Outcome, ignore, unigram_comparison
 from training.machine.backends import (
-    check_backend,
-    check_device,
+    check_backends,
     compile_backend,
     fused_backward,
     fused_loss,
@@ -125,8 +124,7 @@ def train(
     for unusable data, FolderError or ResumeError for an unusable folder or checkpoint,
     NonFiniteError after too many consecutive skipped steps, CheckpointError if a save fails.
     """
-    check_backend(config)
-    check_device(config, groups.device)
+    check_backends(config, groups.device)
     data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
     tasks = build_tasks(config)
     facts = agreed_facts(config, data, validation, tasks)

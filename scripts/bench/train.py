@@ -57,7 +57,7 @@ from training.config import Config, check, load_config
 from training.data.build_data import build_data, on_mock_tokens, with_vocabulary
 from training.errors import InputError
 from training.loop import Loop
-from training.machine.backends import check_backend
+from training.machine.backends import check_backends
 from training.report.metrics import performance
 from training.start_groups import start_groups
 from training.step import Trainer
@@ -179,8 +179,9 @@ def start(config: Config) -> Groups:
     Raises InvalidConfigError naming what is wrong with the config.
     """
     check(config, world_size())
-    check_backend(config)
-    return start_groups(config)
+    groups = start_groups(config)
+    check_backends(config, groups.device)
+    return groups
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

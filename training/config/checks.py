@@ -29,8 +29,8 @@ def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Chec
     """Check that `size`, the value of `key`, is a multiple of the product of axes."""
     sizes = [getattr(parallel, axis) for axis in axes]
     product = " * ".join(axes), " * ".join(map(str, sizes)), str(prod(sizes))
-    by = " = ".join(dict.fromkeys(product))
-    return key, size % prod(sizes), f"must be divisible by parallel.{by}, got {size}"
+    divisor = " = ".join(dict.fromkeys(product))
+    return key, size % prod(sizes), f"must be divisible by parallel.{divisor}, got {size}"
 
 
 def model_checks(config: Config) -> Iterator[Check]:
@@ -42,32 +42,55 @@ def model_checks(config: Config) -> Iterator[Check]:
 def run_checks(config: Config) -> Iterator[Check]:
     """Check training, optimizer and checkpoints against the model."""
     train, moe = config.train, config.model.moe
-    plain = config.model.attention_backend == "sdpa"
-    engine = "needs model.attention_backend transformer_engine"
-    yield "train.fp8", train.fp8 is not None and plain, engine
-    compiled = not plain and train.compile not in (None, "auto")
-    sdpa = "needs model.attention_backend sdpa, as Transformer Engine fuses the same operations"
-    yield "train.compile", compiled, sdpa
-    wide = config.model.attention_kernel != "auto" and train.precision != "bf16"
-    yield "model.attention_kernel", wide, "needs train.precision bf16"
-    kernels = not plain and train.fused_backward == "triton"
-    own = "must be auto or null with model.attention_backend transformer_engine, which has its own"
-    yield "train.fused_backward", kernels, own
-    kept = "needs model.attention_backend sdpa, as Transformer Engine gets no borders here"
-    yield "data.document_mask", config.data.document_mask and not plain, kept
-    packaged = config.data.document_mask and config.model.attention_kernel != "auto"
-    yield "data.document_mask", packaged, "needs model.attention_kernel auto"
+    sdpa = config.model.attention_backend == "sdpa"
+    yield (
+        "train.fp8",
+        sdpa and train.fp8 is not None,
+        "needs model.attention_backend transformer_engine",
+    )
+    yield (
+        "train.compile",
+        not sdpa and train.compile not in (None, "auto"),
+        "needs model.attention_backend sdpa, as Transformer Engine fuses the same operations",
+    )
+    yield (
+        "model.attention_kernel",
+        config.model.attention_kernel != "auto" and train.precision != "bf16",
+        "needs train.precision bf16",
+    )
+    yield (
+        "train.fused_backward",
+        not sdpa and train.fused_backward == "triton",
+        "must be auto or null with model.attention_backend transformer_engine, which has its own",
+    )
+    yield (
+        "data.document_mask",
+        config.data.document_mask and not sdpa,
+        "needs model.attention_backend sdpa, as Transformer Engine gets no borders here",
+    )
+    yield (
+        "data.document_mask",
+        config.data.document_mask and config.model.attention_kernel != "auto",
+        "needs model.attention_kernel auto",
+    )
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
-    dense = "must be none or full where all blocks are routed experts, which selective keeps"
-    yield "train.recompute", routed_only and train.recompute == "selective", dense
+    yield (
+        "train.recompute",
+        routed_only and train.recompute == "selective",
+        "must be none or full where all blocks are routed experts, which selective keeps",
+    )
     yield from misnamed("optimizer.roles", config.optimizer.roles, _roles(config))
-    unsaved = config.spikes.rewinds and not config.checkpoint.interval
-    saved = "must be 0 with checkpoint.interval 0, which saves nothing to return to"
-    yield "spikes.rewinds", unsaved, saved
+    yield (
+        "spikes.rewinds",
+        config.spikes.rewinds and not config.checkpoint.interval,
+        "must be 0 with checkpoint.interval 0, which saves nothing to return to",
+    )
     profile = config.log.profile
-    if profile is not None:
-        after = f"must be at most train.steps = {train.steps}"
-        yield "log.profile.first", profile.first > train.steps, after
+    yield (
+        "log.profile.first",
+        profile is not None and profile.first > train.steps,
+        f"must be at most train.steps = {train.steps}",
+    )
 
 
 def _roles(config: Config) -> list[str]:
@@ -80,19 +103,27 @@ def length_checks(config: Config) -> Iterator[Check]:
     """Check that samples and schedule fit into the run."""
     steps, length = config.train.steps, config.train.sequence_length
     warmup, schedule = config.schedule.warmup_steps, config.schedule
-    whole = schedule.length(config.train)
-    unit = f"train.steps = {steps}" if whole == steps else f"the run's {whole:g} full steps"
-    rule = f"must be below {unit}, got {warmup}"
-    help_ = f"schedule.warmup_steps={steps // 10}, or a longer train.steps with exit_step={steps}"
-    yield "schedule.warmup_steps", warmup >= whole, f"{rule}; override {help_}"
-    decaying = schedule.cooldown_steps(whole) if schedule.kind == "wsd" else 0
-    apart = f"of {whole:g} steps must not overlap schedule.warmup_steps = {warmup}"
-    yield "schedule.cooldown_fraction", warmup < whole < warmup + decaying, apart
+    total = schedule.length(config.train)
+    end = f"train.steps = {steps}" if total == steps else f"the run's {total:g} full steps"
+    remedy = f"schedule.warmup_steps={steps // 10}, or a longer train.steps with exit_step={steps}"
+    yield (
+        "schedule.warmup_steps",
+        warmup >= total,
+        f"must be below {end}, got {warmup}; override {remedy}",
+    )
+    cooldown = schedule.cooldown_steps(total) if schedule.kind == "wsd" else 0
+    yield (
+        "schedule.cooldown_fraction",
+        warmup < total < warmup + cooldown,
+        f"of {total:g} steps must not overlap schedule.warmup_steps = {warmup}",
+    )
     validation = config.validation
     room = length - validation.prompt_tokens(length)
-    long = validation.samples_interval and validation.samples_tokens > room
-    fitting = f"must be at most {room}, what a sequence of {length} has after the prompt"
-    yield "validation.samples_tokens", long, fitting
+    yield (
+        "validation.samples_tokens",
+        validation.samples_interval and validation.samples_tokens > room,
+        f"must be at most {room}, what a sequence of {length} has after the prompt",
+    )
 
 
 def phase_checks(config: Config) -> Iterator[Check]:
@@ -100,11 +131,13 @@ def phase_checks(config: Config) -> Iterator[Check]:
     before, steps, kind = 0, config.train.steps, config.schedule.kind
     for i, (phase, start) in enumerate(zip(config.data.phases, config.phase_starts(), strict=True)):
         key = f"data.phases[{i}].{phase.beginning}"
-        rule = f"needs schedule.kind wsd, got {kind}"
-        yield key, phase.with_decay and kind != "wsd", rule
-        rule = f"must begin after step {before:,}, where the part before it begins, and before the"
-        late = not before < start < steps
-        yield key, late, f"{rule} last of train.steps = {steps:,}, got a start after {start:,}"
+        yield key, phase.with_decay and kind != "wsd", f"needs schedule.kind wsd, got {kind}"
+        yield (
+            key,
+            not before < start < steps,
+            f"must begin after step {before:,}, where the part before it begins, and before the "
+            f"last of train.steps = {steps:,}, got a start after {start:,}",
+        )
         before = start
 
 
@@ -113,26 +146,31 @@ def pc_checks(config: Config) -> Iterator[Check]:
     pc, model = config.pc, config.model
     if pc is None:
         return
-    null = "must be null with pc, as PC layers would change the effective weights that it loads"
-    yield "checkpoint.initialize_from", config.checkpoint.initialize_from is not None, null
+    yield (
+        "checkpoint.initialize_from",
+        config.checkpoint.initialize_from is not None,
+        "must be null with pc, as PC layers would change the effective weights that it loads",
+    )
     options = [role for role in _roles(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)
     covered = [role for role in options if role in pc.roles]
     for name, override in pc.overrides.items():
         yield from misnamed(f"pc.overrides.{name}.roles", override.roles or [], covered)
         last = (override.layers or (0, 0))[1]
-        below = f"must end below model.layers = {model.layers}, got {last}"
-        yield f"pc.overrides.{name}.layers", last >= model.layers, below
-    fused = pc.evaluator == "in_graph" and model.attention_backend != "sdpa"
-    beside = f"must be materialized with model.attention_backend {model.attention_backend}"
-    yield "pc.evaluator", fused, beside
+        rule = f"must end below model.layers = {model.layers}, got {last}"
+        yield f"pc.overrides.{name}.layers", last >= model.layers, rule
+    yield (
+        "pc.evaluator",
+        pc.evaluator == "in_graph" and model.attention_backend != "sdpa",
+        f"must be materialized with model.attention_backend {model.attention_backend}",
+    )
     yield _owners(config, "PC layers")
 
 
-def _owners(config: Config, beside: str) -> Check:
-    """Check that matrices are whole at their owners."""
+def _owners(config: Config, reason: str) -> Check:
+    """Check that matrices are whole at their owners, as `reason` needs it."""
     key = "optimizer.distributed.tensor_mode"
-    return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {beside}"
+    return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 
 
 def penalty_checks(config: Config) -> Iterator[Check]:
@@ -144,9 +182,9 @@ def penalty_checks(config: Config) -> Iterator[Check]:
     yield from misnamed("gram_penalty.roles", section.roles, options)
     yield _owners(config, "gram_penalty")
     in_graph = pc.roles if pc is not None and pc.evaluator == "in_graph" else ()
-    both = ", ".join(role for role in section.roles if role in in_graph)
-    rule = f"must be materialized for PC layers of gram_penalty.roles, got in_graph for {both}"
-    yield "pc.evaluator", both, rule
+    roles = ", ".join(role for role in section.roles if role in in_graph)
+    rule = f"must be materialized for PC layers of gram_penalty.roles, got in_graph for {roles}"
+    yield "pc.evaluator", roles, rule
 
 
 def layout_checks(config: Config) -> Iterator[Check]:
@@ -162,35 +200,38 @@ def layout_checks(config: Config) -> Iterator[Check]:
     halves = 2 * context if context > 1 else 1
     pieces = lcm(halves, context * tensor if parallel.sequence_parallel else 1)
     axes = f"parallel.context = {context} and parallel.tensor = {tensor}"
-    rule = f"must be divisible by {pieces} for {axes}"
-    yield "train.sequence_length", length % pieces, rule
+    yield "train.sequence_length", length % pieces, f"must be divisible by {pieces} for {axes}"
     if moe is None:
-        for key in ("expert", "expert_tensor"):
-            dense = f"must be 1 for model.family {model.family}"
-            yield f"parallel.{key}", getattr(parallel, key) > 1, dense
+        rule = f"must be 1 for model.family {model.family}"
+        yield "parallel.expert", parallel.expert > 1, rule
+        yield "parallel.expert_tensor", parallel.expert_tensor > 1, rule
         return
     yield divisible("model.moe.experts", moe.experts, parallel, "expert")
     yield divisible("model.moe.expert_ffn", moe.expert_ffn, parallel, "expert_tensor")
     key = "model.moe.shared_experts * model.moe.expert_ffn"
     yield divisible(key, moe.shared_experts * moe.expert_ffn, parallel, "tensor")
-    uncut = tensor > 1 and not parallel.sequence_parallel
-    beside = f"must be true or null for model.family {model.family} with tensor > 1"
-    yield "parallel.sequence", uncut, beside
+    yield (
+        "parallel.sequence",
+        tensor > 1 and not parallel.sequence_parallel,
+        f"must be true or null for model.family {model.family} with tensor > 1",
+    )
 
 
 def _stages(config: Config) -> Check:
     """Check that the layers can be divided over stages of given sizes and the others."""
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
-    given = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
-    if not given or parallel.pipeline == 1:
+    sizes = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
+    if not sizes or parallel.pipeline == 1:
         return divisible("model.layers", layers, parallel, "pipeline", "virtual_pipeline")
-    others, rest = parallel.pipeline - len(given), layers - sum(given.values())
+    others, rest = parallel.pipeline - len(sizes), layers - sum(sizes.values())
     if not others:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
-    fixed = " and ".join(f"parallel.{key} = {size}" for key, size in given.items())
-    equal = f"must leave the other {others} stages equally many layers, at least one, beside"
-    return "model.layers", rest < others or rest % others, f"{equal} {fixed}"
+    stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
+    rule = (
+        f"must leave the other {others} stages equally many layers, at least one, beside {stages}"
+    )
+    return "model.layers", rest < others or rest % others, rule
 
 
 BETWEEN = (
@@ -266,9 +307,11 @@ def world_checks(
     after `step` steps and `tokens` tokens."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
-    if profile is not None:
-        below = f"must be below the number of ranks = {world_size}"
-        yield "log.profile.ranks", max(profile.ranks) >= world_size, below
+    yield (
+        "log.profile.ranks",
+        profile is not None and max(profile.ranks) >= world_size,
+        f"must be below the number of ranks = {world_size}",
+    )
     yield divisible("the number of ranks", world_size, parallel, "tensor", "pipeline", "context")
     if world_size % ranks:
         return
@@ -276,17 +319,19 @@ def world_checks(
     yield divisible(stage, of_stage, parallel, "expert", "expert_tensor")
     copies = world_size // ranks
     per_pass = train.micro_batch * copies
-    by = f"train.micro_batch times the data-parallel size = {train.micro_batch} * {copies}"
-    whole = f"must give a multiple of parallel.pipeline = {parallel.pipeline} micro-batches for"
-    stages = {
-        stage.batch: f"train.batch_ramp[{i}].batch" for i, stage in enumerate(train.batch_ramp)
-    }
-    left = [part.batch for part in train.equal_steps(step, tokens)]
-    for batch in dict.fromkeys([*left, train.global_batch]):
-        key = stages.get(batch, "train.global_batch")
-        rule = f"must be divisible by {by} = {per_pass}, got {batch}"
-        yield key, batch % per_pass, rule
-        uneven = parallel.virtual_pipeline > 1 and batch % per_pass == 0
-        got = f"{batch // per_pass} from {batch}"
-        rule = f"{whole} the interleaved schedule, got {got}"
-        yield key, uneven and batch // per_pass % parallel.pipeline, rule
+    keys = {stage.batch: f"train.batch_ramp[{i}].batch" for i, stage in enumerate(train.batch_ramp)}
+    batches = [part.batch for part in train.equal_steps(step, tokens)]
+    for batch in dict.fromkeys([*batches, train.global_batch]):
+        key, (passes, rest) = keys.get(batch, "train.global_batch"), divmod(batch, per_pass)
+        yield (
+            key,
+            rest,
+            "must be divisible by train.micro_batch times the data-parallel size = "
+            f"{train.micro_batch} * {copies} = {per_pass}, got {batch}",
+        )
+        yield (
+            key,
+            parallel.virtual_pipeline > 1 and rest == 0 and passes % parallel.pipeline,
+            f"must give a multiple of parallel.pipeline = {parallel.pipeline} micro-batches for "
+            f"the interleaved schedule, got {passes} from {batch}",
+        )

@@ -47,9 +47,9 @@ class DataPhase(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check that one beginning is given."""
-        given = [key for key in BEGINNINGS if getattr(self, key)]
-        rule = f"must be given, or after_share or with_decay, one of them, got {len(given)}"
-        yield "after_steps", len(given) != 1, rule
+        keys = [key for key in BEGINNINGS if getattr(self, key)]
+        rule = f"must be given, or after_share or with_decay, one of them, got {len(keys)}"
+        yield "after_steps", len(keys) != 1, rule
 
     @property
     def beginning(self) -> str:
@@ -131,17 +131,17 @@ class DataConfig(Section):
 
     def _weight_checks(self) -> Iterator[Check]:
         """Check that phases read sets that there are, and that each set is read."""
-        read = {name for phase in self.phases for name in phase.weights}
+        later_sets = {name for phase in self.phases for name in phase.weights}
         for i, phase in enumerate(self.phases):
             for name in phase.weights.keys() - self.train.keys():
                 sets = named(name, self.train) if self.train else f"sets of train, got {name!r}"
                 yield f"phases[{i}].weights", True, f"must name {sets}"
-        somewhere = " here or in a phase" if self.phases else ""
+        place = " here or in a phase" if self.phases else ""
         for name, each in self.train.items():
-            unread = each.weight == 0 and name not in read
-            yield f"train.{name}.weight", unread, f"must be above 0{somewhere}, got 0"
-        first = not self.train or any(each.weight for each in self.train.values())
-        yield "train", not first, "must have a set of a weight above 0 at the start, got only 0"
+            unread = each.weight == 0 and name not in later_sets
+            yield f"train.{name}.weight", unread, f"must be above 0{place}, got 0"
+        empty = self.train and not any(each.weight for each in self.train.values())
+        yield "train", empty, "must have a set of a weight above 0 at the start, got only 0"
 
 
 class ValidationConfig(Section):

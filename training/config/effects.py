@@ -16,12 +16,12 @@ from training.config.schema import Config
 def without_effect(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that is not at its default and has no effect."""
     yield from _decays(config)
-    for section, keys, wrong, when in _unused(config):
-        part = attrgetter(section)(config)
+    for place, keys, unused, reason in _unused(config):
+        section = attrgetter(place)(config)
         for key in keys:
-            value = getattr(part, key)
-            if wrong and value != getattr(type(part), key):
-                yield f"{section}.{key} = {shown(value)} has no effect {when}"
+            value = getattr(section, key)
+            if unused and value != getattr(type(section), key):
+                yield f"{place}.{key} = {shown(value)} has no effect {reason}"
 
 
 def _decays(config: Config) -> Iterator[str]:
@@ -30,49 +30,50 @@ def _decays(config: Config) -> Iterator[str]:
     places: dict[str, GroupConfig] = {name: getattr(optimizer, name) for name in groups}
     places |= {
         f"roles.{role}": optimizer.settings_for(role)
-        for role, own in optimizer.roles.items()
-        if own.weight_decay is not None or own.rule is not None
+        for role, overrides in optimizer.roles.items()
+        if overrides.weight_decay is not None or overrides.rule is not None
     }
-    for place, own in places.items():
-        if own.weight_decay > 0 and undoes_decay(optimizer.rule(own.rule)):
+    for place, settings in places.items():
+        decay, rule = settings.weight_decay, settings.rule
+        if decay > 0 and undoes_decay(optimizer.rule(rule)):
             yield (
-                f"optimizer.{place}.weight_decay = {own.weight_decay} has no effect with the hard "
-                f"retraction of {own.rule}, which sets the spectral norm"
+                f"optimizer.{place}.weight_decay = {decay} has no effect with the hard "
+                f"retraction of {rule}, which sets the spectral norm"
             )
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
     """Yield a section, keys of it, whether they have no effect, and when that is so."""
-    kind, spikes, monitors = config.schedule.kind, config.spikes, config.monitors
+    kind, monitors, samples = config.schedule.kind, config.monitors, config.validation
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"
-    yield "spikes", ("window",), spikes.deviations is None, "with spikes.deviations null"
-    quiet = monitors.interval != 0 and "noise" not in monitors.groups
-    yield "monitors", ("noise_samples",), quiet, "without noise in monitors.groups"
-    unseen = not config.data.validation and not config.data.mock
-    keys = ("interval", "samples", "samples_interval", "samples_tokens")
-    yield "validation", keys, unseen, "without sets in data.validation"
-    silent = not unseen and config.validation.samples_interval == 0
-    yield "validation", ("samples_tokens",), silent, "with validation.samples_interval 0"
+    yield "spikes", ("window",), config.spikes.deviations is None, "with spikes.deviations null"
+    no_noise = monitors.interval != 0 and "noise" not in monitors.groups
+    yield "monitors", ("noise_samples",), no_noise, "without noise in monitors.groups"
+    no_sets = not config.data.validation and not config.data.mock
+    keys: tuple[str, ...] = ("interval", "samples", "samples_interval", "samples_tokens")
+    yield "validation", keys, no_sets, "without sets in data.validation"
+    no_samples = not no_sets and samples.samples_interval == 0
+    yield "validation", ("samples_tokens",), no_samples, "with validation.samples_interval 0"
     yield "tasks", ("interval", "examples"), not config.tasks.files, "without tasks.files"
-    untracked = "wandb" not in config.log.trackers
-    yield "log.wandb", ("project",), untracked, "without wandb in log.trackers"
-    whole = config.checkpoint.keep_last is None
-    yield "checkpoint", ("keep_every",), whole, "with checkpoint.keep_last null"
-    ungated = not config.model.gated
-    yield "optimizer", ("split_gate_up",), ungated, "with an activation without a gate"
+    no_wandb = "wandb" not in config.log.trackers
+    yield "log.wandb", ("project",), no_wandb, "without wandb in log.trackers"
+    keep_all = config.checkpoint.keep_last is None
+    yield "checkpoint", ("keep_every",), keep_all, "with checkpoint.keep_last null"
+    no_gate = not config.model.gated
+    yield "optimizer", ("split_gate_up",), no_gate, "with an activation without a gate"
     pc, moe = config.pc, config.model.moe
     if pc is not None:
-        keys, shape = ("degree", "cutoff", "alpha", "upper"), pc.polynomial.kind
-        yield "pc.polynomial", keys, shape != "fitted", f"with pc.polynomial.kind {shape}"
-        untracked_norm = pc.spectral_norm == "none"
-        yield "pc", ("steps", "norm_recovery"), untracked_norm, "with pc.spectral_norm none"
-        fixed_gamma = not pc.learnable_gamma
-        decays = ("gamma_lr", "gamma_weight_decay")
-        yield "pc", decays, fixed_gamma, "with pc.learnable_gamma false"
+        keys, polynomial = ("degree", "cutoff", "alpha", "upper"), pc.polynomial.kind
+        reason = f"with pc.polynomial.kind {polynomial}"
+        yield "pc.polynomial", keys, polynomial != "fitted", reason
+        no_norm = pc.spectral_norm == "none"
+        yield "pc", ("steps", "norm_recovery"), no_norm, "with pc.spectral_norm none"
+        keys = ("gamma_lr", "gamma_weight_decay")
+        yield "pc", keys, not pc.learnable_gamma, "with pc.learnable_gamma false"
     if moe is not None:
-        fixed = not moe.expert_bias
-        yield "model.moe", ("expert_bias_rate",), fixed, "with model.moe.expert_bias false"
+        keys, no_bias = ("expert_bias_rate",), not moe.expert_bias
+        yield "model.moe", keys, no_bias, "with model.moe.expert_bias false"
 
 
 def settings_of_unused_rules(config: Config) -> Iterator[str]:

@@ -130,8 +130,11 @@ class DistributedConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check that a step can be recorded."""
-        overlapped = self.cuda_graph and self.overlap_gather
-        yield "overlap_gather", overlapped, "must be false with cuda_graph"
+        yield (
+            "overlap_gather",
+            self.cuda_graph and self.overlap_gather,
+            "must be false with cuda_graph",
+        )
 
 
 class OptimizerConfig(Section):
@@ -165,9 +168,9 @@ class OptimizerConfig(Section):
         """
         group: GroupConfig = getattr(self, group_of(role))
         default = {"rule": "adamw"} if role in ROUTERS else {}
-        own = vars(self.roles[role]) if role in self.roles else {}
-        given = {key: own[key] for key in vars(group) if own.get(key) is not None}
-        return replace(group, **default | given)
+        overrides = vars(self.roles[role]) if role in self.roles else {}
+        values = {key: overrides[key] for key in vars(group) if overrides.get(key) is not None}
+        return replace(group, **default | values)
 
     def rule(self, name: str) -> Rule:
         """Return the rule `name` with its configured settings."""
@@ -184,7 +187,7 @@ class OptimizerConfig(Section):
 
     def radius_scalers(self) -> dict[str, float]:
         """Return the factors of the radius by role, of roles that have their own."""
-        scalers = {role: own.radius_scaler for role, own in self.roles.items()}
+        scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 
     def checks(self) -> Iterator[Check]:
@@ -193,24 +196,27 @@ class OptimizerConfig(Section):
             rule = self.settings_for(role).rule
             place = f"roles.{role}.rule" if role in self.roles else "scalar.rule"
             kind = "gains" if role == "gain" else "biases"
-            elementwise = f"must be an elementwise rule, as {kind} are vectors, got {rule!r}"
-            yield place, RULES[rule].whole_matrix, elementwise
+            problem = f"must be an elementwise rule, as {kind} are vectors, got {rule!r}"
+            yield place, RULES[rule].whole_matrix, problem
         groups = {name: getattr(self, name) for name in GROUPS}
         roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
-        for place, own in (groups | roles).items():
-            key, got = f"{place}.weight_decay", f"{own.weight_decay} times {own.lr}"
-            rule = f"times lr must be below 1, got {got}: one step would erase the weight"
-            yield key, own.lr * own.weight_decay >= 1, rule
-            problem = decay_problem(self.rule(own.rule), own.weight_decay)
-            yield key, problem, str(problem).removeprefix("weight_decay ")
+        for place, settings in (groups | roles).items():
+            key, decay, lr = f"{place}.weight_decay", settings.weight_decay, settings.lr
+            product = f"{decay} times {lr}: one step would erase the weight"
+            yield key, lr * decay >= 1, f"times lr must be below 1, got {product}"
+            decay_rule = decay_problem(self.rule(settings.rule), decay)
+            yield key, decay_rule, str(decay_rule).removeprefix("weight_decay ")
         for role, scaler in self.radius_scalers().items():
-            other = not isinstance(self.rule(self.settings_for(role).rule), RadiusRule)
-            rule = f"must be null with rule {self.settings_for(role).rule}, which keeps no radius"
-            yield f"roles.{role}.radius_scaler", other, f"{rule}, got {scaler}"
+            rule = self.settings_for(role).rule
+            yield (
+                f"roles.{role}.radius_scaler",
+                not isinstance(self.rule(rule), RadiusRule),
+                f"must be null with rule {rule}, which keeps no radius, got {scaler}",
+            )
         for name in RULES if self.distributed.cuda_graph else ():
-            waits = waiting_field(self.rule(name))
-            why = "must not be true with distributed.cuda_graph, as it waits for the device"
-            yield f"rules.{name}.{waits}", waits, why
+            field_name = waiting_field(self.rule(name))
+            problem = "must not be true with distributed.cuda_graph, as it waits for the device"
+            yield f"rules.{name}.{field_name}", field_name, problem
 
 
 def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -222,14 +228,14 @@ def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
         case {"optimizer": {"rules": dict() as rules, **others} as optimizer}:
             roles = optimizer.get("roles") or {}
             sections = [*others.values(), *(roles.values() if isinstance(roles, dict) else ())]
-            used = {str(own.get("rule")) for own in sections if isinstance(own, dict)}
+            used = {str(each.get("rule")) for each in sections if isinstance(each, dict)}
             missing = rules.keys() - RULES.keys()
-            if wanted := sorted(used & missing):
+            if names := sorted(used & missing):
                 raise MissingRuleError(
-                    [f"rule {name} is in no installed package" for name in wanted]
+                    [f"rule {name} is in no installed package" for name in names]
                 )
-            kept = {name: section for name, section in rules.items() if name not in missing}
-            return {**content, "optimizer": {**optimizer, "rules": kept}}
+            installed = {name: section for name, section in rules.items() if name not in missing}
+            return {**content, "optimizer": {**optimizer, "rules": installed}}
     return content
 
 

@@ -25,9 +25,9 @@ class RampStage(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check that one limit is given."""
-        given = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
-        rule = f"must be given or until_tokens, one of the two, got {len(given)} of them"
-        yield "until_steps", len(given) != 1, rule
+        limits = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
+        rule = f"must be given or until_tokens, one of the two, got {len(limits)} of them"
+        yield "until_steps", len(limits) != 1, rule
 
     def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
         """Return the steps of this stage after `step` steps and `tokens` tokens."""
@@ -72,19 +72,22 @@ def ramp_checks(
     if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
         return  # which the stage says itself
     for i, stage in enumerate(ramp):
-        after = ramp[i + 1].batch if i + 1 < len(ramp) else final
-        place, name = f"batch_ramp[{i}]", "global_batch" if i + 1 == len(ramp) else "the next stage"
-        grows = f"must be below {name} = {after}, as a ramp only grows, got {stage.batch}"
-        yield f"{place}.batch", stage.batch >= after, grows
+        last = i + 1 == len(ramp)
+        name, batch = ("global_batch", final) if last else ("the next stage", ramp[i + 1].batch)
+        rule = f"must be below {name} = {batch}, as a ramp only grows, got {stage.batch}"
+        yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
+        limit = "until_tokens" if stage.until_steps is None else "until_steps"
+        key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
         count = stage.steps_left(step, tokens, sequence_length)
-        key = "until_tokens" if stage.until_steps is None else "until_steps"
-        limit = getattr(stage, key)
-        over = f"must be above {step:,} steps and {tokens:,} tokens, which are over then"
-        yield f"{place}.{key}", not count, f"{over}, got {limit:,}"
+        rule = f"must be above {step:,} steps and {tokens:,} tokens, which are over then"
+        yield key, not count, f"{rule}, got {value:,}"
         step, tokens = step + count, tokens + count * stage.batch * sequence_length
-        rule = f"must end before the last of steps = {steps:,}, got {limit:,}, {step:,} steps"
-        help_ = "a shorter run is exit_step, which leaves the ramp as it is"
-        yield f"{place}.{key}", step >= steps, f"{rule}: {help_}"
+        yield (
+            key,
+            step >= steps,
+            f"must end before the last of steps = {steps:,}, got {value:,}, {step:,} steps: "
+            "a shorter run is exit_step, which leaves the ramp as it is",
+        )
 
 
 Steps = Annotated[int, Field(ge=1, le=10**10)]
@@ -172,13 +175,11 @@ class TrainConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check the loss, the precision and the length."""
-        chunked = self.fused_loss == "liger" and self.loss_chunk is not None
-        yield "loss_chunk", chunked, "must be null with fused_loss liger"
+        chunked_liger = self.fused_loss == "liger" and self.loss_chunk is not None
+        yield "loss_chunk", chunked_liger, "must be null with fused_loss liger"
         yield "fp8", self.fp8 is not None and self.precision != "bf16", "needs precision bf16"
-        late = self.exit_step is not None and self.exit_step > self.steps
-        yield "exit_step", late, f"must be at most steps = {self.steps}"
-        run = self.global_batch, self.steps, self.sequence_length
-        yield from ramp_checks(self.batch_ramp, *run)
+        yield "exit_step", self.last > self.steps, f"must be at most steps = {self.steps}"
+        yield from ramp_checks(self.batch_ramp, self.global_batch, self.steps, self.sequence_length)
 
 
 class ScheduleConfig(Section):

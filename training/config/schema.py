@@ -187,12 +187,12 @@ class ParallelConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check the layout, whatever the model."""
-        whole, interleaved = self.pipeline == 1, self.virtual_pipeline > 1
-        yield "virtual_pipeline", whole and interleaved, "needs pipeline > 1"
+        one_stage, interleaved = self.pipeline == 1, self.virtual_pipeline > 1
+        yield "virtual_pipeline", one_stage and interleaved, "needs pipeline > 1"
         for key in ("first_stage_layers", "last_stage_layers"):
-            given = getattr(self, key) is not None
-            yield key, given and whole, "needs pipeline > 1"
-            yield key, given and interleaved, "needs virtual_pipeline = 1"
+            uneven = getattr(self, key) is not None
+            yield key, uneven and one_stage, "needs pipeline > 1"
+            yield key, uneven and interleaved, "needs virtual_pipeline = 1"
         yield "sequence", self.sequence and self.tensor == 1, "needs tensor > 1"
 
 
@@ -220,8 +220,7 @@ class ProfileConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check the ranks."""
-        twice = len(set(self.ranks)) < len(self.ranks)
-        yield "ranks", twice, "must name each rank once"
+        yield "ranks", len(set(self.ranks)) < len(self.ranks), "must name each rank once"
 
 
 class LogConfig(Section):

@@ -3,12 +3,16 @@
 import importlib.util
 import os
 import subprocess
+from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter
 
 import torch
 
 from models.blocks.attention import FLASH_CAPABILITIES, attention_kernel, flash_attention
 from models.blocks.compiled import missing_compiler
 from models.engine import compiler_problem, has_transformer_engine
+from models.section import Check, problems
 from parallel.comm.groups import Groups
 from parallel.error_text import first_line, last_line
 from spectral.kernels.dispatch import Tile, device_name, has_triton, listed
@@ -30,71 +34,67 @@ def exchange_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.optimizer.distributed.exchange_dtype or config.train.precision]
 
 
-def check_backend(config: Config) -> None:
-    """Raise ConfigError if the attention backend or a compiler for kernels is not installed."""
-    if config.train.compile == "inductor":
-        missing = missing_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        if missing is not None:
-            raise ConfigError(
-                f"train.compile is inductor, which needs {missing} on this machine: install it or "
-                "set train.compile=null"
-            )
-    if config.train.fused_loss == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        raise ConfigError(
-            "train.fused_loss is liger, which is not installed: pip install liger-kernel, or set "
-            "train.fused_loss=null"
-        )
-    kernel = config.model.attention_kernel
-    if kernel != "auto":
-        try:
-            flash_attention(kernel)
-        except ImportError as error:
-            raise ConfigError(
-                f"model.attention_kernel is {kernel}, whose package cannot be imported "
-                f"({last_line(error)}): install it as docs/running.md says, or set "
-                "model.attention_kernel=auto"
-            ) from error
-    if config.train.fused_backward == "triton" and not has_triton():
-        raise ConfigError(
-            "train.fused_backward is triton, which is not installed: pip install triton, or set "
-            "train.fused_backward=null"
-        )
-    wanted = config.model.attention_backend
-    if wanted == "transformer_engine" and not has_transformer_engine():
-        raise ConfigError(
-            "model.attention_backend is transformer_engine, which is not installed: pip "
-            "install transformer-engine[pytorch], or set model.attention_backend=sdpa"
-        )
-
-
-def check_device(config: Config, device: torch.device) -> None:
-    """Raise ConfigError if the device lacks something that the config needs, DeviceError if kernels
-    do not start on it."""
-    if config.optimizer.distributed.cuda_graph and device.type != "cuda":
-        raise ConfigError(
-            f"optimizer.distributed.cuda_graph must be false on a {device.type}, which records no "
-            "graphs, got true"
-        )
-    profile = config.log.profile
-    if profile is not None and profile.memory and device.type != "cuda":
-        raise ConfigError(
-            f"log.profile.memory must be false on a {device.type}, whose memory has no snapshots, "
-            "got true"
-        )
-    train = config.train
-    for key, value in (("fused_loss", train.fused_loss), ("fused_backward", train.fused_backward)):
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if value not in ("auto", None) and device.type == "cpu" and not interpreted:
-            raise ConfigError(f"train.{key} must be auto or null on a cpu, got {value}")
+def check_backends(config: Config, device: torch.device) -> None:
+    """Raise ConfigError, with all problems, unless the installed packages and the device have what
+    the config asks for; DeviceError if kernels do not start on the device."""
+    checks = chain(package_checks(config, device), device_checks(config, device))
+    if lines := list(problems(config, checks)):
+        raise ConfigError("\n".join(lines))
     check_kernels(device)
-    kernel = config.model.attention_kernel
-    if kernel == "auto":
-        return
-    majors = FLASH_CAPABILITIES[kernel]
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in majors:
-        raise ConfigError(
-            f"model.attention_kernel {kernel} needs a GPU of compute capability "
-            f"{', '.join(f'{m}.x' for m in majors)}, got {device_name(device)}"
+
+
+def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
+    """Check that the packages of chosen kernels, and compilers for them, are installed."""
+    model, train = config.model, config.train
+    for key, value, package, installed, other in (
+        ("train.fused_loss", "liger", "liger-kernel", has_liger, "null"),
+        ("train.fused_backward", "triton", "triton", has_triton, "null"),
+        (
+            "model.attention_backend",
+            "transformer_engine",
+            "transformer-engine[pytorch]",
+            has_transformer_engine,
+            "sdpa",
+        ),
+    ):
+        missing = attrgetter(key)(config) == value and not installed()
+        rule = f"needs {package}, which is not installed: pip install it, or set {key}={other}"
+        yield key, missing, rule
+    compiler = missing_compiler(device) if train.compile == "inductor" else None
+    yield "train.compile", compiler, f"needs {compiler} here: install it, or set train.compile=null"
+    if model.attention_kernel != "auto":
+        try:
+            flash_attention(model.attention_kernel)
+        except ImportError as error:
+            yield (
+                "model.attention_kernel",
+                True,
+                f"needs a package that cannot be imported ({last_line(error)}): install it as "
+                "docs/running.md says, or set model.attention_kernel=auto",
+            )
+
+
+def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
+    """Check that the device can run the kernels and record what the config asks for."""
+    train, kind, kernel = config.train, device.type, config.model.attention_kernel
+    graph = config.optimizer.distributed.cuda_graph and kind != "cuda"
+    rule = f"must be false on a {kind}, which records no graphs"
+    yield "optimizer.distributed.cuda_graph", graph, rule
+    snapshot = config.log.profile is not None and config.log.profile.memory and kind != "cuda"
+    rule = f"must be false on a {kind}, whose memory has no snapshots"
+    yield "log.profile.memory", snapshot, rule
+    plain_cpu = kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
+    for key, value in (("fused_loss", train.fused_loss), ("fused_backward", train.fused_backward)):
+        wrong = plain_cpu and value not in ("auto", None)
+        yield f"train.{key}", wrong, "must be auto or null on a cpu"
+    if kernel != "auto":
+        majors = FLASH_CAPABILITIES[kernel]
+        there = kind == "cuda" and torch.cuda.get_device_capability(device)[0] in majors
+        capability = ", ".join(f"{major}.x" for major in majors)
+        yield (
+            "model.attention_kernel",
+            not there,
+            f"{kernel} needs a GPU of compute capability {capability}, got {device_name(device)}",
         )
 
 
@@ -120,9 +120,8 @@ def check_kernels(device: torch.device) -> None:
         ones = torch.ones(1, 64, 64, device=device)
         symmetric.product(ones, ones, TILE)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        said = first_line(error)
         raise DeviceError(
-            f"a Triton kernel does not start on {device_name(device)}: {said}"
+            f"a Triton kernel does not start on {device_name(device)}: {first_line(error)}"
         ) from error
 
 
@@ -141,12 +140,16 @@ def compile_backend(config: Config, device: torch.device) -> tuple[str | None, s
     return "inductor", "inductor"
 
 
+def has_liger() -> bool:
+    """Return whether liger-kernel is installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
 def fused_loss(config: Config, device: torch.device) -> bool:
     """Return whether Liger's kernels compute the loss on a device."""
     if config.train.fused_loss != "auto":
         return config.train.fused_loss == "liger"
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    return installed and device.type == "cuda" and config.train.loss_chunk is None
+    return has_liger() and device.type == "cuda" and config.train.loss_chunk is None
 
 
 def fused_backward(config: Config, device: torch.device) -> bool:

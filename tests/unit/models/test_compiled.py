@@ -19,7 +19,7 @@ from tests.models import drawn, losses_of, tokens_of
 from tests.slow_cases import slow_but
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
-from training.machine.backends import check_backend
+from training.machine.backends import check_backends
 
 # torch.compile asks every input for its gradient, also those that are no leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -119,8 +119,8 @@ def test_a_machine_without_a_compiler_is_refused(
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/compiler",))
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler .* set train.compile=null"):
-        check_backend(config)
-    check_backend(load_config(minimal, ["train.compile=aot_eager"]))
+        check_backends(config, torch.device("cpu"))
+    check_backends(load_config(minimal, ["train.compile=aot_eager"]), torch.device("cpu"))
     fused = ["train.compile=inductor", "model.attention_backend=transformer_engine"]
     with pytest.raises(InvalidConfigError, match="train.compile needs"):
         load_config(minimal, fused)

@@ -13,10 +13,10 @@ from models.blocks.attention import FLASH_MODULES, causal_attention
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.models import drawn, losses_of
-from training import build
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
-from training.machine.backends import check_backend, check_device, kernel_of
+from training.machine import backends
+from training.machine.backends import check_backends, kernel_of
 
 ASKED = ["model.attention_kernel=flash_attention_3", "train.precision=bf16"]
 
@@ -68,10 +68,9 @@ def test_a_model_has_the_losses_and_gradients_of_sdpa(
 def test_auto_takes_none_of_them_and_the_log_names_the_one_that_is_asked(
     minimal: Any, world: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "flash_attention", lambda kernel: pytest.fail("imported"))
+    monkeypatch.setattr(backends, "flash_attention", lambda kernel: pytest.fail("imported"))
     config = load_config(minimal, [])
-    check_backend(config)
-    check_device(config, torch.device("cpu"))
+    check_backends(config, torch.device("cpu"))
     assert "flash_attention_" not in kernel_of(config, world)
     assert kernel_of(load_config(minimal, ASKED), world) == "flash_attention_3"
 
@@ -94,6 +93,6 @@ def test_a_missing_package_or_another_device_is_refused(
 ) -> None:
     config = load_config(minimal, ASKED)
     with pytest.raises(ConfigError, match=r"cannot be imported \(.*flash_attn_interface"):
-        check_backend(config)
+        check_backends(config, torch.device("cpu"))
     with pytest.raises(ConfigError, match="needs a GPU of compute capability 8.x, 9.x, got cpu"):
-        check_device(config, torch.device("cpu"))
+        check_backends(config, torch.device("cpu"))

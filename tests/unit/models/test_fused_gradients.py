@@ -10,7 +10,7 @@ from tests.commands import interpreted
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.machine import backends
-from training.machine.backends import check_backend, check_device, fused_backward
+from training.machine.backends import check_backends, fused_backward
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -45,10 +45,10 @@ def test_what_cannot_run_is_refused(minimal: Any, monkeypatch: pytest.MonkeyPatc
     for key, value in (("fused_backward", "triton"), ("fused_loss", "liger")):
         config = load_config(minimal, [f"train.{key}={value}"])
         with pytest.raises(ConfigError, match=f"train.{key} must be auto or null on a cpu"):
-            check_device(config, CPU)
+            check_backends(config, CPU)
     monkeypatch.setattr(backends, "has_triton", lambda: False)
-    with pytest.raises(ConfigError, match="fused_backward is triton, which is not installed"):
-        check_backend(load_config(minimal, ["train.fused_backward=triton"]))
+    with pytest.raises(ConfigError, match="fused_backward needs triton, which is not installed"):
+        check_backends(load_config(minimal, ["train.fused_backward=triton"]), CPU)
 
 
 def test_an_activation_without_a_kernel_stays_as_it_is() -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.commands import interpreted
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
-from training.machine.backends import check_backend, fused_loss
+from training.machine.backends import check_backends, fused_loss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -36,5 +36,5 @@ def test_what_cannot_be_had_is_refused(minimal: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(InvalidConfigError, match="loss_chunk must be null with fused_loss liger"):
         load_config(minimal, ["train.fused_loss=liger", "train.loss_chunk=8"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install liger-kernel"):
-        check_backend(load_config(minimal, ["train.fused_loss=liger"]))
+    with pytest.raises(ConfigError, match="liger-kernel, which is not installed: pip install it"):
+        check_backends(load_config(minimal, ["train.fused_loss=liger"]), CPU)

@@ -19,7 +19,7 @@ from tests.token_files import write_token_set
 from tests.unit.training.test_aids import largest_file
 from training.config import load_config
 from training.errors import ConfigError
-from training.machine.backends import check_device
+from training.machine.backends import check_backends
 from training.run import train
 from training.step_profile import announcement
 
@@ -194,4 +194,4 @@ def test_wrong_keys_are_refused(keys, rule, minimal):
 def test_a_memory_snapshot_needs_a_gpu(minimal):
     config = load_config(minimal, ["log.profile.first=2", "log.profile.memory=true"])
     with pytest.raises(ConfigError, match=r"log\.profile\.memory must be false on a cpu"):
-        check_device(config, torch.device("cpu"))
+        check_backends(config, torch.device("cpu"))
