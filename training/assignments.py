@@ -48,11 +48,11 @@ def assignments(
     penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
     """Return the function from the given units to their assignments."""
-    known: dict[tuple[str, int | None], Assignment] = {}
+    by_role: dict[tuple[str, int | None], Assignment] = {}
     for unit in units:
-        if (unit.role, unit.layer) not in known:
-            known[unit.role, unit.layer] = _assignment(optimizer, unit, pc, penalty)
-    return lambda unit: known[unit.role, unit.layer]
+        if (unit.role, unit.layer) not in by_role:
+            by_role[unit.role, unit.layer] = _assignment(optimizer, unit, pc, penalty)
+    return lambda unit: by_role[unit.role, unit.layer]
 
 
 def _assignment(

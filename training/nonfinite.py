@@ -47,9 +47,9 @@ class SpikeDetector:
 
     def restore(self, losses: Sequence[float]) -> None:
         """Set the window to the last losses of a checkpoint, as many as fit."""
-        known = torch.tensor(losses[-len(self.losses) :], dtype=torch.float64)
+        recent = torch.tensor(losses[-len(self.losses) :], dtype=torch.float64)
         self.losses.fill_(torch.nan)
-        self.losses[len(self.losses) - len(known) :] = known.to(self.losses.device)
+        self.losses[len(self.losses) - len(recent) :] = recent.to(self.losses.device)
 
 
 class NonFiniteGuard:

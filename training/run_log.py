@@ -61,14 +61,14 @@ class RunLog:
         routes: Sequence[Route],
         data: TrainingData,
         step: int,
-        counted: Mapping[str, float],
+        warned: Mapping[str, float],
         run_id: str,
         progress: Progress,
         monitor_interval: int,
     ) -> None:
         """Open the folder of a run that continues after `step`.
 
-        counted    warnings given before that step, as `SpectralMetrics.state` returns them
+        warned    warnings given before that step, as `SpectralMetrics.state` returns them
         run_id     id of the run for trackers
         progress   of the run; its step is `step`, or the one after if that is still to be reported
         monitor_interval   steps between monitored steps, as `Monitors` has it
@@ -120,7 +120,7 @@ class RunLog:
         self.trackers = Trackers(config, run_id=run_id, step=step, warn=warn)
         for text in damaged:
             self.note("warning", step, text)
-        self.counted = dict(counted)
+        self.warned = dict(warned)
         self.data = data
         self.rewritten: set[str] = set()
 
@@ -155,9 +155,9 @@ class RunLog:
             if name.startswith(prefix)
         ]
         for name, (metric, words) in WARNINGS.items():
-            new = metrics.get(metric, 0) - self.counted.get(name, 0)
+            new = metrics.get(metric, 0) - self.warned.get(name, 0)
             if new > 0:
-                self.counted[name] = metrics[metric]
+                self.warned[name] = metrics[metric]
                 text = words.format(new=new, units=", ".join(units), largest=largest)
                 self.note("warning", step, f"warning: {text}")
         losses = [

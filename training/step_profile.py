@@ -70,16 +70,16 @@ class StepProfile:
         self.cuda = groups.device.type == "cuda"
         self.note = note
         self.steps = profiled_steps(section, after, config.train.last)
-        self.own = self.rank in section.ranks
+        self.profiled = self.rank in section.ranks
         self._done = not self.steps
         self._taken = 0
         self._session: profiler.profile | None = None
         self._span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self._said: list[str] = []
+        self._messages: list[str] = []
 
     def before(self, step: int) -> None:
         """Begin with the first of the steps, and mark each."""
-        if self._done or not self.own or step not in self.steps or self._said:
+        if self._done or not self.profiled or step not in self.steps or self._messages:
             return
         with self._failing():
             if self._session is None:
@@ -102,7 +102,7 @@ class StepProfile:
             return
         self._done = True
         self._write(step)
-        for text in (text for texts in from_all(self._said, self.host) for text in texts):
+        for text in (text for texts in from_all(self._messages, self.host) for text in texts):
             self.note("warning" if text.startswith("warning") else "profile", step, text)
 
     def close(self) -> None:
@@ -133,13 +133,15 @@ class StepProfile:
             self.folder.mkdir(exist_ok=True)
             path = write_trace(session, self.folder / f"{name}.json.gz")
             what = f"profile of {_named(range(self._taken, step + 1))} on rank {self.rank}"
-            self._said.append(f"{what}: {path}, {_megabytes(path)}, for https://ui.perfetto.dev")
+            self._messages.append(
+                f"{what}: {path}, {_megabytes(path)}, for https://ui.perfetto.dev"
+            )
         if self.section.memory:
             with self._failing():
                 path = self.folder / f"{name}.memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(path))
                 what = f"memory snapshot of rank {self.rank}: {path}, {_megabytes(path)}"
-                self._said.append(f"{what}, for https://pytorch.org/memory_viz")
+                self._messages.append(f"{what}, for https://pytorch.org/memory_viz")
             self._forget_allocations()
 
     def _forget_allocations(self) -> None:
@@ -154,7 +156,9 @@ class StepProfile:
             yield
         except Exception as error:
             text = described(error) if isinstance(error, OSError) else first_line(error)
-            self._said.append(f"warning: no profile of rank {self.rank}: {text}; the run goes on")
+            self._messages.append(
+                f"warning: no profile of rank {self.rank}: {text}; the run goes on"
+            )
 
 
 def write_trace(session: profiler.profile, path: Path) -> Path:

@@ -43,14 +43,14 @@ def score(
     returned True.
     """
     requests = [request for task in tasks for request in task.requests]
-    found = log_likelihoods(
+    likelihoods = log_likelihoods(
         model, groups, requests, vocab_size=vocab_size, most_tokens=most_tokens, stop=stop
     )
-    if found is None:
+    if likelihoods is None:
         return None
     metrics, place, rows = {}, 0, []
     for task in tasks:
-        rows.append(accuracies(task, found[place : place + len(task.requests)]))
+        rows.append(accuracies(task, likelihoods[place : place + len(task.requests)]))
         metrics[f"task/{task.name}/acc"], metrics[f"task/{task.name}/acc_norm"] = rows[-1]
         place += len(task.requests)
     for key, values in zip(("acc", "acc_norm"), zip(*rows, strict=True), strict=True):

@@ -88,13 +88,13 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
     broken = []
     for step in sorted(steps(path), reverse=True):
         try:
-            found = _complete(step_folder(path, step))
+            info = _complete(step_folder(path, step))
         except BrokenCheckpointError as error:
             broken.append(str(error))
             continue
         for problem in broken:
-            print(f"warning: {problem}; taking {found.path.name}", file=sys.stderr)
-        return found
+            print(f"warning: {problem}; taking {info.path.name}", file=sys.stderr)
+        return info
     raise ResumeError("; ".join([f"{path} has no complete checkpoint", *broken]))
 
 
@@ -102,8 +102,8 @@ def steps(run_dir: str | Path) -> list[int]:
     """Return the steps of the checkpoints in a run folder, ascending, broken ones included."""
     folder = Path(run_dir) / FOLDER
     names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    found = [(int(match[1]), match[0]) for match in names if match]
-    return sorted(step for step, name in found if name == step_folder(run_dir, step).name)
+    matches = [(int(match[1]), match[0]) for match in names if match]
+    return sorted(step for step, name in matches if name == step_folder(run_dir, step).name)
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
@@ -122,9 +122,9 @@ def _complete(path: Path) -> CheckpointInfo:
         if marker != hashlib.sha256(content).hexdigest():
             raise BrokenCheckpointError(changed(path, META))
         meta = parse_json(content)
-        found = meta.get("format") if isinstance(meta, dict) else None
-        if found != FORMAT:
-            raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
+        version = meta.get("format") if isinstance(meta, dict) else None
+        if version != FORMAT:
+            raise ResumeError(f"{path}: format must be {FORMAT}, got {version!r}")
         weights_only = meta.get("weights_only") is True
         bind((AverageMeta if "averaged" in meta else Meta) if weights_only else RunMeta, meta)
         named = STEP.fullmatch(path.name)

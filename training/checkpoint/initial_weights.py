@@ -103,31 +103,33 @@ def _chosen(
     """The checkpoint to begin from, the sha256 of its meta.json, whether tokenizers are known."""
     info = read_checkpoint(path)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
-    theirs, ours = (
+    saved, configured = (
         {k: v for k, v in flat(asdict(replace(each, init=config.model.init))) if k not in BACKENDS}
         for each in (info.config.model, config.model)
     )
-    different = list(changes(theirs, ours))
+    different = list(changes(saved, configured))
     if different:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} has another model: {', '.join(different)}"
         )
-    known = info.meta["identity"].get("tokenizer", {}).get("sha256")
-    compared = None not in (known, tokenizer)
-    another = compared and known != tokenizer and not same_tokens(info.path / TOKENIZER, file)
+    sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
+    compared = None not in (sha256, tokenizer)
+    another = compared and sha256 != tokenizer and not same_tokens(info.path / TOKENIZER, file)
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} has another tokenizer: sha256 was {known}, "
+            f"checkpoint.initialize_from: {info.path} has another tokenizer: sha256 was {sha256}, "
             f"is {tokenizer}; there the same ids mean other tokens. To use its weights "
             "anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared
 
 
-def same_tokens(theirs: Path, ours: Path | None) -> bool:
+def same_tokens(saved_file: Path, data_file: Path | None) -> bool:
     """Return whether two tokenizer.json differ in nothing but the template around a text, which
     exports leave out as data is prepared without it."""
-    if ours is None or not (theirs.is_file() and ours.is_file()):
+    if data_file is None or not (saved_file.is_file() and data_file.is_file()):
         return False
-    first, second = ({**read_json(path), "post_processor": None} for path in (theirs, ours))
+    first, second = (
+        {**read_json(path), "post_processor": None} for path in (saved_file, data_file)
+    )
     return bool(first == second)

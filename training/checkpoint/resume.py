@@ -78,7 +78,7 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
     """
     if resume == "none":
         return Start(None, resume)
-    candidates = first_rank(lambda: wanted_steps(run_dir, resume))
+    candidates = first_rank(lambda: candidate_steps(run_dir, resume))
     broken: dict[int, str] = {}
     for step in candidates:
         try:
@@ -95,7 +95,7 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
     return Start(None, resume)
 
 
-def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
+def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
     """Return the steps whose checkpoints may be continued, in order of preference.
 
     Raises ResumeError for a step without a checkpoint, or if only broken checkpoints are left.
@@ -103,8 +103,8 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
     there = checkpoints.steps(run_dir)
     if resume != "latest":
         if int(resume) not in there:
-            known = ", ".join(map(str, there)) or "none"
-            raise ResumeError(f"{run_dir} has no checkpoint of step {resume}; there are: {known}")
+            steps = ", ".join(map(str, there)) or "none"
+            raise ResumeError(f"{run_dir} has no checkpoint of step {resume}; there are: {steps}")
         return [int(resume)]
     folder = Path(run_dir) / checkpoints.FOLDER
     if not there and folder.is_dir() and any(folder.glob("broken-*")):
@@ -135,9 +135,9 @@ def check_content(info: CheckpointInfo) -> None:
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
     for find in (checkpoints.problems, checkpoints.not_finite):
-        found = found_by_any(find(info, share))
-        if found:
-            raise BrokenCheckpointError("; ".join(found))
+        sentences = found_by_any(find(info, share))
+        if sentences:
+            raise BrokenCheckpointError("; ".join(sentences))
 
 
 def run_id(meta: Mapping[str, Any]) -> str:

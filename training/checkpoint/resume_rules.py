@@ -100,12 +100,12 @@ def settings(config: Config) -> Identity:
 
 def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dict[str, list[str]]:
     """Return, by kind of `now` that is not in `allowed`, a sentence for each value that changed."""
-    found = {
+    sentences = {
         kind: list(changes(*comparable(saved.get(kind, {}), values)))
         for kind, values in now.items()
         if kind not in allowed
     }
-    return {kind: lines for kind, lines in found.items() if lines}
+    return {kind: lines for kind, lines in sentences.items() if lines}
 
 
 def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
@@ -194,24 +194,24 @@ def _data(
     config: Config, data: TrainingData, validation: Iterable[ValidationData]
 ) -> dict[str, Any]:
     """What determines the tokens of sample k, and of validation."""
-    found: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
+    facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     for each in data.all_sets:
-        found[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
-        found[f"{each.name}.tokens"] = each.tokens
-        found[f"{each.name}.content"] = each.digest
-        found[f"{each.name}.sha256"] = each.stated_sha256
+        facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
+        facts[f"{each.name}.tokens"] = each.tokens
+        facts[f"{each.name}.content"] = each.digest
+        facts[f"{each.name}.sha256"] = each.stated_sha256
     for held_out in validation:
-        found[f"validation.{held_out.name}.content"] = held_out.set.digest
-        found[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
+        facts[f"validation.{held_out.name}.content"] = held_out.set.digest
+        facts[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
     for i, (phase, (_, mixture)) in enumerate(zip(config.data.phases, data.later, strict=True)):
         place = f"phases[{i}]"
-        found[f"{place}.{phase.beginning}"] = getattr(phase, phase.beginning)
+        facts[f"{place}.{phase.beginning}"] = getattr(phase, phase.beginning)
         for name, share in mixture.shares.items():
-            found[f"{place}.{name}.share"] = round(share, 6)
-        found[f"{place}.fingerprint"] = mixture.fingerprint()
+            facts[f"{place}.{name}.share"] = round(share, 6)
+        facts[f"{place}.fingerprint"] = mixture.fingerprint()
     # Covers also what the keys above do not say of the order.
-    found["fingerprint"] = data.fingerprint()
-    return found
+    facts["fingerprint"] = data.fingerprint()
+    return facts
 
 
 def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
@@ -231,13 +231,15 @@ def _optimizer(config: Config) -> dict[str, Any]:
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     plain = replace(config.optimizer, roles={})
-    for role, own in settings["roles"].items():  # what its group says too is no difference
+    for role, overrides in settings["roles"].items():  # what its group says too is no difference
         usual = asdict(plain.settings_for(role))
-        settings["roles"][role] = {k: v for k, v in own.items() if v not in (None, usual.get(k))}
+        settings["roles"][role] = {
+            k: v for k, v in overrides.items() if v not in (None, usual.get(k))
+        }
     settings["rules"] = {
         name: rule_settings(config.optimizer.rule(name)) for name in RULES if name in used
     }
-    found = dict(flat(settings))
-    found["tensor_mode"] = distributed["tensor_mode"]
-    found["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision
-    return found | {k: distributed[k] or "fp32" for k in ("gradient_dtype", "momentum_dtype")}
+    values = dict(flat(settings))
+    values["tensor_mode"] = distributed["tensor_mode"]
+    values["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision
+    return values | {k: distributed[k] or "fp32" for k in ("gradient_dtype", "momentum_dtype")}

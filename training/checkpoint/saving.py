@@ -210,31 +210,31 @@ class Saver:
         guard of its losses may yet take the run back to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
-        said, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
+        text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
         if not all(isinstance(problem, NotFiniteStateError) for problem in problems):
             assert pending is not None
-            self._missed(said)
+            self._missed(text)
             self._pending = pending.again(self._new_folder() / STATE)
             return
         self.abandon()
         self._refused += 1
         if self._refused == REFUSALS:
-            raise self._error(f"{said}; {REFUSALS} checkpoints in a row")
+            raise self._error(f"{text}; {REFUSALS} checkpoints in a row")
         if self.groups.rank == 0:
-            print(f"warning: step {self._meta['step']} is not saved: {said}", flush=True)
+            print(f"warning: step {self._meta['step']} is not saved: {text}", flush=True)
 
-    def _missed(self, said: str) -> None:
+    def _missed(self, text: str) -> None:
         """Drop what a failed attempt has written. Raises CheckpointError if it was the last one."""
         self.abandon()
         if self._attempt == ATTEMPTS:
-            raise self._error(said)
+            raise self._error(text)
         self._attempt += 1
         if self.groups.rank == 0:
             step = self._meta["step"]
-            print(f"warning: step {step} is not saved yet, trying again: {said}", flush=True)
+            print(f"warning: step {step} is not saved yet, trying again: {text}", flush=True)
 
-    def _error(self, said: str) -> CheckpointError:
-        return CheckpointError(f"step {self._meta['step']} could not be saved: {said}")
+    def _error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"step {self._meta['step']} could not be saved: {text}")
 
     def abandon(self) -> None:
         """End a save under way and remove what it has written, as far as possible.

@@ -227,11 +227,11 @@ class StoredTensors:
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors of `keys`, whole, on the CPU, in the stored dtype."""
         try:
-            found = {key: self.empty(key) for key in keys}
+            tensors = {key: self.empty(key) for key in keys}
         except Exception as error:  # whatever an index may say of a tensor
             raise broken(self.folder, error) from error
-        self.read_into(found)
-        return found
+        self.read_into(tensors)
+        return tensors
 
 
 def named(keys: Collection[str]) -> str:
@@ -310,14 +310,14 @@ class CheckpointWeights:
 
     def check(self) -> None:
         """Raise BrokenCheckpointError if the weights are not those of the config's model."""
-        wanted = {f"weight/{unit.name}" for unit in self.units()}
+        expected = {f"weight/{unit.name}" for unit in self.units()}
         stored = self._stored.keys("weight/")
-        found = {key for key in stored if not key.endswith(GAMMA)}
-        if wanted - found:
-            raise BrokenCheckpointError(f"{self.info.path} lacks {named(wanted - found)}")
-        if found - wanted:
+        present = {key for key in stored if not key.endswith(GAMMA)}
+        if expected - present:
+            raise BrokenCheckpointError(f"{self.info.path} lacks {named(expected - present)}")
+        if present - expected:
             raise BrokenCheckpointError(
-                f"{self.info.path} has {named(found - wanted)}, unlike its config's model"
+                f"{self.info.path} has {named(present - expected)}, unlike its config's model"
             )
 
     def effective(self, unit: Unit) -> Tensor:

@@ -107,8 +107,8 @@ def _sections(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Sec
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
     """Yield a line for each problem that pydantic has found; one for a list that is too short."""
-    for found in error.errors(include_url=False):
-        loc, name, value = found["loc"], found["type"], found["input"]
+    for problem in error.errors(include_url=False):
+        loc, name, value = problem["loc"], problem["type"], problem["input"]
         if name == "unexpected_keyword_argument":
             yield _unknown(root, loc)
             continue
@@ -118,9 +118,9 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
         if name == "missing":
             yield from _missing(kind, path)
         elif name == "value_error":
-            yield from (join(path, line) for line in str(found["ctx"]["error"]).splitlines())
+            yield from (join(path, line) for line in str(problem["ctx"]["error"]).splitlines())
         elif name in BOUNDS:
-            bounds = {k: f"{v:g}" if isinstance(v, float) else v for k, v in found["ctx"].items()}
+            bounds = {k: f"{v:g}" if isinstance(v, float) else v for k, v in problem["ctx"].items()}
             yield f"{path} must be {BOUNDS[name].format(**bounds)}, got {shown(value)}"
         else:
             yield _mismatch(kind, path, value)

@@ -293,10 +293,10 @@ def _nearby(config: Config, world_size: int) -> str:
     return f"legal nearby: {'; '.join(shown)}" if shown else "no number nearby is legal"
 
 
-def _nearest(legal: list[int], wanted: int) -> list[int]:
-    """Return the last of ascending numbers up to `wanted` and the first from there on."""
-    below = [each for each in legal if each <= wanted][-1:]
-    above = [each for each in legal if each >= wanted][:1]
+def _nearest(legal: list[int], number: int) -> list[int]:
+    """Return the last of ascending numbers up to `number` and the first from there on."""
+    below = [each for each in legal if each <= number][-1:]
+    above = [each for each in legal if each >= number][:1]
     return sorted({*below, *above})
 
 

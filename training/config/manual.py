@@ -44,10 +44,10 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
-def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -> Iterator[str]:
+def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()) -> Iterator[str]:
     """Yield a section line by line: its heading, or row if nested, its keys, its subsections.
 
-    Rows in `said` are left out: they stand above, once for several sections.
+    Rows in `omitted` are left out: they stand above, once for several sections.
     """
     types = types_of(kind)
     children = {name: child for name, inner in types.items() if (child := nested(inner))}
@@ -57,7 +57,7 @@ def _section(kind: type, path: str, sentence: str, said: Collection[Row] = ()) -
         yield from ["", f"## {path or 'Top level'}", ""]
         yield from [sentence, ""] if sentence else []
         yield from ["| key | type | default | |", "|---|---|---|---|"]
-    yield from (_line(path, row) for row in _rows(kind) if row not in said)
+    yield from (_line(path, row) for row in _rows(kind) if row not in omitted)
     shared = _shared({n: child for n, child in children.items() if types[n] is child and path})
     for row, names in shared.items():
         yield _line(f"{path}.*", (*row[:3], f"{row[3]} For {', '.join(names)}."))

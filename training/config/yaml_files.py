@@ -114,8 +114,8 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
     """Return the dotted keys that `path` itself or an override gives, not those of its bases."""
     sources = _sources(path, overrides)
-    own = (content for source, content in sources if source in (real_path(path), *overrides))
-    return {key for content in own for key, _ in flat(content)}
+    contents = (content for source, content in sources if source in (real_path(path), *overrides))
+    return {key for content in contents for key, _ in flat(content)}
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
@@ -196,7 +196,7 @@ def escaped(value: Any) -> Any:
 
 def unescaped(text: str) -> str:
     """Return what `escaped` was given."""
-    return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda found: found[1][::2] + "${", text)
+    return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda match: match[1][::2] + "${", text)
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:

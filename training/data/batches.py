@@ -131,7 +131,7 @@ def as_batch(
     """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with borders.
 
     Its inputs and next-token labels `[b, s / context]` are this context rank's part of the
-    sequences, on the device. If first tokens give no loss, `counted` states which labels do.
+    sequences, on the device. If first tokens give no loss, `mask` states which labels do.
     """
     move = partial(on_device, device=groups.device)
     place = {"rank": groups.context.rank, "size": groups.context.size}
@@ -144,8 +144,8 @@ def as_batch(
     if firsts is not None and borders.mask:
         batch["documents"] = documents_of(firsts[:, :-1], move, **place)
     if firsts is not None and not borders.first_token_loss:
-        counted = firsts[:, 1:] < torch.arange(1, firsts.shape[1])
-        batch["counted"] = move(context_part(counted, 1, **place).contiguous())
+        mask = firsts[:, 1:] < torch.arange(1, firsts.shape[1])
+        batch["counted"] = move(context_part(mask, 1, **place).contiguous())
     if weight is not None:
         batch["weight"] = move(weight)
     return batch

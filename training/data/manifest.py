@@ -85,9 +85,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != MANIFEST_FORMAT:
-        raise DataError(f"format of {path} must be {MANIFEST_FORMAT}, got {found!r}")
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != MANIFEST_FORMAT:
+        raise DataError(f"format of {path} must be {MANIFEST_FORMAT}, got {version!r}")
     try:
         manifest = bind(Manifest, {**content, "folder": str(folder)})
     except InvalidConfigError as error:

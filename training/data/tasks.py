@@ -228,8 +228,8 @@ def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
         return math.nan, math.nan
     place, right, right_by_character = 0, 0, 0
     for answer, sizes in zip(task.answers, task.sizes, strict=True):
-        found = np.array(likelihoods[place : place + len(sizes)])
-        right += int(found.argmax()) == answer
-        right_by_character += int((found / np.array(sizes)).argmax()) == answer
+        scores = np.array(likelihoods[place : place + len(sizes)])
+        right += int(scores.argmax()) == answer
+        right_by_character += int((scores / np.array(sizes)).argmax()) == answer
         place += len(sizes)
     return right / len(task.answers), right_by_character / len(task.answers)

@@ -118,5 +118,5 @@ class ValidationData:
             indices = range(first, first + micro_batch)
             last = self.samples - 1
             windows = [self.set.sample(min(index, last), self.borders) for index in indices]
-            counted = [float(index < self.samples) for index in indices]
-            yield torch.from_numpy(np.stack(windows)), torch.tensor(counted)
+            weights = [float(index < self.samples) for index in indices]
+            yield torch.from_numpy(np.stack(windows)), torch.tensor(weights)

@@ -69,7 +69,7 @@ class Pace:
         train, (step, tokens) = self.config.train, self._marked
         count, read = progress.step - step, progress.tokens - tokens
         seconds = (time.perf_counter() - self._mark) / count
-        own = self.clock.total() / count
+        local_seconds = self.clock.total() / count
         attended = self.data.at(step).attended_length()
         metrics = performance(
             tokens=read / count,
@@ -78,7 +78,7 @@ class Pace:
             flops_per_token=model_size(self.config.model, attended).flops_per_token,
             peak=self.peak_flops,
         )
-        times = self.agreement.gather([own])[:, 0]
+        times = self.agreement.gather([local_seconds])[:, 0]
         self.stragglers = list(self._stragglers.new(times.tolist(), count))
         ahead = train.samples(progress.step, progress.tokens) * train.sequence_length
         metrics["progress/pct"] = 100.0 * progress.step / train.steps
@@ -155,13 +155,13 @@ class Stragglers:
         for stage in set(self.stages):
             there = [s for s, other in zip(seconds, self.stages, strict=True) if other == stage]
             medians[stage] = median(there)
-        for rank, (own, stage) in enumerate(zip(seconds, self.stages, strict=True)):
+        for rank, (local, stage) in enumerate(zip(seconds, self.stages, strict=True)):
             before = self._slow[rank]
-            self._slow[rank] = before + steps if own > RATIO * medians[stage] else 0
+            self._slow[rank] = before + steps if local > RATIO * medians[stage] else 0
             if before < STEPS <= self._slow[rank]:
                 yield (
                     f"rank {rank} (host {self.hosts[rank]}) has been slow for "
-                    f"{self._slow[rank]} steps: {own:.3g} s a step before it waits for others, "
+                    f"{self._slow[rank]} steps: {local:.3g} s a step before it waits for others, "
                     f"the median of its stage is {medians[stage]:.3g} s"
                 )
 

@@ -54,8 +54,8 @@ class StopRequests:
                     "seconds before its end"
                 )
         elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
-            said = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
-            print(f"warning: SLURM_JOB_END_TIME {said}: the run does not see its time limit")
+            problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
+            print(f"warning: SLURM_JOB_END_TIME {problem}: the run does not see its time limit")
         self.error: Exception | None = None
         """What failed on this rank between steps; the run ends with it once it has saved."""
         self._signalled = False

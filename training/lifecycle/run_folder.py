@@ -61,8 +61,8 @@ def locked(run_dir: str | Path) -> Iterator[None]:
                 f"run.dir {folder} is in use by another run: {file.read().strip() or 'unknown'}"
             )
         file.truncate(0)
-        own = {"host": socket.gethostname(), "pid": os.getpid(), "began": began(os.getpid())}
-        file.write(json.dumps(own) + "\n")
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "began": began(os.getpid())}
+        file.write(json.dumps(holder) + "\n")
         file.flush()
         yield
 
@@ -175,9 +175,9 @@ def starts_again(run_dir: str | Path) -> bool:
 def _command() -> str:
     """The id of the SLURM job, or else the one that torchrun has for its command or, if it was
     given none, its process; empty without any."""
-    own = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    own = f"process {os.getppid()} of {socket.gethostname()}" if own == NO_ID else own
-    return os.environ.get("SLURM_JOB_ID", own)
+    command = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
+    return os.environ.get("SLURM_JOB_ID", command)
 
 
 def mark_done(run_dir: str | Path, done: bool) -> None:

@@ -33,13 +33,13 @@ def start(config: Config) -> Literal["cuda", "cpu"]:
     Raises DeviceError if the device that the config asks for cannot be had.
     """
     prepare(config)
-    wanted = config.run.device
-    if wanted == "cpu":
+    requested = config.run.device
+    if requested == "cpu":
         return "cpu"
-    return choose(wanted, gpus_here(), int(os.environ.get("LOCAL_RANK", "0")))
+    return choose(requested, gpus_here(), int(os.environ.get("LOCAL_RANK", "0")))
 
 
-Wanted = Literal["auto", "cuda", "cpu"]
+RequestedDevice = Literal["auto", "cuda", "cpu"]
 
 NVIDIA: Final = "0x10de"
 """Vendor of a PCI device."""
@@ -56,18 +56,18 @@ class Gpus:
     """What is known of this machine's GPUs.
 
     built    the CUDA version that PyTorch is built with, None without CUDA
-    found    NVIDIA devices of this machine, whether they can be used or not
+    devices  NVIDIA devices of this machine, whether they can be used or not
     problem  why CUDA does not start, None if it does or was not tried
     usable   devices that CUDA has
     """
 
     built: str | None
-    found: tuple[str, ...]
+    devices: tuple[str, ...]
     problem: str | None
     usable: int
 
 
-def choose(wanted: Wanted, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
+def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
     """The kind of device that rank `local_rank` of this machine trains on.
 
     `auto` is a GPU where CUDA starts, and a CPU where there is no GPU, or where PyTorch is built
@@ -75,7 +75,7 @@ def choose(wanted: Wanted, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"
     there but does not start (a driver too old for this PyTorch, a container without its GPUs), and
     for a rank that no GPU is left for.
     """
-    if wanted == "cpu":
+    if requested == "cpu":
         return "cpu"
     if gpus.usable:
         if local_rank >= gpus.usable:
@@ -84,18 +84,20 @@ def choose(wanted: Wanted, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"
                 "all: start fewer processes, or set run.device=cpu"
             )
         return "cuda"
-    if wanted == "auto" and (gpus.built is None or not gpus.found):
+    if requested == "auto" and (gpus.built is None or not gpus.devices):
         return "cpu"
-    raise DeviceError(f"run.device is {wanted}, but {reason(gpus)}; run.device=cpu trains on CPUs")
+    raise DeviceError(
+        f"run.device is {requested}, but {reason(gpus)}; run.device=cpu trains on CPUs"
+    )
 
 
 def reason(gpus: Gpus) -> str:
     """Why no GPU can be used."""
     if gpus.built is None:
         return "this PyTorch is built without CUDA"
-    if not gpus.found:
+    if not gpus.devices:
         return "this machine has no NVIDIA device"
-    there = f"this machine has NVIDIA devices ({', '.join(gpus.found)}) and CUDA {gpus.built} "
+    there = f"this machine has NVIDIA devices ({', '.join(gpus.devices)}) and CUDA {gpus.built} "
     return there + f"does not start: {gpus.problem or 'it finds none of them'}"
 
 

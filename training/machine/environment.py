@@ -46,8 +46,8 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def wanted(config: Config) -> dict[str, str]:
-    """What a run on GPUs wants of its environment.
+def required_variables(config: Config) -> dict[str, str]:
+    """Return the variables that a run on GPUs needs in its environment.
 
     Expandable segments   memory that one step frees in pieces serves another's large tensors
     one connection        with tensor or context parallelism, kernels must start in the order in
@@ -74,9 +74,9 @@ def wanted(config: Config) -> dict[str, str]:
     return variables
 
 
-def missing(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """What of `wanted` the user has not set otherwise."""
-    variables = wanted(config)
+def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of `required_variables` that the user has not set otherwise."""
+    variables = required_variables(config)
     if any(name in environment for name in ALLOCATOR):
         del variables[ALLOCATOR[0]]
     return {name: value for name, value in variables.items() if name not in environment}
@@ -93,7 +93,7 @@ def prepare(config: Config) -> None:
             "those of the optimizer too; unset it and call "
             'torch.set_float32_matmul_precision("high") for the forward pass alone'
         )
-    variables = missing(config, os.environ)
+    variables = missing_variables(config, os.environ)
     os.environ.update(variables)
     if ALLOCATOR[0] in variables:  # which PyTorch has read when it was imported
         torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])

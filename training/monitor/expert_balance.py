@@ -67,8 +67,8 @@ class ExpertBalance:
         mixed = slice(moe.dense_layers, None)
         pipeline, comm_volume = self.groups.pipeline, self.model.comm_volume
         violations = self.violations()
-        found = {"moe/max_vio": max(violations.values())}
-        found |= {f"moe/max_vio/{layer}": value for layer, value in violations.items()}
+        metrics = {"moe/max_vio": max(violations.values())}
+        metrics |= {f"moe/max_vio/{layer}": value for layer, value in violations.items()}
         stage = self.groups.dense.stage
         shares = {
             "sequence_aux_loss": self.groups.data.size,
@@ -81,5 +81,5 @@ class ExpertBalance:
                 value = self._losses.get(name, zeros).float()
                 all_reduce_(value, stage, comm_volume, "metrics")
                 all_reduce_(value, pipeline, comm_volume, "metrics")
-                found[f"moe/{name}"] = value[mixed].mean().item() / (share * microbatches)
-        return found
+                metrics[f"moe/{name}"] = value[mixed].mean().item() / (share * microbatches)
+        return metrics

@@ -70,8 +70,8 @@ class Refusals(Events):
     def record(self) -> None:
         """Count the refusals of a step, without waiting for the device."""
         counts = dict(self.optimizer.refused())
-        known = set(self._names)
-        self._add_names([name for name in counts if name not in known])
+        names = set(self._names)
+        self._add_names([name for name in counts if name not in names])
         if not self._names:
             return
         refused = torch.stack([counts.get(name, self._none) for name in self._names])

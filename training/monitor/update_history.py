@@ -101,8 +101,8 @@ class UpdateHistory:
 
     def _chosen(self, inspection: Inspection, indices: list[int]) -> list[Tensor]:
         whole = len(indices) == len(inspection.units)
-        found = [inspection.matrices[str(i)] for i in range(len(self.moments) + 1)]
-        return found if whole else [each[indices] for each in found]
+        matrices = [inspection.matrices[str(i)] for i in range(len(self.moments) + 1)]
+        return matrices if whole else [each[indices] for each in matrices]
 
     def _of(
         self, units: list[Unit], matrices: Sequence[Tensor], factors: Sequence[float]

@@ -64,8 +64,8 @@ class WandbTracker:
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Record the metrics of `step` that have a value."""
-        known = {name: value for name, value in metrics.items() if value is not None}
-        self.run.log({**known, "progress/step": step})
+        logged = {name: value for name, value in metrics.items() if value is not None}
+        self.run.log({**logged, "progress/step": step})
 
     def close(self) -> None:
         """Wait until everything is uploaded, or written in offline mode."""

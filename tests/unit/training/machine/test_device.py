@@ -9,16 +9,18 @@ from spectral.kernels import dispatch
 from training.machine.backends import check_kernels
 from training.machine.device import DeviceError, Gpus, choose
 
-NONE = Gpus(built="13.0", found=(), problem=None, usable=0)
-EIGHT = Gpus(built="13.0", found=tuple(f"/dev/nvidia{i}" for i in range(8)), problem=None, usable=8)
+NONE = Gpus(built="13.0", devices=(), problem=None, usable=0)
+EIGHT = Gpus(
+    built="13.0", devices=tuple(f"/dev/nvidia{i}" for i in range(8)), problem=None, usable=8
+)
 OLD_DRIVER = Gpus(
     built="13.0",
-    found=("/dev/nvidia0",),
+    devices=("/dev/nvidia0",),
     problem="The NVIDIA driver on your system is too old (found version 12040).",
     usable=0,
 )
-CONTAINER = Gpus(built="13.0", found=("0000:01:00.0",), problem=None, usable=0)
-CPU_BUILD = Gpus(built=None, found=("/dev/nvidia0",), problem=None, usable=0)
+CONTAINER = Gpus(built="13.0", devices=("0000:01:00.0",), problem=None, usable=0)
+CPU_BUILD = Gpus(built=None, devices=("/dev/nvidia0",), problem=None, usable=0)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from tests.run_configs import tiny_config
 from training.errors import ConfigError
 from training.machine.environment import (
     allow_open_files,
-    missing,
+    missing_variables,
     prepare,
-    wanted,
+    required_variables,
 )
 
 
 def test_a_run_asks_for_what_its_layout_needs(tmp_path, monkeypatch):
     def of(**keys):
-        return wanted(tiny_config(str(tmp_path), **keys))
+        return required_variables(tiny_config(str(tmp_path), **keys))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     workers = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -41,10 +41,10 @@ def test_a_run_asks_for_what_its_layout_needs(tmp_path, monkeypatch):
 
 def test_what_the_user_has_set_stays(tmp_path):
     config = tiny_config(str(tmp_path), parallel__tensor=2)
-    assert missing(config, {}) == wanted(config)
+    assert missing_variables(config, {}) == required_variables(config)
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     own["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
-    assert missing(config, own) == {}
+    assert missing_variables(config, own) == {}
 
 
 def test_the_compiler_starts_as_many_workers_as_were_set(tmp_path, monkeypatch):
