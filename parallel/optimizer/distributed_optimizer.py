@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
 from parallel.optimizer.materialized_pc import MaterializedStack
-from parallel.optimizer.owned_stacks import OwnedStack
+from parallel.optimizer.owned_stacks import OwnedStack, StepOptions
 from parallel.optimizer.penalty_gradient import PenaltyFigures
 from parallel.optimizer.routing import Assign, unit_work
 from parallel.optimizer.unit_transfer import TensorMode, plan_transfers, shardwise
@@ -214,11 +215,9 @@ def build_optimizer(
     assign: Assign,
     *,
     placement: Strategy = "auto",
-    step_groups: int | None = None,
-    exchange_dtype: torch.dtype | None = None,
     overlap_gather: bool = True,
     tensor_mode: TensorMode = "owner",
-    momentum_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> DistributedOptimizer:
     """Build the optimizer of `model`, with one owner for every matrix of a pipeline stage.
 
@@ -226,12 +225,9 @@ def build_optimizer(
         model: this rank's part of the model.
         assign: rule, rates and penalty of each unit.
         placement: how owners are chosen.
-        step_groups: most groups of buckets that a step is cut into; None as in
-            `BucketLayout.step_groups`.
-        exchange_dtype: dtype in which momentum and updates are sent; None for their own.
         overlap_gather: whether `step` returns before new weights have arrived.
         tensor_mode: who steps the matrices that tensor parallelism cuts.
-        momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
+        **options: fields of `StepOptions`.
 
     Raises DisagreementError if the ranks of a stage have made different plans.
     """
@@ -257,17 +253,8 @@ def build_optimizer(
         group = part.domain.stage.group
         owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
         transfers = plan_transfers(part.stage_units, layout, placed.owners)
-        domains.append(
-            DomainOptimizer(
-                part,
-                model.parameters,
-                assign,
-                transfers,
-                step_groups=step_groups,
-                exchange_dtype=exchange_dtype,
-                momentum_dtype=momentum_dtype,
-            )
-        )
+        step = StepOptions(**options)
+        domains.append(DomainOptimizer(part, model.parameters, assign, transfers, step))
     return DistributedOptimizer(model, domains, owners, overlap_gather=overlap_gather)
 
 

@@ -20,6 +20,7 @@ from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import (
     OwnedStack,
     StackMemory,
+    StepOptions,
     SteppedStack,
     Streams,
     gathered_weights,
@@ -101,10 +102,7 @@ class DomainOptimizer:
         parameters: Mapping[str, Tensor],
         assign: Assign,
         transfers: Sequence[UnitTransfer],
-        *,
-        step_groups: int | None = None,
-        exchange_dtype: torch.dtype | None = None,
-        momentum_dtype: torch.dtype | None = None,
+        options: StepOptions,
     ) -> None:
         """Plan the step groups and allocate the state.
 
@@ -114,11 +112,7 @@ class DomainOptimizer:
             assign: rule, rates and penalty of each unit.
             transfers: owner and parts of every unit of the stage that has an owner, the same on
                 all ranks of the stage.
-            step_groups: most groups of buckets that a step is cut into; None as in
-                `BucketLayout.step_groups`.
-            exchange_dtype: dtype in which momentum and updates are sent; None for that of the
-                gradients and of the masters.
-            momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
+            options: how a step is cut, and dtypes.
         """
         self.model = model
         # This rank's piece of each unit in the model's parameters, views.
@@ -126,12 +120,11 @@ class DomainOptimizer:
         self.domain: Domain = model.domain
         self.buffers: Buffers = model.buffers
         self.assign = assign
-        self.exchange_dtype = exchange_dtype
-        self.momentum_dtype = momentum_dtype
+        self.options = options
         self.streams = Streams(self.buffers.master.device)
         self.step_groups = [
             self._new_group(buckets, transfers)
-            for buckets in self.buffers.bucket_layout.step_groups(step_groups)
+            for buckets in self.buffers.bucket_layout.step_groups(options.step_groups)
         ]
         self.publish()
         if any(units.exists for units in self.materialized):
@@ -212,7 +205,7 @@ class DomainOptimizer:
 
         `momenta` are the shards that `step_regions` returns.
         """
-        exchange, wire = group.exchange, self.exchange_dtype
+        exchange, wire = group.exchange, self.options.exchange_dtype
         master, masters = self.buffers.master, self.buffers.masters
         stacks = [stack.transfers for stack in group.stacks]
         momentum = StackMemory(stacks, momenta[0].dtype, momenta[0].device)
@@ -262,9 +255,7 @@ class DomainOptimizer:
             [region for bucket in buckets for region in self._new_regions(bucket)],
             stacks,
             stage_exchange(plain, self.domain, self.model.comm_volume),
-            MaterializedUnits(
-                pc, self.assign, self.model, self.exchange_dtype, self.momentum_dtype
-            ),
+            MaterializedUnits(pc, self.assign, self.model, self.options),
             PenalisedUnits(penalised, self.assign, self.model, self.weights),
         )
         weights = gathered_weights(stacks, group.exchange, self.buffers)
@@ -293,7 +284,7 @@ class DomainOptimizer:
             rule = assigned.rule
             if rule.whole_matrix:
                 state = {
-                    name: torch.zeros_like(weight, dtype=self.momentum_dtype)
+                    name: torch.zeros_like(weight, dtype=self.options.momentum_dtype)
                     for name in rule.elementwise_state
                 }
             else:

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel.optimizer.owned_stacks import OwnedStack, cut_all_, gathered_weights, owned_stacks
+from parallel.optimizer.owned_stacks import (
+    OwnedStack,
+    StepOptions,
+    cut_all_,
+    gathered_weights,
+    owned_stacks,
+)
 from parallel.optimizer.routing import Assign, PCAssignment
 from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
 from parallel.storage.domain_model import DomainModel
@@ -167,23 +173,22 @@ class MaterializedUnits:
         transfers: Sequence[UnitTransfer],
         assign: Assign,
         model: DomainModel,
-        exchange_dtype: torch.dtype | None,
-        momentum_dtype: torch.dtype | None,
+        options: StepOptions,
     ) -> None:
         """Plan the exchange of the units among `transfers`; their owners take W from the masters.
 
-        Gradients are sent to owners in `exchange_dtype`, None for their own dtype. PC(W) is sent in
+        Gradients are sent to owners in the exchange's dtype, None for their own. PC(W) is sent in
         the parameters' dtype, so that every rank has the same.
         """
         self.exists = bool(transfers)  # on every rank of the stage or on none
         self.buffers = model.buffers
-        self.dtype = exchange_dtype
+        self.dtype = options.exchange_dtype
         self.exchange = stage_exchange(transfers, model.domain, model.comm_volume)
         self.owned = [t for t in transfers if t.owner == model.domain.stage.rank]
         stacks = owned_stacks(self.owned, assign)
         weights = gathered_weights(stacks, self.exchange, self.buffers)
         self.stacks = [
-            materialized_stack(stack, weights.assembled(stack.transfers), momentum_dtype)
+            materialized_stack(stack, weights.assembled(stack.transfers), options.momentum_dtype)
             for stack in stacks
         ]
         self._gradients: dict[str, Tensor] | None = None

@@ -21,6 +21,21 @@ from spectral.stepping import Units
 
 Item = TypeVar("Item")
 
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a step is cut, and the dtypes of what it sends and keeps.
+
+    step_groups      most groups of buckets; None as in `BucketLayout.step_groups`
+    exchange_dtype   of momentum and updates that are sent; None for their own
+    momentum_dtype   of the momentum of whole-matrix rules; None for the masters'
+    """
+
+    step_groups: int | None = None
+    exchange_dtype: torch.dtype | None = None
+    momentum_dtype: torch.dtype | None = None
+
+
 STREAMS: Final = 4
 
 LARGE: Final = 1 << 21
