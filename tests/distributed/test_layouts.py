@@ -45,7 +45,7 @@ DOCUMENTS = {
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("muon", WATCHED),
-    "tied": ("muon", WATCHED | TIED),
+    "tied": ("muon", WATCHED | TIED | {"train__batch_ramp": "[]"}),  # virtual stages need all
     "tied, stepped by Muon": ("muon", TIED | {"optimizer__embedding__rule": "muon"}),
     "tied, PC layers": ("spectral_sphere", TIED | {"pc__level": 2}),
     "sphere": ("spectral_sphere", {}),
