@@ -282,7 +282,22 @@ def _checked(w: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
     """Shape gamma as `[..., 1, 1]` (or `[]`) in the dtype of the polynomial."""
-    gamma = torch.as_tensor(gamma, device=w.device).to(w.dtype)
+    gamma = torch.as_tensor(gamma, dtype=w.dtype, device=w.device)
     if gamma.ndim and gamma.shape != w.shape[:-2]:
         raise ValueError(f"gamma must be a scalar or {list(w.shape[:-2])}, got {list(gamma.shape)}")
     return gamma[..., None, None]
+
+
+def reference(pc: Preconditioner, weight: Tensor, gamma: float) -> Tensor:
+    """Compute PC(W) of one matrix `[rows, cols]` by its SVD; `Preconditioner.effective` equals it.
+
+    Source: "PC Layer" (arXiv 2606.06470), section 3 and algorithm 1.
+    """
+    U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
+    s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())
+    x = S / s  # [singular values], the largest is 1
+    for coefficients in stages(pc.level):
+        x = torch.stack([c * x ** (2 * i + 1) for i, c in enumerate(coefficients)]).sum(0)  # g(x)
+    scale = gamma * (s if pc.norm_recovery else torch.ones_like(s))
+    effective: Tensor = scale * (U * x) @ Vh
+    return effective

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectral import effective_weight
 from spectral.effective_weight import EffectiveWeightGradient, Preconditioner
 from spectral.odd_polynomial import PRESETS, Level, evaluate, fit_polynomial, stages
 
@@ -71,6 +72,18 @@ def test_horner_is_the_map_of_the_singular_values(shape: tuple[int, ...], level:
     single = precondition(w.float(), u.float(), v.float(), 1.0, level, epsilon=0.0)
     assert single.dtype == torch.float32
     assert relative(single, reference(w.float(), level)) < 3e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_recovery": False}, {"spectral_norm": "none"}])
+@pytest.mark.parametrize("level", [*PRESETS, (0.5, 0.25), "over_flattening"])
+def test_the_fast_form_equals_the_reference(level: Level, options: dict[str, Any]) -> None:
+    """In float64, for tall and wide matrices of norm about 1, on which every map is defined."""
+    pc = Preconditioner(level=level, **options)
+    for shape in [(24, 40), (40, 24), (24, 24)]:
+        w, u, v = matrix(*shape)
+        w = w / torch.linalg.matrix_norm(w, ord=2)
+        expected = effective_weight.reference(pc, w, 0.7)
+        torch.testing.assert_close(pc.effective(w, u, v, 0.7), expected, rtol=0, atol=1e-10)
 
 
 def test_half_precision_is_computed_in_float32() -> None:
