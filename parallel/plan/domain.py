@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,6 +12,11 @@ from parallel.optimizer.routing import Assign, Assignment, unit_work
 from parallel.plan.step_shape import PlanInputs
 from parallel.storage.bucket_layout import BucketPlanner
 from spectral.rules.base import Rule
+
+STEP_COPIES: Final = 6
+"""Float32 copies of the matrices of a step group: momentum, weights, and four in which SSO solves
+for its multiplier. Muon needs one or two instead of the four (tests/rehearsal/test_peak_memory.py).
+"""
 
 Owners = Mapping[str, int]
 """Rank within the stage that owns each unit, by name."""
@@ -157,8 +163,7 @@ class DomainPlan:
                 if rank != owner:
                     moved[group, rank] += numel
                     moved[group, owner] += numel
-        # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
-        return int((6 * 4 * owned + self.inputs.exchange_bytes * moved).max())
+        return int((STEP_COPIES * 4 * owned + self.inputs.exchange_bytes * moved).max())
 
     @cached_property
     def _step_group(self) -> dict[str, int]:
