@@ -73,12 +73,14 @@ def bind(
     lines: list[str] = []
     try:
         bound: T = _adapter(kind).validate_json(text)
+        sections = _sections(bound)
     except ValidationError as error:
         lines += dict.fromkeys(_lines(kind, error))
         bound = object.__new__(kind)  # of the defaults, and the sections that can be bound
-    for loc, section in _sections(kind, json.loads(text)) if check else ():
+        sections = _bindable(kind, json.loads(text))
+    for loc, section in sections if check else ():
         lines += problems(section, section.checks(), place(kind, loc)[0])
-        if len(loc) == 1:
+        if lines and len(loc) == 1:
             vars(bound)[str(loc[0])] = section
     for checks in between if check else ():
         # What is wrong by itself may be missing, or make no sense to others.
@@ -93,8 +95,18 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
-def _sections(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield place and value of each section that can be bound, whatever is wrong beside it."""
+def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
+    """Yield place and value of each section in a bound value."""
+    if isinstance(value, Section):
+        yield loc, value
+        value = vars(value)
+    if isinstance(value, Mapping | list | tuple):
+        for name, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _sections(part, (*loc, name))
+
+
+def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
+    """Yield place and value of each section that can be bound, whatever is wrong next to it."""
     if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):
@@ -102,7 +114,7 @@ def _sections(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Sec
         if isinstance(section, Section):
             yield loc, section
     for name, part in content.items() if isinstance(content, Mapping) else enumerate(content):
-        yield from _sections(member(kind, name), part, (*loc, name))
+        yield from _bindable(member(kind, name), part, (*loc, name))
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
