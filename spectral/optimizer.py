@@ -174,6 +174,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; see `torch.optim.Optimizer`."""
+        self._rename()
         kept = {"_chosen": self._chosen, "_exchange_dtype": self._exchange_dtype}
         return {**super().__getstate__(), **kept}
 

@@ -71,14 +71,23 @@ class Task:
         """The accuracy of a guess."""
         return sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
 
+    @property
+    def repeated(self) -> int:
+        """Examples with choices of equal tokens, of which no score can tell one from another."""
+        requests = iter(self.requests)
+        whole = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
+        return sum(len({*tokens}) < len(tokens) for tokens in whole)
+
     def __str__(self) -> str:
         """The line of a run's start."""
         made = "" if self.sha256 is not None else ", of random tokens, as data.mock is true"
         cut = f"; {self.cut:,} are longer than a sequence and lose their beginning"
+        equal = f"; {self.repeated:,} have equal choices, of which the first counts as chosen"
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
             f"{tokens:,} tokens, {self.chance:.3f} by chance{made}{cut if self.cut else ''}"
+            f"{equal if self.repeated else ''}"
         )
 
 

@@ -285,6 +285,16 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
     build_data(tiny_config(str(tmp_path), **keys, data__validation="null", **own))
 
 
+@pytest.mark.parametrize(("choices", "said"), [(["a", "b", "a"], True), (["b", "a"], False)])
+def test_equal_choices_are_counted_in_the_line_of_a_task(choices, said, tokens, tmp_path):
+    file = tmp_path / "task.jsonl"
+    rows = [GOOD, GOOD | {"choices": choices}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
+    (task,) = build_tasks(tiny_config(str(tmp_path), **keys, **task_keys({"t": str(file)})))
+    assert ("; 1 have equal choices, of which the first" in str(task)) == said
+
+
 def test_scores_of_likelihoods_that_are_nan_are_nan():
     task = Task("one", [], [0, 1], [[1, 2], [1, 2]], cut=0, sha256=None)
     assert accuracies(task, [-1.0, -2.0, -math.inf, -1.0]) == (1, 1)
