@@ -38,10 +38,9 @@ def parallel_model(
     """
     given = {"seed": 3, "sequence_length": 8, "dtype": torch.float64} | options
     buckets = BucketPlanner(
-        elementwise=lambda unit: not assign(unit).whole_matrix,
         preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
         parameter_bytes=given["dtype"].itemsize,
-        **{"exchange_bytes": 4} | taken(given, "storage", "exchange_bytes"),
+        **taken(given, "alignment"),
     )
     mappings = {
         "engine": taken(given, "recompute", "fp8"),

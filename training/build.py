@@ -37,10 +37,7 @@ def build_parallel_model(
         seed=config.seed,
         sequence_length=train.sequence_length,
         buckets=BucketPlanner(
-            elementwise=lambda unit: not assign(unit).whole_matrix,
-            storage=distributed.storage,
             parameter_bytes=dtype.itemsize,
-            exchange_bytes=exchange_dtype(config).itemsize,
             preconditioned=lambda unit: assign(unit).pc is not None,
         ),
         dtype=dtype,

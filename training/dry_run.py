@@ -163,7 +163,6 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         dtype=DTYPES[train.precision],
         rule_operands=rule_operands(config),
         exchange_bytes=exchange_dtype(config).itemsize,
-        storage=distributed.storage,
         placement=distributed.placement,
         step_groups=distributed.step_groups,
     )

@@ -84,10 +84,7 @@ class DomainPlan:
 
         self.bucket_layout = BucketPlanner(
             ranks=inputs.data,
-            storage=inputs.storage,
-            elementwise=lambda unit: not of(unit).whole_matrix,
             parameter_bytes=inputs.dtype.itemsize,
-            exchange_bytes=inputs.exchange_bytes,
             preconditioned=lambda unit: of(unit).pc is not None,
         ).layout(units[0])
         self.works = unit_work(units, self.bucket_layout, of)

@@ -15,7 +15,6 @@ from models.layout import ChunkSpec, Layout
 from models.units import Unit
 from parallel.comm.groups import chunk_specs
 from parallel.plan.devices import Device, Links
-from parallel.storage.bucket_layout import Storage
 from parallel.storage.stage_units import units_of_domain
 from spectral.batching import grouped
 from spectral.sharded.placement import Strategy
@@ -143,7 +142,6 @@ class PlanInputs(Layout):
     dtype: torch.dtype = torch.bfloat16
     rule_operands: str = "fp32"
     exchange_bytes: int = 2
-    storage: Storage = "auto"
     placement: Strategy = "auto"
     step_groups: int | None = None
 

@@ -2,12 +2,8 @@
 
 A bucket is one flat buffer, cut into `ranks` equal shards; data-parallel rank r owns the elements
 `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets are in
-the order in which the backward pass completes gradients, last layer first. There are two storages:
-
-even    parameters follow each other without gaps; the border of a shard may cut a unit, whose
-        momentum must then be sent to one rank
-owner   order and padding are such that no unit of a whole-matrix rule is cut, so that its owner has
-        it whole after the reduce-scatter; elements of elementwise rules may be cut anywhere
+the order in which the backward pass completes gradients, last layer first. Parameters follow each
+other without gaps; the border of a shard may cut a unit, whose momentum is then sent to one rank.
 
 If all units of a parameter are PC layers, their owners keep W, and the shards are not stepped. Such
 parameters have buckets of their own, whose shards need no float32 master. So has an embedding that
@@ -21,33 +17,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Literal
 
 from models.units import ALL, Unit
 from parallel.storage.packing import (
-    Item,
     bucket_parameters,
     default_step_groups,
     forward_groups,
-    pack,
     set_apart,
 )
 from spectral.batching import grouped
-
-Storage = Literal["auto", "even", "owner"]
-Elementwise = Callable[[Unit], bool]
 
 GOLDEN = 618
 """Thousandths: multiples of the golden ratio are spread evenly over a circle."""
 WORD = 8
 """Elements that kernels read at once: 16 bytes of bfloat16."""
 SMALLEST_ALIGNMENT = WORD
-GRADIENT_BYTES = 4
-"""Of an element in the reduce-scatter."""
 ALIGNMENT_PADDING = 0.005
 """Share of a bucket that may be padded for alignment before the alignment is halved."""
-OWNER_PADDING = 0.01
-"""Share of a bucket that may be padded before `auto` prefers even storage."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,6 @@ class Bucket:
     """
 
     index: int
-    storage: Literal["even", "owner"]
     slots: tuple[Slot, ...]
     numel: int
     stepped_by_owners: bool = False
@@ -226,28 +211,21 @@ class BucketPlanner:
 
     Attributes:
         ranks: data-parallel size.
-        elementwise: whether a unit's rule is elementwise, so that it may be cut anywhere.
-        storage: "even", "owner", or "auto": owner for a bucket that it pads by at most 1% and for
-            which it sends fewer bytes per step than the exchange of the units that even cuts.
         alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
             bucket that it would pad by more than half a percent.
         parameter_bytes: per element, of the all-gather.
-        exchange_bytes: per element of momentum, and of update, that is sent.
         preconditioned: whether a unit is a PC layer whose owner keeps W; None if none is. It
             matters for parameters narrower than float32 alone, since wider ones need no master.
     """
 
-    elementwise: Elementwise
     ranks: int = 1
-    storage: Storage = "auto"
     alignment: int = 64
     parameter_bytes: int = 2
-    exchange_bytes: int = 2
     preconditioned: Callable[[Unit], bool] | None = None
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
         """Lay out the parameters that hold `units`, which are in forward order."""
-        contents = bucket_parameters(units, join_layers=self.storage == "owner")
+        contents = bucket_parameters(units)
         contents = set_apart(contents, {unit.parameter for unit in units if unit.tied_stage})
         by_parameter = grouped(units, lambda unit: unit.parameter)
         kept, narrow = self.preconditioned, self.parameter_bytes < 4
@@ -274,22 +252,6 @@ class BucketPlanner:
 
     def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         """Lay out the parameters `members`, given in backward order."""
-        even = self._even(index, members)
-        if self.storage == "even":
-            return even
-        limit = None if self.storage == "owner" else even.used * (1 + OWNER_PADDING)
-        owner = self._owner(index, members, limit)
-        if owner is None:
-            return even
-        if self.storage == "owner":
-            return owner
-        # Over all ranks, each of which sends all shards but its own in both collectives.
-        padding_bytes = (owner.numel - even.numel) * (self.ranks - 1)
-        padding_bytes *= GRADIENT_BYTES + self.parameter_bytes
-        exchange_bytes = self._moved_elements(even, members) * 2 * self.exchange_bytes
-        return owner if padding_bytes < exchange_bytes else even
-
-    def _even(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         slots, offset = [], 0
         names = list(members)
         # Layers have equal parameters. Each bucket starts with another one, so that those with most
@@ -302,7 +264,7 @@ class BucketPlanner:
             slots.append(Slot(name, offset, numel))
             offset += numel
         step = self._step(offset)
-        return Bucket(index, "even", tuple(slots), -(-offset // step) * step)
+        return Bucket(index, tuple(slots), -(-offset // step) * step)
 
     def _step(self, used: int) -> int:
         """Number that the size of a bucket with `used` elements must be a multiple of."""
@@ -314,62 +276,6 @@ class BucketPlanner:
         ):
             alignment //= 2
         return self.ranks * alignment
-
-    def _owner(
-        self, index: int, members: dict[str, list[Unit]], limit: float | None
-    ) -> Bucket | None:
-        """Lay out a bucket in owner storage; None if it needs more than `limit` elements."""
-        rooms = {
-            name: -(-_numel(units) // self.word) * self.word for name, units in members.items()
-        }
-        items = [Item(rooms[name], self._solids(units)) for name, units in members.items()]
-        step = self._step(sum(item.numel for item in items)) // self.ranks
-        packed = pack(tuple(items), self.ranks, step=step, limit=limit)
-        if packed is None:
-            return None
-        slots = [
-            Slot(name, start, _numel(units))
-            for (name, units), start in zip(members.items(), packed.starts, strict=True)
-        ]
-        slots.sort(key=lambda slot: slot.offset)
-        return Bucket(index, "owner", tuple(slots), packed.shard * self.ranks)
-
-    def _solids(self, units: list[Unit]) -> tuple[tuple[int, int], ...]:
-        """Ranges `(start, end)` of a parameter that no shard border may cut.
-
-        They are the extents of its units of whole-matrix rules, joined where they overlap.
-        """
-        extents = sorted(
-            (ranges[0][0], ranges[-1][0] + ranges[-1][1])
-            for unit in units
-            if not self.elementwise(unit)
-            for ranges in (local_ranges(unit),)
-        )
-        solids: list[tuple[int, int]] = []
-        for start, end in extents:
-            if solids and start < solids[-1][1]:
-                solids[-1] = (solids[-1][0], max(end, solids[-1][1]))
-            else:
-                solids.append((start, end))
-        return tuple(solids)
-
-    def _moved_elements(self, bucket: Bucket, members: dict[str, list[Unit]]) -> int:
-        """Elements that are sent to owners because a shard border of `bucket` cuts their unit.
-
-        The owner is taken to be the rank that holds most of the unit. Units that tensor parallelism
-        cuts are sent in any storage and do not count.
-        """
-        bucket_layout = BucketLayout(
-            self.ranks, (Bucket(0, bucket.storage, bucket.slots, bucket.numel),)
-        )
-        total = 0
-        for units in members.values():
-            for unit in units:
-                if self.elementwise(unit) or unit.shard_axis is not None:
-                    continue
-                numels = bucket_layout.holders(unit).values()
-                total += sum(numels) - max(numels)
-        return total
 
 
 def _numel(units: Sequence[Unit]) -> int:

@@ -35,7 +35,7 @@ class Trained:
     def __init__(
         self, groups: Groups, rule: str, model: ModelConfig = TINY, **options: Any
     ) -> None:
-        own: dict[str, Any] = {"sequence_length": LENGTH, "dtype": torch.float32, "storage": "even"}
+        own: dict[str, Any] = {"sequence_length": LENGTH, "dtype": torch.float32}
         own["optimizer"] = {"exchange_dtype": options.get("dtype", torch.float32)}
         self.groups = groups
         self.model, self.optimizer = stepped_model(
@@ -184,7 +184,7 @@ def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
     The parameters of the loading model lie elsewhere in the buckets than those of the saving one.
     """
-    run = trained(groups, name, seed=4, storage="owner")
+    run = trained(groups, name, seed=4, alignment=1)
     load_state(folder, run.model, run.optimizer)
     return {
         "loaded": run.state(),

@@ -7,8 +7,8 @@ from tests.run_configs import MIXTURE, tiny_config
 from training.dry_run import plan_run
 
 RUNS = [
-    {"optimizer__distributed__storage": "even"},
-    {"optimizer__distributed__storage": "owner", "optimizer__distributed__placement": "ping_pong"},
+    {},
+    {"optimizer__distributed__placement": "ping_pong"},
     {"train__precision": "bf16", "optimizer__qkv_units": "component"},
     {"pc__level": 4, "optimizer__distributed__exchange_dtype": "bf16"},
     {

@@ -1,4 +1,4 @@
-"""The distributed optimizer against one process: layouts, storages, placements, rules."""
+"""The distributed optimizer against one process: layouts, placements, rules."""
 
 import pytest
 import torch
@@ -13,19 +13,19 @@ from tests.stepped_models import TINY
 
 WORKERS = "tests.distributed.workers"
 STEPS = 3
-EVEN, COMPONENT = {"storage": "even"}, {"qkv_units": "component"}
+COMPONENT = {"qkv_units": "component"}
 AT_ONCE = {"overlap_gather": False, "step_groups": 100}
 VARIANTS = [
-    {"rule": "adamw", "pc_level": 4, "model": EVEN, "tied": True},
+    {"rule": "adamw", "pc_level": 4, "tied": True},
     {"rule": "muon", "refused": True, "tied": True},
-    {"rule": "muon", "model": {"qkv_units": "group"} | EVEN, "stepped": {"placement": "ping_pong"}},
+    {"rule": "muon", "model": {"qkv_units": "group"}, "stepped": {"placement": "ping_pong"}},
     {"rule": "muon", "penalised": ["v", "o", "gate"], "model": COMPONENT},
     {"rule": "adamuon"},
     {"rule": "muon_sphere", "model": {"overlap_reduce": False}, "stepped": AT_ONCE, "tied": True},
     {"rule": "muon_plus_plus", "pc_level": 3, "model": COMPONENT, "stepped": {"step_groups": 1}},
     {"rule": "muon_plus_plus", "pc_level": 3, "tied": True},
-    {"rule": "spectral_sphere", "model": {"storage": "owner"}, "tied": True},
-    {"rule": "spectral_sphere", "model": EVEN, "layer_factors": [0.37, 2.1], "refused": True},
+    {"rule": "spectral_sphere", "tied": True},
+    {"rule": "spectral_sphere", "layer_factors": [0.37, 2.1], "refused": True},
     {"rule": "spectral_sphere", "pc_level": 2, "penalised": ["q", "o", "down"]},
     {"rule": "adamw", "layer_factors": [0.4, 1.7], "penalised": ["v", "o", "down"]},
 ]

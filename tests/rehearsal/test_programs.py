@@ -68,7 +68,6 @@ OPTIONS = {
     "recompute full": {"train__recompute": "full"},
     "recompute selective": {"train__recompute": "selective"},
     "compiled": {"train__compile": "inductor"},
-    "owner storage": {"optimizer__distributed__storage": "owner"},
     "PC layers": PC,
     "Gram penalty": {"gram_penalty__coefficient": 0.001, "gram_penalty__horizon": 1.0},
     "PC layers in the graph": {**PC, "pc__evaluator": "in_graph"},

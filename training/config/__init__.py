@@ -11,7 +11,12 @@ from pathlib import Path
 
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
-from training.config.optimizer import MissingRuleError, group_of, of_installed_rules
+from training.config.optimizer import (
+    MissingRuleError,
+    group_of,
+    of_installed_rules,
+    without_gone_keys,
+)
 from training.config.schema import Config, with_paper_choices
 from training.config.yaml_files import read_merged, read_saved, to_text
 
@@ -43,7 +48,7 @@ def load_saved_config(path: str | Path) -> Config:
     that is not installed, InvalidConfigError for a file that is not a run config or that has other
     keys.
     """
-    content = of_installed_rules(read_saved(Path(path)))
+    content = of_installed_rules(without_gone_keys(read_saved(Path(path))))
     return with_paper_choices(bind(Config, content, check=False))
 
 

@@ -102,9 +102,6 @@ class DistributedConfig(Section):
     No result depends on it, except on `tensor_mode: shardwise`.
     """
 
-    storage: Literal["auto", "even", "owner"] = "auto"
-    """How a bucket is cut into shards: even: into equal sizes; owner: between matrices; auto:
-    whichever sends fewer bytes."""
     placement: Strategy = "auto"
     """How matrices get their owner ranks: ping_pong: by ascending size, up and down the ranks, as
     in the SSO paper; auto: so that loads are even and little is sent."""
@@ -217,6 +214,14 @@ class OptimizerConfig(Section):
             field_name = waiting_field(self.rule(name))
             problem = "must not be true with distributed.cuda_graph, as it waits for the device"
             yield f"rules.{name}.{field_name}", field_name, problem
+
+
+def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a config that an earlier version saved without keys on which no result depended."""
+    match content:
+        case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
+            return {**content, "optimizer": {**sections, "distributed": others}}
+    return content
 
 
 def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:

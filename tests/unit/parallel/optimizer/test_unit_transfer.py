@@ -19,8 +19,7 @@ def unit_of(local: tuple[int, int], whole: tuple[int, int], **options: Any) -> U
 
 def layout(unit: Unit, data_ranks: int) -> BucketLayout:
     """The buckets of a unit of two tensor ranks, its shards of some elements each."""
-    options: dict[str, Any] = {"elementwise": lambda _: False, "alignment": 1}
-    return BucketPlanner(ranks=data_ranks, **options).layout([unit])
+    return BucketPlanner(ranks=data_ranks, alignment=1).layout([unit])
 
 
 def positions(parts: tuple[Part, ...], tensor_rank: int) -> list[int]:

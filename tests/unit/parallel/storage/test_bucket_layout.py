@@ -11,16 +11,8 @@ from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
 from models.families import all_units
 from models.pc_config import PCConfig
-from models.units import matrix_unit
 from parallel.storage.bucket_layout import BucketPlanner
-from parallel.storage.packing import STEP_ELEMENTS, Item, default_step_groups, pack
-
-ELEMENTWISE_ROLES = ("embedding", "head", "gain")
-
-
-def elementwise(unit):
-    """Whether AdamW steps the unit in a spectral recipe."""
-    return unit.role in ELEMENTWISE_ROLES
+from parallel.storage.packing import STEP_ELEMENTS, default_step_groups
 
 
 @st.composite
@@ -50,12 +42,10 @@ def models(draw):
 
 @st.composite
 def bucket_layouts(draw):
-    """`(units, bucket_layout)` of random models, storages and alignments."""
+    """`(units, bucket_layout)` of random models and alignments."""
     units = draw(models())
     bucket_layout = BucketPlanner(
         ranks=draw(st.integers(1, 9)),
-        storage=draw(st.sampled_from(["auto", "even", "owner"])),
-        elementwise=elementwise,
         alignment=draw(st.sampled_from([1, 8, 64])),
     ).layout(units)
     return units, bucket_layout
@@ -126,56 +116,8 @@ def test_spans_are_the_unit_as_its_view_orders_it(case):
             assert torch.isin(piece[piece >= 0], mine).all()
 
 
-@given(bucket_layouts())
-def test_owner_storage_cuts_no_whole_matrix_unit(case):
-    units, bucket_layout = case
-    for unit in units:
-        storage = bucket_layout.slots[unit.parameter][0].storage
-        if storage == "owner" and not elementwise(unit):
-            assert len(bucket_layout.holders(unit)) == 1
-
-
-def matrix(name, rows, cols):
-    """A unit that is a parameter by itself."""
-    return matrix_unit(name, name, "o", (rows, cols), 1, 1)
-
-
-def plan(units, ranks, **options):
-    """The layout of one tensor rank whose shards start anywhere, unless `options` say otherwise."""
-    defaults = {"elementwise": elementwise, "alignment": 1}
-    return BucketPlanner(ranks=ranks, **{**defaults, **options}).layout(units)
-
-
-def test_owner_storage_reorders_to_need_no_padding():
-    """Backward order 1, 3, 3, 1, 4 cuts units at every border of four shards of 3; these fit."""
-    units = [matrix(name, size, 10) for name, size in zip("abcde", (1, 3, 2, 3, 3), strict=True)]
-    for storage in ("even", "owner", "auto"):
-        bucket_layout = plan(units, 4, storage=storage)
-        cut = [unit.name for unit in units if len(bucket_layout.holders(unit)) > 1]
-        assert bucket_layout.padding == 0 and bool(cut) == (storage == "even")
-
-
-def test_auto_pads_only_for_less_than_the_exchange_costs():
-    """One matrix on two ranks: either half of it is sent, or it doubles the bucket."""
-    for asked, chosen, padding in (("auto", "even", 0), ("owner", "owner", 100)):
-        bucket_layout = plan([matrix("a", 10, 10)], 2, storage=asked)
-        assert (bucket_layout.buckets[0].storage, bucket_layout.padding) == (chosen, padding)
-
-
-@pytest.mark.parametrize(
-    ("solid", "start"),
-    [((1, 5), 3), ((0, 4), 0), ((1, 4), 0), ((3, 7), 1), ((4, 8), 0)],
-)
-def test_packing_leaves_a_gap_where_a_border_would_cut_a_solid_range(solid, start):
-    """One item of 8 elements in three shards of 4; a border before the last element cuts too."""
-    packed = pack((Item(8, (solid,)),), 3, step=1, limit=12)
-    shifted = range(solid[0] + start, solid[1] + start)
-    assert packed == (4, (start,)) and len({element // 4 for element in shifted}) == 1
-
-
-@pytest.mark.parametrize("storage", ["even", "owner"])
 @pytest.mark.parametrize("ranks", [1, 4, 6])
-def test_small_parameters_leave_matrices_aligned(storage, ranks):
+def test_small_parameters_leave_matrices_aligned(ranks):
     """Gammas in the graph, one number per unit, must not shift what follows off 16 bytes: kernels
     that read 8 numbers of 16 bits at a time would refuse it or read one at a time."""
     model = ModelConfig(
@@ -183,13 +125,7 @@ def test_small_parameters_leave_matrices_aligned(storage, ranks):
     )
     every = ["q", "k", "v", "o", "gate", "up", "down"]
     units = with_gammas(all_units(model), PCConfig(level=4, evaluator="in_graph", blocks=every))
-    bucket_layout = plan(
-        units,
-        ranks,
-        storage=storage,
-        elementwise=lambda unit: elementwise(unit) or unit.role == "gamma",
-        alignment=64,
-    )
+    bucket_layout = BucketPlanner(ranks=ranks).layout(units)
     odd = [slot for slot, _ in sizes(bucket_layout) if slot.numel % 8]
     assert odd, "the case has gammas"
     for slot, shard in sizes(bucket_layout):

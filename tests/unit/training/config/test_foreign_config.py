@@ -178,6 +178,16 @@ def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
     assert all("'a; b'" in command for command in next_commands(config))
 
 
+def test_a_saved_config_may_contain_a_key_that_is_gone(minimal: Path) -> None:
+    config = load_config(minimal)
+    minimal.write_text(
+        to_yaml(config).replace("  distributed:\n", "  distributed:\n    storage: auto\n")
+    )
+    assert load_saved_config(minimal) == config
+    with pytest.raises(InvalidConfigError, match="unknown key optimizer.distributed.storage"):
+        load_config(minimal)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("rule: adamw\n", "rule: elsewhere\n"), ("roles: {}", "roles: {o: {rule: elsewhere}}")],
