@@ -24,8 +24,14 @@ sys.path.insert(0, str(ROOT))
 
 from models.section import named
 from scripts.command import command, write_whole
-from scripts.papers.catalogue import Item, full_command, read_catalogue
-from scripts.papers.gpu_hours import key_of, read_hours, write_hours
+from scripts.papers.catalogue import (
+    Item,
+    full_command,
+    key_of,
+    read_catalogue,
+    read_hours,
+    write_hours,
+)
 from scripts.papers.measured import measure, seeded, statistics_table, to_json, trains
 from scripts.papers.page import draw, figure_file, page
 from scripts.plots.style import save

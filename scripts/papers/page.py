@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from matplotlib.figure import Figure
 
-from scripts.papers.catalogue import Item, Paper, Status
-from scripts.papers.gpu_hours import Hours, key_of
+from scripts.papers.catalogue import Hours, Item, Paper, Status, key_of
 from scripts.papers.measured import ROOT, runs_of
 from scripts.plots.style import COLORS, new_figure, new_grid
 from training.json_file import read_json

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.papers.catalogue import read_catalogue
-from scripts.papers.gpu_hours import key_of
+from scripts.papers.catalogue import key_of, read_catalogue
 from tests.rehearsal.programs import sound
 from tests.small_recipes import recipes, small_recipe
 from training.config import InvalidConfigError, check

@@ -1,4 +1,4 @@
 """What a dry run prints: the plan on one screen, whether it fits, and what would be better.
 
-Start with command.py.
+Start with plan_commands.py.
 """

@@ -16,8 +16,7 @@ import pytest
 from models.families import model_size
 from scripts import plot, reproduce, study
 from scripts.paper import commands, main, plotting
-from scripts.papers.catalogue import full_command, read_catalogue
-from scripts.papers.gpu_hours import key_of, read_hours
+from scripts.papers.catalogue import full_command, key_of, read_catalogue, read_hours
 from scripts.papers.measured import Measure, measure, statistics_of
 from scripts.studies.description import read_study
 from tests.paths import ROOT
