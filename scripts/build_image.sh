@@ -28,7 +28,7 @@ mapfile -t targets < <(sed -n 's/^FROM [a-z-]* AS //p' "$root/Dockerfile")
 version=$("$python" -c 'import platform; print(platform.python_version())' 2>/dev/null) ||
     stop "PYTHON must be an interpreter, got $python"
 prefix=$("$python" -c 'import sys; print(sys.base_prefix)')
-[[ $prefix != /usr ]] || stop "PYTHON must have a folder of its own, not Debian's /usr, got $python"
+[[ $prefix != /usr ]] || stop "PYTHON must have its own folder, not Debian's /usr, got $python"
 [[ $EUID -eq 0 ]] || stop "the user must be root, whom chroot takes, got $(id -un)"
 for tool in buildah debootstrap; do
     command -v "$tool" >/dev/null || stop "$tool must be installed: apt-get install $tool"

@@ -178,7 +178,7 @@ def how_to_train(folder: str, sets: Sequence[str]) -> str:
         ]
     config = "\n".join(lines)
     return (
-        f"\nto train on it, save these lines as {name}.yaml beside pretrain.py:\n\n{config}\n\n"
+        f"\nto train on it, save these lines as {name}.yaml next to pretrain.py:\n\n{config}\n\n"
         f"and run: python pretrain.py --config {name}.yaml --ranks 2"
     )
 
@@ -209,7 +209,7 @@ def _corpus(options: argparse.Namespace) -> Preparation:
         names = ", ".join(corpora)
         raise InputError(f"--corpus must be one of {names}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
-        raise InputError("--corpus has inputs, validation and tokenizer of its own")
+        raise InputError("--corpus has its own inputs, validation and tokenizer")
     _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
     return Preparation(
@@ -285,7 +285,7 @@ def _set_plans(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where documents come from, and the field that holds their text if it has one of its own."""
+    """Where documents come from, and the field of their text if the argument names it."""
 
     text: str
     key: str | None
@@ -402,8 +402,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     documents.add_argument(
         "--text-key",
         default="text",
-        help="field that holds the text of inputs without a KEY of their own "
-        "(default: %(default)s)",
+        help="field that contains the text of inputs without a KEY (default: %(default)s)",
     )
     documents.add_argument(
         "--document-bytes",

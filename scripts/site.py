@@ -8,7 +8,7 @@ OUTSIDE = re.compile(r"(?<!!)\[([^]]*)\]\(\.\./([^)#]+)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Name files of the checkout, which the site does not have, in place of links to them.
+    """Name files of the checkout, which the site does not have, instead of links to them.
 
     Raises FileNotFoundError for a link to a file that does not exist.
     """

@@ -10,7 +10,7 @@ a process of `pretrain.py` with one thread and the `environment` of the study, a
 runs.jsonl keeps its figures, under its settings, and refuses a study whose data or environment is
 another since. So the same command
 continues an interrupted study, and started several times at once, by hand or as a SLURM array
-(scripts/slurm/study.sbatch), its processes share the runs. results.json and table.md appear beside
+(scripts/slurm/study.sbatch), its processes share the runs. results.json and table.md appear next to
 runs.jsonl when all is done, results.json with `complete: false` whenever a part is.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.

@@ -330,7 +330,7 @@ def least_permanent(shape: StepShape, stage: int) -> int:
 
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
-    """Return whether what is left out of the bound might fit beside it into `room` bytes."""
+    """Return whether what the bound leaves out might fit into the rest of `room` bytes."""
     for stage in range(shape.inputs.pipeline):
         if least_permanent(shape, stage) + stage_activations(shape, stage) > room:
             return False

@@ -144,7 +144,7 @@ def _check_padding(size: int) -> None:
 
 
 def rewritten(path: Path, program: str, end: str) -> str:
-    """Return the command that sends a file's content through a program into a file beside it."""
+    """Return the command that sends a file's content through a program into a file next to it."""
     kind = SUFFIXES.get(path.suffix)
     plain = path if kind is None else path.with_suffix("")
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"

@@ -1,4 +1,4 @@
-"""A corpus described in a file: sets of documents out of Debian packages and files of ours.
+"""A corpus described in a file: sets of documents from Debian packages and our files.
 
 apt-get downloads the packages and dpkg-deb opens them.
 """

@@ -37,7 +37,7 @@ Owns = Callable[[int, int | None], bool]
 class ReadOptions:
     """How files are split into documents."""
 
-    text_key: str = "text"  # field that holds the text in inputs without a key of their own
+    text_key: str = "text"  # field that holds the text in inputs that name no key
     document_bytes: int = 2048  # size after which a text document ends at a blank line; 0: never
 
 

@@ -15,7 +15,7 @@ from training.data.manifest import SetEntry
 from training.errors import DataError
 
 RECORD: Final = np.dtype([("tokens", "<i4"), ("bytes", "<i8")])
-"""What is kept of a document beside its tokens: how many there are, and the size of its text."""
+"""What is kept of a document besides its tokens: their number, and the size of its text."""
 _PACK: Final = struct.Struct("<iq").pack
 
 

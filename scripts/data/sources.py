@@ -82,7 +82,7 @@ class Found:
         return f"reads {text}"
 
     def mixture(self) -> str | None:
-        """Return a warning if files of rows and of text mix, as a README beside its data does."""
+        """Return a warning if files of rows and of text mix, as a README next to its data does."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
         if not text or len(text) == len(files):

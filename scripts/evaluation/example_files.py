@@ -43,7 +43,7 @@ def named_files(names: Sequence[str]) -> dict[str, str]:
     for name in (name for name in names if name.endswith(SUFFIX)):
         task = f"file_{Path(name).stem}"
         if task in files:
-            raise InputError(f"files of tasks must have names of their own, got {name} twice")
+            raise InputError(f"files of tasks must have different names, got {name} twice")
         read_examples(Path(name))
         files[task] = name
     return files

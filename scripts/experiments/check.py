@@ -17,7 +17,7 @@ class Check:
     """A measured number and its expected range.
 
     `source` says where the range comes from: a paper's statement, theory, or `recorded`, an earlier
-    run of ours of the paper's setting with exact decompositions in float64.
+    run of the paper's setting with exact decompositions in float64.
     """
 
     name: str

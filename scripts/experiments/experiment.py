@@ -34,7 +34,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Experiment(Generic[Sizes]):
-    """An experiment in a module of its own, which has its name, and whose docstring `about` says
+    """An experiment in its own module, which has its name, and whose docstring `about` says
     what it shows: `run(sizes, seed)` and `draw(data)`."""
 
     module: str

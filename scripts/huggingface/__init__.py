@@ -1,5 +1,5 @@
 """The parts of scripts/convert_hf.py: export, import, and their verification.
 
-What a model of ours is there, and which tensor is which, lies in models/huggingface/. Start with
+models/huggingface/ states what a model is there, and which tensor is which. Start with
 export.py.
 """

@@ -262,7 +262,7 @@ class ParameterReader:
         self._files = files
 
     def __call__(self, name: str) -> Tensor:
-        """Return a whole parameter of ours, float32; rows that pad the vocabulary are 0."""
+        """Return a whole parameter, float32; rows that pad the vocabulary are 0."""
         value = torch.zeros(self._parts[name][0].view_shape, dtype=torch.float32)
         for part in self._parts[name]:
             part.put(value, self._files.read(part.name))

@@ -48,7 +48,7 @@ def load_whole(folder: Path, **options: Any) -> Any:
             output_loading_info=True,
             **options,
         )
-    except Exception as error:  # of any kind: each part of these files has a reader of its own
+    except Exception as error:  # of any kind: each part of these files has its own reader
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     finally:
         logging.set_verbosity(before)

@@ -128,7 +128,7 @@ def settings_of(
     """Return a tokenizer_config.json that transformers 4 and 5 both read.
 
     `trained` says that the tokens of tokenizer.json were trained on as they are: other classes of
-    tokenizers make rules of their own from its vocabulary.
+    tokenizers make their own rules from its vocabulary.
     """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:

@@ -19,7 +19,7 @@ OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", 
 """Figures of the page, in which a run is a colour."""
 
 COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "time of stepping")
-"""Figures of a run in the table, beside the one that orders runs."""
+"""Figures of a run in the table, next to the one that orders runs."""
 
 MOST = 12
 """Runs that a figure shows: those with the lowest validation loss, or training loss without."""

@@ -18,7 +18,7 @@ SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
 """Monitored figures that separate signal from noise, and their names in titles."""
 
 RULE = "monitor/rule_"
-"""Prefix of the metrics of what rules report under names of their own."""
+"""Prefix of the metrics that rules name."""
 
 TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
@@ -139,7 +139,7 @@ def signal(run: RunData) -> Figure | None:
 
 
 def rule_reports(run: RunData) -> Figure | None:
-    """What the rules report under names of their own, mean over the matrices of a role; figures
+    """Figures that the rules name, mean over the matrices of a role; those
     that are 0 throughout are left out."""
     reports = {name: run.series(name) for name in run.names(RULE)}
     reports = {name: series for name, series in reports.items() if any(y for _, y in series)}

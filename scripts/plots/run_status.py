@@ -34,7 +34,7 @@ class RunStatus:
 def run_status(run: RunData) -> RunStatus:
     """Return the status of a run, from its last event, its lock and its heartbeat.
 
-    A run that ended without a word, as one that is killed, has failed. On this host its process
+    A run that ended silently, as one that is killed, has failed. On this host its process
     tells; on another one it is taken to run until its heartbeat is late.
     """
     steps = run.config["train"]["steps"]
@@ -50,7 +50,11 @@ def run_status(run: RunData) -> RunStatus:
         return RunStatus("failed", f"failed, {place}", last["text"])
     if alive(run):
         return RunStatus("running", f"running, {place}")
-    return RunStatus("failed", f"failed, {place}", "The run ended without a word.")
+    return RunStatus(
+        "failed",
+        f"failed, {place}",
+        "The run was killed, or its node failed.",
+    )
 
 
 _EVENTS = ("started", "continued", "stopped", "failed", "done")

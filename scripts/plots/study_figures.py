@@ -70,7 +70,7 @@ def plot_losses(path: Path, key: str) -> Figure:
 def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
     """Draw the validation loss of variants over training: mean and standard error of their seeds.
 
-    The courses of the runs are read from the records beside the results."""
+    The courses of the runs are read from the records next to the results."""
     content, records = read_results(path), RecordBook(path.parent)
     runs = {row["variant"]: row["runs"] for row in rows_of(content)}
     unknown = [name for name in variants if name not in runs]

@@ -108,7 +108,7 @@ class Curve(Section):
 
 class TunedIn(Section):
     """The results of another study, with whose chosen settings the variants begin: each with those
-    of the variant of its own name there, or of `tuned_as`.
+    of the variant of its name there, or of `tuned_as`.
 
     With `best`, only so many of the variants are trained, those with the smallest mean loss there;
     those of `always` come on top.
@@ -121,7 +121,7 @@ class TunedIn(Section):
 
 class Variant(Section):
     """One way to train; `against` names the variant that it is compared with, `tuned_as` the one of
-    the study in `tuned_in` whose settings it begins with, null = the one of its own name.
+    the study in `tuned_in` whose settings it begins with, null = the variant of its name.
 
     `differs` names the keys of its config file in which it is meant to differ from `against`. The
     study names all others on the screen and in its tables.

@@ -1,4 +1,4 @@
-"""Keys in which variants that a study compares differ, beside those that the study sets itself."""
+"""Keys in which variants that a study compares differ, besides those that the study sets."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict

@@ -242,7 +242,7 @@ class Trainer:
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:
-        """What a run depends on beside its config."""
+        """What a run depends on besides its config."""
         return {"environment": self.given, "data": run.data}
 
     def _try(self, key: str, run: Run) -> bool:

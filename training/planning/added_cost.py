@@ -67,7 +67,7 @@ class MonitorCost:
             return f"{every}, each of which takes about as long as two others"
         return (
             f"{every}, which adds {self.share:.1%} to the time of the run: {self.seconds:.3g} s "
-            f"each beside steps of {self.step:.3g} s, modelled"
+            f"each next to steps of {self.step:.3g} s, modelled"
         )
 
 

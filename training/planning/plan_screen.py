@@ -23,7 +23,7 @@ from training.report.table import table
 SHOWN_STAGES: Final = 8
 """Columns for pipeline stages; of more the first, the heaviest and the last are shown."""
 SMALL: Final = 0.005
-"""Share of the bytes that a rank sends, below which a kind has no row of its own."""
+"""Share of the bytes that a rank sends, below which kinds share a row."""
 
 UNEVEN: Final = 0.01
 """Share of the step that ranks wait for the busiest one, above which a plan states it."""

@@ -1,4 +1,4 @@
-"""Tensors of the device that have shapes and no values, beside real ones of the host."""
+"""Tensors of the device that have shapes and no values, next to real ones of the host."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -223,7 +223,7 @@ class DeviceTensors(FakeTensorMode):
             return copy
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented
-        # Without waiting, PyTorch takes pinned memory of its own.
+        # Without waiting, PyTorch takes its own pinned memory.
         self._to_host(source, waits=not later)
         copy = zeros(source.shape, kwargs.get("dtype") or source.dtype)
         return self.pinned.pin(copy) if later else copy

@@ -59,7 +59,7 @@ class Hosts:
         self._note("broadcast_object_list", group)
 
     def first_rank(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns: every rank that is rehearsed is the first of its own."""
+        """What `call` returns: every rank that is rehearsed counts as the first."""
         self._note("broadcast_object_list", None)
         return call()
 

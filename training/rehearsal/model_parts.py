@@ -244,7 +244,7 @@ def shares(total: int, parts: int) -> list[int]:
 def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     """`module.to(device)`, which cannot change a real parameter into a fake one in place.
 
-    What is known of a parameter beside its values (how Megatron has cut it) stays with it; those
+    What is known of a parameter besides its values (how Megatron has cut it) stays with it; those
     that a fake parameter has already are what makes it one.
     """
     device = torch.device(options.get("device", arguments[0] if arguments else "cuda"))

@@ -28,7 +28,7 @@ SILENT: Final = {
     "sym_storage_offset", "record_stream", "device", "is_contiguous", "dim", "is_pinned",
     "_is_zerotensor", "result_type", "_has_compatible_shallow_copy_type", "requires_grad_",
 }  # fmt: skip
-"""Operations that launch nothing beside views."""
+"""Operations besides views that launch nothing."""
 
 HEADS_INSIDE: Final = (
     torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward,
@@ -242,7 +242,7 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     """About how many kernels an operation launches.
 
     Those on lists of tensors take so many tensors and chunks at a time; of tensors of several types
-    each has a launch of its own, unless it is copied.
+    each has its own launch, unless it is copied.
     """
     lists = [
         value

@@ -1,4 +1,4 @@
-"""Several rehearsals side by side, each in a process of its own."""
+"""Several rehearsals side by side, each in its own process."""
 
 import os
 import pickle

@@ -38,7 +38,7 @@ class RankReport:
     marks    counts of the plain step at the beginning of each forward pass
     findings accesses that nothing orders and products that are not IEEE, by text
     calls    collectives in the order of the program
-    side_pools        bytes that the allocator keeps for streams beside the default one
+    side_pools        bytes that the allocator keeps for streams besides the default one
     """
 
     rank: int

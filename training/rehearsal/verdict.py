@@ -24,12 +24,12 @@ class Report:
 
     error      the first error with its place, None if the run would not break
     phases     a step on which nothing is due (forward_backward and optimizer), what a monitored and
-               logged step does beside that (monitors), a validation of two micro-batches of each
+               logged step does besides that (monitors), a validation of two micro-batches of each
                set, and a save
     planned    bytes of memory that the planner foretells
     seconds    modelled, of a step on which nothing is due
     mfu        model FLOPs over what the device could do in that time
-    elementwise_bytes   that a micro-batch moves beside its products
+    elementwise_bytes   that a micro-batch moves besides its products
     planned_seconds   of a step, by the plan
     """
 
@@ -168,12 +168,12 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 
     plain = [counts(PLAIN_STEP, name) for name in ("forward_backward", "optimizer")]
     looked = [counts(last, name) for name in ("forward_backward", "optimizer", "monitors")]
-    beside = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
+    added = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
     more = report.scenario.microbatches - report.scenario.rehearsed
     phases = {
         "forward_backward": plain[0].add(micro_batch(report, plain[0]), more),
         "optimizer": plain[1],
-        "monitors": beside,
+        "monitors": added,
         "validation": counts(last, "validation"),
         "checkpoint": counts(last, "checkpoint"),
     }
@@ -213,7 +213,7 @@ def described(report: Report) -> str:
         f"a step takes {1e3 * report.seconds:.4g} ms, planned {1e3 * report.planned_seconds:.4g}; "
         f"MFU {report.mfu:.1%}, modelled: good to compare layouts and rules, up to 25% from "
         "published runs",
-        f"a micro-batch moves {report.elementwise_bytes / 1e9:.4g} GB beside its products",
+        f"a micro-batch moves {report.elementwise_bytes / 1e9:.4g} GB besides its products",
     ]
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:

@@ -181,7 +181,7 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
         (["--tasks", "{words}", "--device", "cuda"], "is for exported models"),
         (["--tasks", "{words}", "--dtype", "float16"], "--dtype of a run must be float32 or"),
         (["--tasks", "absent.jsonl"], "cannot read the task absent.jsonl"),
-        (["--tasks", "{words}", "{words}"], "must have names of their own"),
+        (["--tasks", "{words}", "{words}"], "must have different names"),
         (["--tasks", "{words}"], "has no checkpoint"),
     ],
 )

@@ -196,7 +196,7 @@ def test_the_status_of_a_run(folder, tmp_path):
     gone.wait()
     lock = json.loads((running / "lock").read_text())
     (running / "lock").write_text(json.dumps(lock | {"pid": gone.pid}))
-    assert run_status(read_run(running)).reason == "The run ended without a word."
+    assert run_status(read_run(running)).reason == "The run was killed, or its node failed."
     # Another process may have the number by now: this one, or the first of the machine.
     for other in (os.getpid(), 1):
         (running / "lock").write_text(json.dumps(lock | {"pid": other, "began": "boot 1"}))
