@@ -41,7 +41,7 @@ def describe(config: Config, planned: Plan) -> str:
         *([heading("data") + data_table(config)] if shows_data(config) else []),
         heading("memory per rank (GiB)") + memory_table(planned),
         heading("sent per step (MiB), by the rank that sends most") + traffic_table(planned),
-        heading("optimizer") + optimizer_table(planned),
+        heading("largest rank over the mean") + balance_table(planned),
         heading("step, modelled") + time_table(config, planned),
         heading("verdict") + verdict(planned),
     ]
@@ -155,17 +155,13 @@ def mib(size: float) -> str:
     return f"{size / 2**20:,.1f}"
 
 
-def optimizer_table(planned: Plan) -> str:
-    """Return how the optimizer's work is spread, a column per pipeline stage."""
+def balance_table(planned: Plan) -> str:
+    """Return how evenly work and state are spread, a column per pipeline stage."""
     return by_stage(
         planned,
         {
-            "matrices with an owner": lambda stage: f"{stage.units:,}",
-            "largest load (GFLOP)": lambda stage: f"{stage.load_max / 1e9:,.1f}",
-            "largest / mean load": lambda stage: f"{stage.imbalance:.3f}",
-            "buckets, and padding": lambda stage: (
-                f"{stage.buckets}, {stage.padding / stage.parameters:.2%}"
-            ),
+            "load of the rules": lambda stage: f"{stage.imbalance:.3f}",
+            "masters and state": lambda stage: f"{stage.state_max / max(1, stage.state_mean):.3f}",
         },
         header=False,
     )
