@@ -5,7 +5,7 @@ columns is a tensor `[sum of batches, ...]`, computed once for all stacks; produ
 matrices, `[batch, rows, cols]` each, are launched for each stack.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -34,6 +34,14 @@ def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the rows of `x` `[sum of batches, ...]` that belong to each stack, views."""
     return (x,) if len(stacks) == 1 else torch.split(x, [len(stack) for stack in stacks])
+
+
+def split_figures(
+    figures: Mapping[str, Tensor], stacks: Sequence[Tensor]
+) -> list[dict[str, Tensor]]:
+    """Return the figures of each stack, of figures `[sum of batches]` of all matrices."""
+    columns = [split_like(figure, stacks) for figure in figures.values()]
+    return [dict(zip(figures, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def images(x: Tensor, stacks: Sequence[Tensor]) -> list[Tensor]:

@@ -51,10 +51,10 @@ def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> floa
     size = basis_size(short, steps, vectors=vectors)
     passes = size // vectors - 1
     total = passes * (product_flops(vectors, short, long) + product_flops(vectors, long, short))
-    for known in range(0, size, vectors * cycle(vectors)):
-        new = min(vectors * cycle(vectors), size - known)
+    for earlier in range(0, size, vectors * cycle(vectors)):
+        new = min(vectors * cycle(vectors), size - earlier)
         total += product_flops(new, short, new)
-        total += 2 * (product_flops(new, short, known) + product_flops(new, known, short))
+        total += 2 * (product_flops(new, short, earlier) + product_flops(new, earlier, short))
     return total + product_flops(size, short, size) + product_flops(size, long, size + short)
 
 

@@ -72,9 +72,9 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 
     Raises ValueError for an unknown rule.
     """
-    own = {field.name: field.default for field in fields(RULES[rule])}
+    defaults = {field.name: field.default for field in fields(RULES[rule])}
     library = {} if exact else DEFAULTS.get(rule, {})
-    return own | {name: value for name, value in library.items() if name in own}
+    return defaults | {name: value for name, value in library.items() if name in defaults}
 
 
 def rename_(rule: str, named: dict[str, Any]) -> None:
@@ -84,10 +84,10 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
     all as far as the rule has such fields. Raises TypeError for betas that are not two, and
     ValueError for an unknown rule.
     """
-    known = RULES[rule].__dataclass_fields__
-    for alias in [name for name in named if name in ALIASES and name not in known]:
+    rule_fields = RULES[rule].__dataclass_fields__
+    for alias in [name for name in named if name in ALIASES and name not in rule_fields]:
         names = ALIASES[alias]
-        if not known.keys() >= {*names}:
+        if not rule_fields.keys() >= {*names}:
             continue
         value = named[alias]
         values = value if len(names) > 1 else (value,)

@@ -119,9 +119,9 @@ class DividedWeight(EffectiveWeight):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError for coefficients that differ by more than rounding to 16 bits."""
-        own = self.get_extra_state()
-        saved = state.to(own)
-        if saved.shape != own.shape or not torch.allclose(saved, own, rtol=1e-2):
+        coefficients = self.get_extra_state()
+        saved = state.to(coefficients)
+        if saved.shape != coefficients.shape or not torch.allclose(saved, coefficients, rtol=1e-2):
             raise ValueError(
                 f"a PC layer of level {self.preconditioners[0].level} cannot take the state of "
                 f"another level, with coefficients {saved.tolist()}"
@@ -172,8 +172,8 @@ def preconditioned(
         weights[layer] = weight
     if not weights:
         raise ValueError(f"blocks names no layer that can be preconditioned, got {blocks}")
-    known = KnownWeights(model)
-    divisions = {layer: known.division(weight)[0] for layer, weight in weights.items()}
+    weights_by_name = KnownWeights(model)
+    divisions = {layer: weights_by_name.division(weight)[0] for layer, weight in weights.items()}
     for layer, division in divisions.items():
         _register(weights[layer].module, division, Preconditioner(level=level))
     return [*weights]

@@ -80,11 +80,11 @@ class Snapshot:
 
     def units(self, parameter: Tensor, rule: Rule) -> list[SteppedUnit]:
         """Return the units of a parameter under its rule, whose other fields may change."""
-        known = self._units.get(parameter)
-        if known is None or known[0] is not rule:
+        cached = self._units.get(parameter)
+        if cached is None or cached[0] is not rule:
             units = SteppedUnit.of(parameter, rule, self._divisions[parameter])
-            known = self._units[parameter] = rule, units
-        return known[1]
+            cached = self._units[parameter] = rule, units
+        return cached[1]
 
 
 def _columns(parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> Columns:
@@ -96,6 +96,6 @@ def _columns(parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> Col
     return {kind: [*map(list, zip(*members, strict=True))] for kind, members in kinds.items()}
 
 
-def same(some: Sequence[object], others: Sequence[object]) -> bool:
+def same(first: Sequence[object], second: Sequence[object]) -> bool:
     """Whether two lists have the same objects in the same order; no tensor is compared."""
-    return len(some) == len(others) and all(map(is_, some, others))
+    return len(first) == len(second) and all(map(is_, first, second))

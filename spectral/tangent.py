@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import tangent_model
-from .batching import concat, split_like
+from .batching import concat, split_figures, split_like
 from .polar import (
     Coefficients,
     Polar,
@@ -325,6 +325,7 @@ class _Refinement:
     def solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
+        """Return the solution of each stack, turned as it came."""
         if not self.last:
             both = zip(self.stacks, directions, strict=True)
             directions = [m.copy_(direction) for m, direction in both]
@@ -333,19 +334,22 @@ class _Refinement:
         if removed is not None:
             residual = residual - removed
         converged = (residual.abs() <= self.solver.tolerance) & (kept | (self.floor == 0))
-        missing = residual.isnan()
-        figures = (
-            best.to(self.dtype), residual.masked_fill(missing, 1).to(self.dtype), self.evaluations,
-            self.slope.to(self.dtype), converged, ~missing,
-        )  # fmt: skip
-        by_stack = zip(*(split_like(figure, self.stacks) for figure in figures), strict=True)
-        out = [None] * len(self.stacks) if removed is None else split_like(removed, self.stacks)
+        unbounded = residual.isnan()
+        figures = {
+            "multiplier": best.to(self.dtype),
+            "residual": residual.masked_fill(unbounded, 1).to(self.dtype),
+            "evaluations": self.evaluations,
+            "slope": self.slope.to(self.dtype),
+            "converged": converged,
+            "bounded": ~unbounded,
+        }
+        if removed is not None:
+            figures["removed"] = removed
         directions = [x.mT if flip else x for x, flip in zip(directions, self.tall, strict=True)]
+        figures_of_stacks = split_figures(figures, self.stacks)
         return [
-            TangentSolution(multiplier, direction, f, evaluations, slope, tangent, bounded, part)
-            for direction, (multiplier, f, evaluations, slope, tangent, bounded), part in zip(
-                directions, by_stack, out, strict=True
-            )
+            TangentSolution(direction=direction, **row)
+            for direction, row in zip(directions, figures_of_stacks, strict=True)
         ]
 
 

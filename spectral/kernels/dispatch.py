@@ -164,8 +164,8 @@ def lookup(
 ) -> Tile | None:
     """Choose for an operation on a stack of `batch` matrices of `rows` x `cols`."""
     keys = _keys(device) if min(batch, rows, cols) else []
-    known = entries()[keys[-1]] if keys and has_triton() else ()
-    same = (e for e in known if (e.operation, e.dtype) == (operation, dtype))
+    listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
+    same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))
     # Quack's product needs the package and rows of 16 bytes.
     quack = has_quack() and rows % 8 == cols % 8 == 0
     fitting = [e for e in same if quack or e.tile != QUACK]

@@ -50,9 +50,9 @@ class AdamWRule(Rule):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
         for members in grouped(stacks, lambda stack: stack.step.rates).values():
-            own = [[stack.state[name] for stack in members] for name in ENTRIES]
-            lists = [[s.weight for s in members], [s.grad for s in members], *own]
-            if any(len(count) > 1 for count in own[-1]):
+            entries = [[stack.state[name] for stack in members] for name in ENTRIES]
+            lists = [[s.weight for s in members], [s.grad for s in members], *entries]
+            if any(len(count) > 1 for count in entries[-1]):
                 lists = [units(tensors) for tensors in lists]
             self.advance_(lists, members[0].step)
         return [{} for _ in stacks]

@@ -82,7 +82,7 @@ class Stack(NamedTuple):
 class Rule(ABC):
     """One update rule. Its fields are its hyper-parameters and double as a config section.
 
-    A field's metadata may have: `acts`, a function of the rule that returns what acts in place of a
+    A field's metadata may have: `used`, a function of the rule that returns the value used for a
     null; `waits`, True if a step waits for the device where the field is True; `no_decay`, the
     value with which weight decay must be 0, and `why`; `undoes_decay`, the value with which weight
     decay has no effect.
@@ -199,8 +199,8 @@ def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
 
 def class_problems(kind: type[Rule]) -> Iterator[str]:
     """Yield what a class lacks to be a rule, each the end of a sentence that names it."""
-    if missing := kind.__abstractmethods__:
-        yield f"must have the method {sorted(missing)[0]}"
+    if abstract := kind.__abstractmethods__:
+        yield f"must have the method {sorted(abstract)[0]}"
     if "__dataclass_fields__" not in vars(kind):
         yield "must be a dataclass: @dataclass(frozen=True, kw_only=True)"
     if "whole_matrix" not in dir(kind):
@@ -229,9 +229,9 @@ def _annotations(kind: type[Rule]) -> list[tuple[Field[Any], Any]]:
 
 
 def settings(rule: Rule) -> dict[str, Any]:
-    """Return the fields of a rule by name, with what acts in place of a null."""
-    acting = {f.name: f.metadata["acts"](rule) for f in fields(rule) if "acts" in f.metadata}
-    return asdict(rule) | {k: v for k, v in acting.items() if getattr(rule, k) is None}
+    """Return the fields of a rule by name, with the values used for nulls."""
+    resolved = {f.name: f.metadata["used"](rule) for f in fields(rule) if "used" in f.metadata}
+    return asdict(rule) | {k: v for k, v in resolved.items() if getattr(rule, k) is None}
 
 
 def waiting_field(rule: Rule) -> str | None:
@@ -286,8 +286,8 @@ def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
     `[sum of batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
-    each = zip(stacks, rates, strict=True)
-    return concat([w.new_empty(len(w)).fill_(rate) for w, rate in each])
+    pairs = zip(stacks, rates, strict=True)
+    return concat([w.new_empty(len(w)).fill_(rate) for w, rate in pairs])
 
 
 def decay_(
@@ -368,10 +368,10 @@ def check_value(name: str, annotation: Any, value: object) -> None:
     if literals:
         require_choice(name, value, literals)
     elif not _fits(value, types):
-        wanted = " or ".join(WORDS[kind] for kind in types)
+        accepted = " or ".join(WORDS[kind] for kind in types)
         dtypes = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
         hint = nearest(value, dtypes if torch.dtype in types else ())
-        raise TypeError(f"{name} must be {wanted}, got {value!r}{hint}")
+        raise TypeError(f"{name} must be {accepted}, got {value!r}{hint}")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..batching import concat, numbers, split_like
+from ..batching import concat, numbers, split_figures, split_like
 from ..cost import msign_cost
 from ..device_values import unless_all
 from ..polar import (
@@ -298,9 +298,7 @@ def scale_(weights: Sequence[Tensor], factor: Tensor) -> None:
 
 def split_report(report: Report, stacks: Sequence[Stack]) -> list[Report]:
     """Return the report of each stack from that of all units, `[sum of batches]`."""
-    weights = [stack.weight for stack in stacks]
-    columns = [split_like(figure, weights) for figure in report.values()]
-    return [dict(zip(report, row, strict=True)) for row in zip(*columns, strict=True)]
+    return split_figures(report, [stack.weight for stack in stacks])
 
 
 def reference(

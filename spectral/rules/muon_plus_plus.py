@@ -41,7 +41,7 @@ class MuonPlusPlusRule(RadiusRule):
     """Block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = field(
         default=None,
-        metadata={"acts": lambda r: r.accepted(r.tolerance) if r.algorithm == "dual" else None},
+        metadata={"used": lambda r: r.accepted(r.tolerance) if r.algorithm == "dual" else None},
     )
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16 and 5e-3 with bfloat16."""

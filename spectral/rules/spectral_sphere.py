@@ -26,7 +26,7 @@ class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = field(
-        default=None, metadata={"acts": lambda rule: rule.accepted(rule.tolerance)}
+        default=None, metadata={"used": lambda rule: rule.accepted(rule.tolerance)}
     )
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
     float16 and 5e-3 with bfloat16, the rounding error of f. In 16 bits the step

@@ -58,8 +58,8 @@ class RankGroup:
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of all ranks of a device mesh; every member calls this together."""
     if mesh.ndim == 1:
-        own: dist.ProcessGroup = mesh.get_group()
-        return own
+        mesh_group: dist.ProcessGroup = mesh.get_group()
+        return mesh_group
     ranks = sorted(mesh.mesh.flatten().tolist())
     world: dist.ProcessGroup | None = dist.group.WORLD
     if world is not None and ranks == list(range(dist.get_world_size())):
