@@ -100,11 +100,11 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     from scripts.evaluation.local_text import write_tasks
     from training.checkpoint.checkpoints import read_checkpoint
 
-    config = read_checkpoint(options.run).config
+    info = read_checkpoint(options.run)
     tokenizer = options.model / "tokenizer.json"
     if not tokenizer.is_file():
         raise InputError(f"{options.model} has no tokenizer.json")
-    return write_tasks(folder, config, tokenizer)
+    return write_tasks(folder, info.config, tokenizer, info.meta["identity"].get("data", {}))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,8 +9,9 @@ which the loop cuts at the ends of windows.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,16 @@ MAX_DIFFERENT = 16
 """Tokens that may differ at the two ends, where a word is cut."""
 
 
-def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]:
+def write_tasks(
+    folder: Path,
+    config: Config,
+    tokenizer_file: Path,
+    saved: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
     """Write a task per validation set of a run's config to `folder`; return their names.
 
-    Raises InputError if there is no set, or its tokens are not those of the tokenizer.
+    `saved` is what a checkpoint's identity says of the data. Raises InputError if there is no set,
+    if its tokens are not those of the tokenizer, or if it has changed since the checkpoint.
     """
     if not config.data.validation:
         raise InputError("the run has no validation sets to evaluate on")
@@ -61,6 +68,12 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
             token_bytes=lengths,
             tokenizer=tokenizer_file,
         )
+        before, now = saved.get(f"validation.{name}.content"), data.set.digest
+        if before not in (None, now):
+            raise InputError(
+                f"validation set {name} ({each.path}) must be that of the run, of content "
+                f"{before:.12}, got {now:.12}"
+            )
         if data.target_bytes is None:
             raise InputError(f"validation set {name}: the number of bytes of its text is unknown")
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)

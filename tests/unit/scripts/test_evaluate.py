@@ -102,6 +102,17 @@ def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
         write_tasks(tmp_path, config_of(tmp_path, prepared), other)
 
 
+def test_a_validation_set_that_has_changed_is_not_scored(prepared, tmp_path) -> None:
+    config, key = config_of(tmp_path, prepared), "validation.walk.content"
+    content = TokenSet("walk", f"{prepared}/tokens.train", LENGTH).digest
+    for saved in ({}, {key: content}):
+        assert write_tasks(tmp_path, config, prepared / "tokenizer.json", saved) == ["local_walk"]
+    with pytest.raises(
+        InputError, match=f"must be that of the run, of content aa, got {content:.12}"
+    ):
+        write_tasks(tmp_path, config, prepared / "tokenizer.json", {key: "aa"})
+
+
 def test_results_of_an_earlier_evaluation_are_not_those_of_this_one(tmp_path) -> None:
     for name in ("config.json", "results_1.json"):
         (tmp_path / name).write_text("{}")
