@@ -19,7 +19,7 @@ from parallel.plan.devices import (
     varying_share,
 )
 from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_weights
-from parallel.storage.packing import default_step_groups
+from parallel.storage.bucket_layout import default_step_groups
 
 LAYER_LAUNCHES: Final = 20
 """Launches of a layer's forward pass besides its products."""

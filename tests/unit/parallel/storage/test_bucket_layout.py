@@ -11,8 +11,7 @@ from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
 from models.families import all_units
 from models.pc_config import PCConfig
-from parallel.storage.bucket_layout import BucketPlanner
-from parallel.storage.packing import STEP_ELEMENTS, default_step_groups
+from parallel.storage.bucket_layout import STEP_ELEMENTS, BucketPlanner, default_step_groups
 
 
 @st.composite
