@@ -18,9 +18,8 @@ import pyarrow
 from pyarrow import parquet
 
 from scripts.data.compression import read_lines, rewritten
-from scripts.data.hub import HubInput, parquet_documents
+from scripts.data.hub import HubInput, parquet_documents, row_text
 from scripts.data.sources import Input, Position
-from scripts.data.text import row_text
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from parallel.error_text import first_line
-from scripts.data.text import row_text
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer
 
@@ -184,3 +183,30 @@ def hub_tokenizer(name: str) -> Path:
             f"cannot download the tokenizer {name}: {first_line(error)} (give --tokenizer PATH, "
             "or, if its owner asks for it, log in with `hf auth login`)"
         ) from None
+
+
+def row_text(row: object, where: str, key: str) -> str:
+    """Return the value of `key` in a row if it is text that UTF-8 can encode.
+
+    Raises:
+        DataError: there is no such key, its value is not a string, or it holds half of a surrogate
+            pair.
+    """
+    if not isinstance(row, Mapping) or key not in row:
+        keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise DataError(
+            f"{where}: no key {key!r}, found {keys or 'no keys'}; name the key that holds the text "
+            "by --text-key KEY or NAME:KEY=INPUT"
+        )
+    value = row[key]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {key!r} must be a string, got {type(value).__name__}; mend or remove the row"
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {key!r} is not Unicode text: {error.reason}; mend or remove the row"
+        ) from None
+    return value
