@@ -188,7 +188,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_config(parser)
-    add_variants(parser)
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar='"key=value ..."',
+        help="compare with the config under these overrides too; may be repeated",
+    )  # fmt: skip
     parser.add_argument(
         "--steps", type=whole_number(), default=10, help="steps to measure (default: 10)"
     )
@@ -197,14 +200,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="write a trace of one step")
     add_json(parser)
     return parser.parse_intermixed_args(arguments)
-
-
-def add_variants(parser: argparse.ArgumentParser) -> None:
-    """Add `--variant`, which may be repeated."""
-    parser.add_argument(
-        "--variant", action="append", default=[], metavar='"key=value ..."',
-        help="compare with the config under these overrides too; may be repeated",
-    )  # fmt: skip
 
 
 def variants(options: argparse.Namespace) -> dict[str, Config]:
