@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 
 import numpy as np
 import pytest
@@ -90,6 +91,14 @@ def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
     assert process_results.error_of_bits(items) == pytest.approx(bits.std() * factor, rel=0.03)
     spread = (2**bits).std() * factor
     assert process_results.error_of_perplexity(items) == pytest.approx(spread, rel=0.03)
+
+
+@pytest.mark.parametrize("nats", [(1.0, 2.0), (1.0, 2.0, 4.0, 9.0), (3.0,) * 5])
+def test_the_error_over_documents_of_one_size_is_that_of_their_mean(nats) -> None:
+    """Exactly, where the bootstrap's few percent hide the n - 1 of the variance."""
+    bits = [each / 10 / math.log(2) for each in nats]
+    error = process_results.error_of_bits([(-each, 10.0) for each in nats])
+    assert error == pytest.approx(stdev(bits) / math.sqrt(len(bits)), abs=1e-12)
 
 
 def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:

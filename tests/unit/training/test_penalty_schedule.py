@@ -36,7 +36,7 @@ def test_its_gradient_is_added_once(world, power, side, name):
         before[unit.name] = model.gradient(unit).clone().reshape(unit.shape)
     optimizer.add_penalty(enabled=False, measured=True)
     figures = optimizer.add_penalty(enabled=True, measured=True)
-    value, squares, loss_squares = 0.0, 0.0, 0.0
+    value, squares, loss_squares, shares = 0.0, 0.0, 0.0, []
     for unit in model.units:
         added = model.gradient(unit).reshape(unit.shape) - before[unit.name]
         if unit.role not in ROLES:
@@ -50,7 +50,10 @@ def test_its_gradient_is_added_once(world, power, side, name):
         value += wanted.item()
         squares += gradient.square().sum().item()
         loss_squares += before[unit.name].square().sum().item()
+        share = penalty_by_definition(weight, side=side, normalize="frobenius")
+        shares.append(share.item())
     assert figures.value == pytest.approx(value, rel=1e-12)
+    assert figures.share == pytest.approx(sum(shares) / len(shares), rel=1e-12)
     assert figures.gradient_norm == pytest.approx(squares**0.5, rel=1e-12)
     assert figures.loss_gradient_norm == pytest.approx(loss_squares**0.5, rel=1e-12)
 

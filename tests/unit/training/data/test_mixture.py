@@ -83,6 +83,19 @@ def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(
     assert {name: each["tokens"] for name, each in phase["read"].items()} == tokens
 
 
+def test_windows_of_another_length_begin_after_as_many_tokens(prefixes: dict[str, Path]) -> None:
+    """In each set's own order of the new windows, over the ends of epochs too."""
+    read = training_data(prefixes, length=8).read(100)
+    longer = training_data(prefixes, length=16)
+    alone = [longer.source(sample) for sample in range(400)]
+    after = longer.since(Phase(sample=100, read=read))
+    following = [after.source(sample) for sample in range(100, 200)]
+    for i, token_set in enumerate(longer.sets):
+        order, found = ([w for chosen, w in each if chosen == i] for each in (alone, following))
+        begun = read[token_set.name].tokens // 16
+        assert found == order[begun:][: len(found)], token_set.name
+
+
 def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(
     start, tmp_path: Path
 ) -> None:
