@@ -235,8 +235,7 @@ def _pipeline(shape: StepShape, stage: int) -> Traffic:
     sends = sum(not chunk.head for chunk in chunks) + sum(not chunk.embedding for chunk in chunks)
     calls = sends * shape.microbatches if inputs.pipeline > 1 else 0
     size = calls * shape.own_tokens * shape.model.hidden * inputs.dtype.itemsize
-    across = 1 / max(1, shape.device.node_size // inputs.stage_ranks)
-    return Traffic("pipeline activations", size, calls, links, across)
+    return Traffic("pipeline activations", size, calls, links, links.ring_across)
 
 
 def _experts(shape: StepShape, stage: int) -> Iterator[Traffic]:

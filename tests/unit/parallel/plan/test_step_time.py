@@ -9,6 +9,7 @@ from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import DEVICES, peak_flops
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import OptimizerLoad, step_time
+from tests.families import mixture
 
 H100 = DEVICES["h100"]
 LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_size=1024)
@@ -49,6 +50,32 @@ def test_bytes_of_each_axis_by_hand():
     assert ends == [{"pipeline activations": 4 * tokens * width * 2}] * 2
     interleaved = sent(shape(data=1, pipeline=2, virtual_pipeline=2))
     assert interleaved == {"pipeline activations": 3 * 4 * tokens * width * 2}
+
+
+MIXTURE = replace(mixture(experts=16), layers=8)
+LAYOUTS: list[dict[str, int]] = [
+    {"data": 1, "pipeline": 2},
+    {"data": 4, "pipeline": 2},
+    {"data": 4, "pipeline": 4},
+    {"data": 2, "pipeline": 8, "context": 2},
+    {"data": 16, "pipeline": 2, "expert": 16},
+    {"data": 8, "tensor": 2, "context": 8, "expert": 4},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
+    """Counted over pairs: neighbours in a ring, as which stages count too, or all of a group."""
+    kinds = set()
+    for traffic in activation_traffic(shape(MIXTURE, **layout), 0):
+        ranks = [i * traffic.links.stride for i in range(traffic.links.size)]
+        pairs = list(zip(ranks, ranks[1:] + ranks[:1], strict=True))
+        if traffic.kind.startswith("expert"):
+            pairs = [(a, b) for a in ranks for b in ranks if a != b]
+        leaving = [a // H100.node_size != b // H100.node_size for a, b in pairs]
+        assert traffic.across == pytest.approx(sum(leaving) / len(pairs)), traffic.kind
+        kinds.add(traffic.kind.split()[0])
+    assert kinds == {axis for axis in layout if layout[axis] > 1} - {"data"}
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
