@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.run_configs import read_config, tiny_config
-from tests.run_results import metrics_of, same_state, state_of
+from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.build import build_trainer
 from training.checkpoint import checkpoints
@@ -78,7 +78,8 @@ def poisoned(monkeypatch) -> Callable[..., list[int]]:
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, capsys):
     """Steps 6 and 7 are not finite; steps 5, 6, ... are taken again, and the samples of the two
     (40 to 55) are read in neither."""
-    config = config_of(folder, spikes__rewinds=1)
+    monitors = {"monitors__interval": 1, "monitors__groups": "[weights]"}
+    config = config_of(folder, spikes__rewinds=1, **monitors)
     data, _ = build_data(config)
     windows = [data[i].tolist() for i in range(200)]
     read: list[list[int]] = []
@@ -103,7 +104,8 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     printed = capsys.readouterr().out
     assert "rewinding to" in printed and "their samples are 40 to 55" in printed
     lines = metrics_of(folder / "run")
-    assert [line["step"] for line in lines] == list(range(1, 11))
+    for log in (lines, json_lines(folder / "run" / "monitors.jsonl")):
+        assert [line["step"] for line in log] == list(range(1, 11))
     assert lines[-1]["optim/skipped_steps"] == 2
     assert all(line["train/loss"] is not None for line in lines)
     assert checkpoints.steps(folder / "run") == [2, 4, 6, 8, 10]
