@@ -33,6 +33,12 @@ WATCHED = {
     "gram_penalty__coefficient": 0.3,
     "gram_penalty__horizon": 0.5,
 }
+EXPERTS = {
+    **ROUTED,
+    **WATCHED,
+    "gram_penalty__roles": "[v,o,down,expert_up,expert_down]",
+    "model__moe__global_aux_loss": 0.1,
+}
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 TIED = {"model__tie_embeddings": True, "model__layers": 4, "model__attention_bias": "all"}
 DOCUMENTS = {
@@ -59,13 +65,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer__rules__muon__msign_dtype": "bfloat16",
         },
     ),
-    "experts": (
-        "muon",
-        ROUTED
-        | WATCHED
-        | {"gram_penalty__roles": "[v,o,down,expert_up,expert_down]"}
-        | {"model__moe__global_aux_loss": 0.1},
-    ),
+    "experts": ("muon", EXPERTS),
+    "experts, whole batches": ("muon", EXPERTS | {"train__batch_ramp": "[]"}),
     "experts, PC layers": (
         "muon",
         ROUTED | {"pc__level": 2, "pc__blocks": "[o,expert_gate,expert_up,expert_down]"},
@@ -115,7 +116,7 @@ SLOW: list[Run] = [
     ("tensor 2, pipeline 2", "tied, stepped by Muon", {}),
     ("pipeline 2, virtual 2", "tied, PC layers", {"train__micro_batch": 1}),
     ("context 2, pipeline 2", "tied", {}),
-    ("expert 2, expert tensor 2", "experts", {}),
+    ("expert 2, expert tensor 2", "experts, whole batches", {}),
 ]
 
 # float32: sums over ranks have another order, and msign amplifies their rounding (about 1e-7) in
@@ -222,7 +223,7 @@ def compare(
     if expected["lines"]:
         noise = "noise" in RUNS[run][1]["monitors__groups"]
         lines = results[0]["lines"], expected["lines"]
-        compare_lines(*lines, mixed=run == "experts", noise=noise)
+        compare_lines(*lines, mixed="experts" in run, noise=noise)
 
 
 def compare_lines(
@@ -230,7 +231,7 @@ def compare_lines(
 ) -> None:
     """Check what monitors wrote, figures of `noise` too if there are any.
 
-    If experts are `mixed`, two ranks share them, and their gradients mix the samples of both.
+    If experts are `mixed`, ranks share them, and their gradients mix the samples of both.
     """
     assert found.keys() == expected.keys()
     for place in ("units", "blocks"):
