@@ -347,8 +347,27 @@ def clipped() -> list[bool]:
     return found
 
 
+def keeps_what_is_refused(exchange_dtype: torch.dtype | None) -> bool:
+    """Whether a matrix whose momentum is not finite keeps its weight, and another moves."""
+    model = build("fsdp")
+    options = {"weight_decay": 0.1, "exchange_dtype": exchange_dtype}
+    optimizer = optimizer_of(model, "muon", units={}, **options)
+    train(model, optimizer, "fsdp", 0, 1)
+    before = whole(model)
+    refused, other = "blocks.0.down.weight", "blocks.0.attention.o_proj.weight"
+    momentum = local_of(optimizer.state[model.get_parameter(refused)]["momentum"])
+    if dist.get_rank() == 1:
+        momentum.view(-1)[0] = torch.nan
+    train(model, optimizer, "fsdp", 1, 2)
+    after = whole(model)
+    return torch.equal(before[refused], after[refused]) and not torch.equal(
+        before[other], after[other]
+    )
+
+
 def skipped() -> list[Any]:
-    """Whether all ranks skip a step in which one has a gradient that is not finite."""
+    """Whether all ranks skip a step in which one has a gradient that is not finite, and refuse that
+    of one matrix."""
     model = build("fsdp")
     optimizer = optimizer_of(model, "spectral_sphere", nonfinite="skip")
     train(model, optimizer, "fsdp", 0, 2)
@@ -360,7 +379,8 @@ def skipped() -> list[Any]:
             local.view(-1)[0] = torch.nan
     optimizer.step()
     same = all(torch.equal(before[name], value) for name, value in whole(model).items())
-    return [same, int(optimizer.skipped_steps)]
+    kept = [keeps_what_is_refused(dtype) for dtype in (None, torch.bfloat16)]
+    return [same, int(optimizer.skipped_steps), kept]
 
 
 def written(how: str) -> bool:
