@@ -26,7 +26,7 @@ from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
-from scripts.data.sources import KNOWN, Found, find_inputs
+from scripts.data.sources import SUFFIXES, Listing, find_inputs
 from training.errors import DataError, InputError, fail
 from training.json_file import real_path
 
@@ -268,7 +268,7 @@ def _set_plans(
     plans = []
     for name, sources in train_sources.items():
         held_out = validation_sources.get(name, [])
-        inputs, held_out_inputs = _found(sources), _found(held_out)
+        inputs, held_out_inputs = _listing(sources), _listing(held_out)
         plans.append(
             SetPlan(
                 name=name,
@@ -294,8 +294,8 @@ class _Source:
         return self.text if self.key is None else f"{self.text} (key {self.key})"
 
 
-def _found(sources: list[_Source]) -> Found:
-    return sum((find_inputs(source.text, source.key) for source in sources), Found())
+def _listing(sources: list[_Source]) -> Listing:
+    return sum((find_inputs(source.text, source.key) for source in sources), Listing())
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:
@@ -342,7 +342,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME[:KEY]=INPUT",
         help="a set and its source: a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT], "
         "and the field that holds its text if not --text-key; a name may be repeated. "
-        f"Files: {KNOWN}",
+        f"Files: {SUFFIXES}",
     )
     parser.add_argument("--output", required=True, help="folder to create")
     parser.add_argument(

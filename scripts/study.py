@@ -44,7 +44,7 @@ from scripts.command import command, write_whole
 from scripts.studies.description import Study, read_study
 from scripts.studies.differences import differences, sentences
 from scripts.studies.records import Record, RecordBook
-from scripts.studies.search import Found, Train, begin, run_of, search
+from scripts.studies.search import Outcome, Train, begin, run_of, search
 from scripts.studies.tables import markdown
 from scripts.studies.trainer import UNKNOWN, Run, Trainer, add_places, places
 from training.config import Config, load_config
@@ -80,7 +80,7 @@ def run_study(
         "differ": differ,
     }
 
-    def report(outcome: Found) -> None:
+    def report(outcome: Outcome) -> None:
         trials = [asdict(trial) for trial in outcome.trials]
         content.update(chosen=outcome.chosen, trials=trials)
         write(results, content)
@@ -176,7 +176,7 @@ def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
     return {"variant": name, "runs": [record.key for record in records], "losses": losses}
 
 
-def curve_runs(study: Study, outcome: Found, extra: Sequence[str]) -> dict[float, list[Run]]:
+def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:
     """The runs of the curve's variant by share of the full length, one for each seed."""
     if study.curve is None:
         return {}

@@ -9,7 +9,7 @@ from typing import Final
 import yaml
 
 from scripts.data.plan import Portion, SetPlan
-from scripts.data.sources import FileInput, Found, find_inputs
+from scripts.data.sources import FileInput, Listing, find_inputs
 from training.errors import DataError
 
 FILE: Final = Path(__file__).with_name("corpora.yaml")
@@ -73,7 +73,7 @@ class Corpus:
             ],
             train_source=list(sources.values()),
             fraction=self.validation,
-            ignored=sum(inputs.values(), Found()).ignored,
+            ignored=sum(inputs.values(), Listing()).ignored,
         )
 
     def _local(self, place: Path, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 
 from scripts.data.document_files import ReadOptions, check_first_documents
 from scripts.data.hub import HubInput
-from scripts.data.sources import FileInput, Found, Input
+from scripts.data.sources import FileInput, Input, Listing
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
@@ -104,9 +104,9 @@ class SetPlan:
             return [f"{self.name}.validation"] if self.validation else []
         return [f"{self.name}.train", *([f"{self.name}.validation"] if self.fraction else [])]
 
-    def listing(self) -> Found:
+    def listing(self) -> Listing:
         """Return its inputs and ignored files."""
-        return Found(self.inputs(), self.ignored)
+        return Listing(self.inputs(), self.ignored)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ NAMES: Final = re.compile(
     r".*(?P<kind>\.txt|\.md|\.jsonl|\.ndjson|\.json)(\.gz|\.xz|\.zst|\.zstd)?|.*\.parquet",
     re.DOTALL,
 )
-KNOWN = (
+SUFFIXES = (
     ".txt and .md, .jsonl, .ndjson and .json (one row a line), each also .gz, .xz, .zst or .zstd; "
     ".parquet"
 )
@@ -64,14 +64,14 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class Listing:
     """The inputs of a source, and the files of its folder that are none."""
 
     inputs: list[Input] = field(default_factory=list)
     ignored: list[Path] = field(default_factory=list)
 
-    def __add__(self, other: "Found") -> "Found":
-        return Found([*self.inputs, *other.inputs], [*self.ignored, *other.ignored])
+    def __add__(self, other: "Listing") -> "Listing":
+        return Listing([*self.inputs, *other.inputs], [*self.ignored, *other.ignored])
 
     def __str__(self) -> str:
         files = [each.path for each in self.inputs if isinstance(each, FileInput)]
@@ -94,7 +94,7 @@ class Found:
         )
 
 
-def find_inputs(source: str, text_key: str | None = None) -> Found:
+def find_inputs(source: str, text_key: str | None = None) -> Listing:
     """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`, files in sorted order.
 
     A folder stands for all files below it with a known suffix. Names that begin with a dot are
@@ -104,14 +104,14 @@ def find_inputs(source: str, text_key: str | None = None) -> Found:
     Raises:
         DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
     """
-    inputs = Found([parse_hub_input(source)]) if source.startswith("hf:") else _found(source)
+    inputs = Listing([parse_hub_input(source)]) if source.startswith("hf:") else _listing(source)
     if text_key is not None and not any(each.has_keys for each in inputs.inputs):
         raise DataError(f"key {text_key}: no file of {source} has keys")
     keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in inputs.inputs]
     return replace(inputs, inputs=keyed)
 
 
-def _found(source: str) -> Found:
+def _listing(source: str) -> Listing:
     path = Path(source).expanduser()
     if path.is_dir():
         return _in_folder(path)
@@ -121,19 +121,19 @@ def _found(source: str) -> Found:
         raise DataError(f"no file, folder or pattern {source}")
     for each in paths:
         if NAMES.fullmatch(each.name) is None:
-            raise DataError(f"unknown suffix of {each}: known are {KNOWN}; {REMEDY}")
-    return Found([FileInput(each) for each in paths])
+            raise DataError(f"unknown suffix of {each}: known are {SUFFIXES}; {REMEDY}")
+    return Listing([FileInput(each) for each in paths])
 
 
-def _in_folder(folder: Path) -> Found:
+def _in_folder(folder: Path) -> Listing:
     paths = _visible(folder)
     _check_not_saved(folder, paths)
     readable = [path for path in paths if _has_documents(path)]
     if not readable:
         there = f"; there are {_by_suffix(paths)}" if paths else ""
-        raise DataError(f"no file under {folder} has a known suffix: {KNOWN}{there}; {REMEDY}")
+        raise DataError(f"no file under {folder} has a known suffix: {SUFFIXES}{there}; {REMEDY}")
     read = set(readable)
-    return Found(
+    return Listing(
         [FileInput(each) for each in readable], [each for each in paths if each not in read]
     )
 

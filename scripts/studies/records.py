@@ -76,27 +76,27 @@ class RecordBook:
         """Read the records that there are."""
         self.path = folder / RECORDS
         self._lock = threading.Lock()
-        self._found: dict[str, Record] = {}
+        self._records: dict[str, Record] = {}
         self.refresh()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._found
+        return key in self._records
 
     def __getitem__(self, key: str) -> Record:
-        return self._found[key]
+        return self._records[key]
 
     def refresh(self) -> None:
         """Read what other processes have added."""
         if self.path.is_file():
             with self._file():
                 for line in read_lines(self.path):
-                    self._found[line["key"]] = Record(**line)
+                    self._records[line["key"]] = Record(**line)
 
     def add(self, record: Record) -> None:
         """Keep a record, on disk first."""
         with self._file() as file:
             file.write(json.dumps(asdict(record)) + "\n")
-        self._found[record.key] = record
+        self._records[record.key] = record
 
     @contextmanager
     def _file(self) -> Iterator[TextIO]:

@@ -32,7 +32,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """What a search has found: overrides by variant, and everything that was tried."""
 
     chosen: dict[str, list[str]]
@@ -44,8 +44,8 @@ def search(
     start: dict[str, list[str]],
     extra: Sequence[str],
     train: Train,
-    report: Callable[[Found], None] = lambda outcome: None,
-) -> Found:
+    report: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
     """Tune every variant from its overrides in `start`; `extra` are overrides of every run.
 
     `report` is given after every rung what has been found so far.
@@ -62,10 +62,10 @@ def search(
             tried = try_all(study, stage, rung, chosen, left, extra, train)
             trials += tried
             left = {name: best(name, tried, rung.keep) for name in left}
-            report(Found(chosen, trials))
+            report(Outcome(chosen, trials))
         for name, (winner,) in left.items():
             chosen[name] += winner
-    return Found(chosen, trials)
+    return Outcome(chosen, trials)
 
 
 def try_all(
