@@ -36,7 +36,7 @@ class InitConfig(Section):
     """How weights are initialised."""
 
     std: Positive | None = 0.02
-    """Standard deviation of the normal draw of every matrix; null = that of spectral muP,
+    """Standard deviation of the normal draw of every matrix; null = the deviation of spectral muP,
     `min(1, sqrt(rows / cols)) / sqrt(cols)` of each unit."""
     spectral: bool = True
     """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
@@ -86,16 +86,17 @@ class MoEConfig(Section):
     """Groups that a token may use: those with the largest sum of their `top_k / top_groups` best
     scores."""
     routed_scale: Positive | None = None
-    """Factor on the sum of routed experts; null = the SSO paper's, which matches variances."""
+    """Factor on the sum of routed experts; null = the SSO paper's factor, which matches variances.
+    """
     expert_bias: bool = True
     """Balance the load without a loss, by a bias on the scores that choose experts."""
     expert_bias_rate: AtLeast0 = 1e-3
-    """How far an expert's bias moves up or down in an optimizer step."""
+    """Change of an expert's bias, up or down, in an optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
     """Coefficient of the load-balancing loss over each sequence; 0 = none."""
     global_aux_loss: AtLeast0 = 0.0
-    """Coefficient of the load-balancing loss over the global batch, whose load is that of the step
-    before; 0 = none."""
+    """Coefficient of the load-balancing loss over the global batch, with the load of the previous
+    step; 0 = none."""
     z_loss: AtLeast0 = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
@@ -138,20 +139,20 @@ class RopeScalingConfig(Section):
     first trained on."""
 
     kind: Literal["linear", "llama3", "yarn"]
-    """linear: all are divided by `factor`; llama3: the slow ones are, as in Llama 3.1 and 3.2;
-    yarn: the slow ones are, and queries and keys are scaled."""
+    """linear: divide all frequencies by `factor`; llama3: divide slow frequencies, as in Llama 3.1
+    and 3.2; yarn: divide slow frequencies, and scale queries and keys."""
     factor: Annotated[float, Field(ge=1, le=LARGEST_INTEGER)]
-    """What slow frequencies are divided by."""
+    """Divisor of slow frequencies."""
     original_max_position_embeddings: Count | None = None
     """Length of the sequences of the first training, in tokens; null with linear."""
     low_freq_factor: Positive | None = None
     """llama3: frequencies with fewer turns than this over that length are slow; else null."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies with more turns than this stay as they are; else null."""
+    """llama3: frequencies with more turns than this are unchanged; else null."""
     beta_slow: Positive = 1.0
     """yarn: frequencies with fewer turns than this over that length are slow."""
     beta_fast: Positive = 32.0
-    """yarn: frequencies with more turns than this stay as they are."""
+    """yarn: frequencies with more turns than this are unchanged."""
     truncate: bool = True
     """yarn: whether the dimensions between which frequencies become slow are rounded."""
     attention_factor: Positive | None = None
@@ -216,19 +217,20 @@ class ModelConfig(Section):
     rope_scaling: RopeScalingConfig | None = None
     """Change of the rotary frequencies; null = none. Not for families with latent attention."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Which linears of attention have biases: qkv: those of queries, keys and values, as in Qwen2;
-    all: that of the output too. Biases begin at 0."""
+    """Linear layers of attention with biases: qkv: queries, keys and values, as in Qwen2; all: the
+    output too. Biases begin at 0."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
-    """Attention scores are divided by its square root; null = head_dim. For families with it."""
+    """Attention scores are divided by the square root of this number; null = head_dim. Only some
+    families use it."""
     attention_softcap: Positive | None = None
-    """Cap c of attention scores, `c * tanh(score / c)`; null = none. For families that have it."""
+    """Cap c of attention scores, `c * tanh(score / c)`; null = none. Only some families use it."""
     final_softcap: Positive | None = None
-    """Cap c of the logits, `c * tanh(logit / c)`; null = none. For families that have it."""
+    """Cap c of the logits, `c * tanh(logit / c)`; null = none. Only some families use it."""
     sliding_window: Count | None = None
-    """Tokens that a token attends to in layers 0, 2, 4, ..., itself included; null = all before it.
-    For families that have it."""
+    """Tokens that a token attends to in layers 0, 2, 4, ..., itself included; null = all previous
+    tokens. Only some families use it."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, for families that have it; null = none."""
     moe: MoEConfig | None = None
@@ -236,10 +238,11 @@ class ModelConfig(Section):
     init: InitConfig = InitConfig()
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
-    """What computes attention and linears: PyTorch, or Transformer Engine if it is installed."""
+    """Library of attention and linear layers: PyTorch, or Transformer Engine if it is installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """What computes the attention of sdpa: auto: a kernel of PyTorch; the others: FlashAttention's
-    packages of these names, in bf16 on GPUs, which auto does not take as they were not timed."""
+    """Kernel of the sdpa attention: auto: a kernel of PyTorch; the others: FlashAttention's
+    packages of these names, in bf16 on GPUs, which auto does not choose because they were not
+    timed."""
 
     def checks(self) -> Iterator[Check]:
         """Check the shape, whatever family has it."""

@@ -24,8 +24,8 @@ class PolynomialConfig(Section):
     """Which polynomial acts on the singular values."""
 
     kind: Literal["preset", "fitted", "over_flattening"] = "preset"
-    """preset: the published one of `level`; fitted: one fitted to the settings below;
-    over_flattening: the paper's ablation, which sends every singular value to 1."""
+    """preset: the published polynomial of `level`; fitted: a polynomial fitted to the settings
+    below; over_flattening: the paper's ablation, which maps every singular value to 1."""
     degree: Annotated[int, Field(ge=0, le=32)] = 4
     """Number of odd powers after the first, for fitted; 4 ends at x^9."""
     cutoff: Positive = 0.3
@@ -44,9 +44,9 @@ class PCOverride(Section):
     """Another level for some blocks; where several apply, the last one counts."""
 
     roles: list[str] | None = None
-    """Roles of `blocks` that it is for; null = all of them."""
+    """Roles of `blocks` with this level; null = all."""
     layers: tuple[int, int] | None = None
-    """First and last layer that it is for, counted from 0; null = every layer."""
+    """First and last layer with this level, counted from 0; null = every layer."""
     level: PresetLevel
     """Level of these blocks."""
 
@@ -64,8 +64,8 @@ class PCConfig(Section):
     """Roles that are PC layers; null = those of o, gate, up and down that the model has."""
     level: PresetLevel | None = None
     """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
-    those above 0.4, 2 above 0.6, 1 above 0.8; 0 changes none. null = the paper's choice: 4 under
-    AdamW, 2 under a spectral rule."""
+    values above 0.4, 2 above 0.6, 1 above 0.8; 0 changes nothing. null = the paper's choice: 4
+    under AdamW, 2 under a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Other levels for some roles or layers, each under a name of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
@@ -73,15 +73,16 @@ class PCConfig(Section):
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Power iterations that update the tracked spectral norm after each optimizer step."""
     spectral_norm: Literal["stream", "none"] = "stream"
-    """stream: divide W by its tracked spectral norm s before the polynomial; none: do not."""
+    """stream: divide W by its tracked spectral norm s before the polynomial; none: do not divide.
+    """
     norm_recovery: bool = True
     """Multiply by s after the polynomial."""
     learnable_gamma: bool = True
     """Train the scalar gamma of every unit."""
     gamma_lr: AtLeast0 | None = None
-    """Peak learning rate of gamma; null = that of optimizer.scalar."""
+    """Peak learning rate of gamma; null = the rate of optimizer.scalar."""
     gamma_weight_decay: AtLeast0 | None = None
-    """Decoupled weight decay of gamma, towards 0; null = that of optimizer.scalar."""
+    """Decoupled weight decay of gamma, towards 0; null = the decay of optimizer.scalar."""
     init_compensation: bool = False
     """Start gamma where PC(W) has the Frobenius norm of W; false = at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"

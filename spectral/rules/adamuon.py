@@ -24,9 +24,9 @@ class AdaMuonRule(NorMuonRule):
     """Muon on signs whose update's entries are divided by the roots of means of their squares."""
 
     scale: Scale = "align_adam_rms"
-    """How the update depends on the unit's shape (docs/spectral.md), the paper's by default."""
+    """How the update depends on the unit's shape (docs/spectral.md), by default as in the paper."""
     beta2: float = 0.95
-    """Decay of the mean square of an entry of the update, in [0, 1); the paper's is `momentum`."""
+    """Decay of the mean square of an entry of the update, in [0, 1); the paper uses `momentum`."""
 
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the mean squares, both of the shape of `weight`."""

@@ -123,7 +123,7 @@ class MsignRule(Rule):
     steps: int = 8
     """Steps of msign, at least 1."""
     msign_dtype: MsignDtype | None = None
-    """Dtype of the products inside msign; null keeps that of the weight."""
+    """Dtype of the products inside msign; null keeps the dtype of the weight."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -36,14 +36,14 @@ class DataPhase(Section):
     """A part of the run, to its end or the next phase, with its own weights of the sets."""
 
     after_steps: Count | None = None
-    """Steps of the run before the phase; null = another key says where it begins."""
+    """Steps of the run before the phase; null = another key sets the beginning."""
     after_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of `train.steps` before the phase, rounded to a step; null = another key says where it
-    begins."""
+    """Share of `train.steps` before the phase, rounded to a step; null = another key sets the
+    beginning."""
     with_decay: bool = False
     """Begin with the decay of `schedule.kind` wsd."""
     weights: Annotated[dict[str, Positive], Field(min_length=1)]
-    """Weight of each set of `data.train` in the phase; those that are not named are not read."""
+    """Weight of each set of `data.train` in the phase; other sets are not read."""
 
     def checks(self) -> Iterator[Check]:
         """Check that one beginning is given."""
@@ -90,34 +90,34 @@ class DataConfig(Section):
     """Which tokens the run reads."""
 
     tokenizer: str | None = None
-    """A tokenizer.json or Hugging Face tokenizer folder; null takes the data manifest's."""
+    """A tokenizer.json or Hugging Face tokenizer folder; null = the tokenizer of the data manifest.
+    """
     mock: bool = False
-    """Make random tokens instead of reading files, in documents of 1,024 in the mean. The sets keep
-    their names and weights; without any there is one, `mock`."""
+    """Make random tokens instead of reading files, in documents with a mean of 1,024 tokens. The
+    sets keep their names and weights; without sets there is one set, `mock`."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
-    """What the run checks against the manifest's hashes: none: nothing; sample: the tokenizer, the
-    index, 64 blocks of tokens, and others when it first reads them; full: everything at each
-    start."""
+    """Check against the manifest's hashes: none: nothing; sample: the tokenizer, the index, 64
+    blocks of tokens, and every other block at its first use; full: everything at each start."""
     document_mask: bool = False
     """Keep attention within each document of the sets' indexes, with positions from its first token
     in the sequence; false attends to all documents of a sequence. Validation does the same."""
     first_token_loss: bool = True
-    """Count the loss of a document's first token, which is predicted from the end of another; false
-    leaves it out of training and validation."""
+    """Count the loss of a document's first token, which is predicted from the end of another
+    document; false leaves this loss out of training and validation."""
     train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one, unless `mock`. `replace: true` beside them leaves out
-    the base's section `data`, `NAME: null` one set of it. All sets must have one tokenizer."""
+    """Training sets by name; at least one, unless `mock`. `replace: true` next to them removes the
+    base's section `data`, `NAME: null` removes one set. All sets must use one tokenizer."""
     phases: tuple[DataPhase, ...] = ()
-    """Later parts of the run with other weights of the sets, such as
-    `[{after_share: 0.8, weights: {web: 1, books: 3}}]`; [] has those of `train` throughout. Sets go
-    on where they were."""
+    """Later parts of the run with other weights of the sets, such as `[{after_share: 0.8, weights:
+    {web: 1, books: 3}}]`; [] uses the weights of `train` throughout. Each set continues after its
+    last token."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
     out sets as for `train`."""
     made_by: str | None = None
-    """Command that makes the sets, and its cost; shown if a file of theirs is missing."""
+    """Command that makes the sets, and its cost; shown if a file of the sets is missing."""
 
     def checks(self) -> Iterator[Check]:
         """Check that there are sets, their names, and where the tokenizer is."""
@@ -148,7 +148,7 @@ class ValidationConfig(Section):
     """How often the run is validated, and on how many sequences."""
 
     interval: Whole = 0
-    """Steps between validations, besides the one after the last step; 0 has only that one."""
+    """Steps between validations; the run always validates after the last step. 0 = only then."""
     samples: Count | None = None
     """Sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
@@ -164,14 +164,14 @@ class ValidationConfig(Section):
 
 
 class TasksConfig(Section):
-    """Multiple-choice tasks that the model in training is scored on."""
+    """Multiple-choice tasks that score the model during training."""
 
     files: dict[str, str] = field(default_factory=dict)
     """Files of tasks by name, which becomes part of their metrics, `task/<name>/acc`: a line is
     `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py makes
     them. null leaves out tasks of a base as for `data.train`."""
     interval: Whole = 0
-    """Steps between scorings, besides the one after the last step; 0 has only that one."""
+    """Steps between scorings; the run always scores after the last step. 0 = only then."""
     examples: Count | None = None
     """Number of examples of each file to score, from its first; null = all."""
 

@@ -92,8 +92,8 @@ class RoleConfig(Section):
     weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's."""
     radius_scaler: Positive | None = None
-    """Factor of the radius, which initial weights of the role have too; null = the rule's, and
-    model.init's for initial weights."""
+    """Factor of the radius, also of the role's initial weights; null = the rule's factor, and
+    model.init's factor for initial weights."""
 
 
 class DistributedConfig(Section):
@@ -103,8 +103,8 @@ class DistributedConfig(Section):
     """
 
     placement: Strategy = "auto"
-    """How matrices get their owner ranks: ping_pong: by ascending size, up and down the ranks, as
-    in the SSO paper; auto: so that loads are even and little is sent."""
+    """How owner ranks of matrices are chosen: ping_pong: by ascending size, up and down the ranks,
+    as in the SSO paper; auto: so that loads are even and little is sent."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
     """Who steps a matrix that tensor parallelism splits: owner: one rank steps all of it;
     shardwise: each rank steps its shard as if it were a matrix, which changes the mathematics."""
@@ -112,11 +112,12 @@ class DistributedConfig(Section):
     """Groups of buckets to step in turn; each is gathered while the next steps. null = the fewest,
     up to four, with at most 2^27 elements per rank and group."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
-    """Data type in which momentum and updates of split matrices travel; null = train.precision."""
+    """Data type of momentum and updates of split matrices during the exchange; null =
+    train.precision."""
     gradient_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which gradients are accumulated and reduced; null = fp32."""
     momentum_dtype: Literal["bf16", "fp32"] | None = None
-    """Data type in which spectral rules keep their momentum; null = that of the master weights."""
+    """Data type of the momentum of spectral rules; null = the type of the master weights."""
     overlap_reduce: bool = True
     """Reduce a bucket's gradients as soon as backward completes it."""
     overlap_gather: bool = True

@@ -16,12 +16,13 @@ class RampStage(Section):
     """A part of the run, from its start or the stage before, with fewer sequences a step."""
 
     batch: Batch
-    """Sequences per optimizer step, below those of later stages and `train.global_batch`."""
+    """Sequences per optimizer step, fewer than in later stages and `train.global_batch`."""
     until_steps: Count | None = None
-    """Step of the run that is the last of the stage; null = `until_tokens` says when it ends."""
+    """Last step of the stage, counted from the start of the run; null = `until_tokens` sets the
+    end."""
     until_tokens: Count | None = None
     """Tokens of the run after which the stage ends, with the step that reaches them; null =
-    `until_steps` says when it ends."""
+    `until_steps` sets the end."""
 
     def checks(self) -> Iterator[Check]:
         """Check that one limit is given."""
@@ -103,9 +104,9 @@ class TrainConfig(Section):
     global_batch: Batch
     """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
     batch_ramp: tuple[RampStage, ...] = ()
-    """Stages at the start of the run with fewer sequences a step than `global_batch`, which follows
-    on them, such as `[{batch: 64, until_tokens: 252000000}]`; [] has `global_batch` from the start.
-    `steps` counts their steps too."""
+    """Stages at the start of the run with fewer sequences per step than `global_batch`, which
+    follows after them, such as `[{batch: 64, until_tokens: 252000000}]`; [] uses `global_batch`
+    from the start. `steps` includes the steps of all stages."""
     micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
@@ -115,18 +116,18 @@ class TrainConfig(Section):
     fp8: Literal["hybrid", "e4m3"] | None = None
     """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward recomputes: none; selective: those of dense and shared feed-forward
-    blocks; full: all of a layer but its input."""
+    """Activations that backward recomputes: none; selective: activations of dense and shared
+    feed-forward blocks; full: all activations of a layer but its input."""
     loss_chunk: Count | None = None
-    """Vocabulary entries per rank whose logits are in memory at once; backward then multiplies by
-    the output head once more. null keeps all logits."""
+    """Vocabulary entries per rank whose logits are in memory at once; backward then repeats the
+    product with the output head. null keeps all logits."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
     """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
     the engine's, one pass per operation. auto is liger on a GPU if liger-kernel is installed and
     `loss_chunk` is null."""
     z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (PaLM: 1e-4),
-    which is added to the loss that is minimised. `train/loss` and validation are without it,
+    which is added to the loss that is minimised. `train/loss` and validation exclude the z-loss,
     `train/z_loss` is the mean without the coefficient. 0 = none."""
     fused_backward: Literal["auto", "triton"] | None = "auto"
     """Kernels of the backward passes of gated activations and of the heads of attention: triton
@@ -188,8 +189,8 @@ class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
-    """What warm-up and decay count: steps, or tokens, of which `train.global_batch` sequences are
-    one step: a step of `train.batch_ramp` then moves the rate by its share."""
+    """Unit of warm-up and decay: steps, or tokens, with `train.global_batch` sequences as one step:
+    then a step of `train.batch_ramp` moves the rate by its share of `global_batch`."""
     warmup_steps: Whole = 0
     """Steps of linear warm-up from 0 to the peak."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

@@ -36,8 +36,8 @@ class RunConfig(Section):
     dir: str
     """Folder for all output of the run."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device to train on: cuda uses one GPU per rank, cpu none, auto uses GPUs if there are any,
-    and fails on one that does not start."""
+    """Device to train on: cuda uses one GPU per rank, cpu no GPU, auto uses GPUs if available, and
+    fails on a GPU that does not start."""
     deterministic: bool = False
     """Use only GPU kernels that repeat bit for bit, which slows the backward pass of attention. A
     warning names each operation without such a kernel."""
@@ -74,11 +74,11 @@ class CheckpointConfig(Section):
     keep_every: Count | None = None
     """Also keep checkpoints whose step is a multiple of this; null keeps only the newest."""
     allow_change: tuple[Kind, ...] = ()
-    """What may differ from the checkpoint that the run continues; other differences are refused.
-    `tokenizer` also lets `initialize_from` name weights of another tokenizer."""
+    """Kinds of settings that may differ from the continued checkpoint; other differences are
+    refused. `tokenizer` also lets `initialize_from` name weights of another tokenizer."""
     initialize_from: str | None = None
     """Run folder or checkpoint, of any layout, whose weights a new run starts from; its PC layers
-    become plain weights. Its model and tokenizer must be the run's. null initialises weights."""
+    become plain weights. Model and tokenizer must equal the run's. null initialises weights."""
 
     def checks(self) -> Iterator[Check]:
         """Check where weights come from."""
@@ -89,8 +89,8 @@ class StopConfig(Section):
     """When a run saves and stops before its last step; the same command continues it."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
-    """Seconds before the SLURM time limit at which to save and stop, at most half of what the job
-    has left when the run starts; null ignores the limit."""
+    """Seconds before the SLURM time limit at which to save and stop, at most half of the job's
+    remaining time at the start of the run; null ignores the limit."""
 
 
 class WatchdogConfig(Section):
@@ -101,7 +101,7 @@ class WatchdogConfig(Section):
     of `parallel.timeout_seconds`; null never does."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that only steps change weights and that all their copies are equal; a
-    difference ends the run. Costs two reads of all weights per step, and a wait for new ones. 0
+    difference ends the run. Costs two reads of all weights per step, and a wait for new weights. 0
     never checks."""
 
 
@@ -112,9 +112,10 @@ class SpikeConfig(Section):
     """Skip a step whose loss is this many standard deviations above the mean of the last `window`
     losses; null skips only non-finite losses and gradients."""
     window: Annotated[int, Field(ge=2, le=10**6)] = 128
-    """Number of past losses to compare with; before that many, no loss is a spike."""
+    """Number of past losses to compare with; the first losses up to this number are never spikes.
+    """
     rewinds: Whole = 0
-    """How many times the run may go back to its last checkpoint and leave out the skipped samples,
+    """Number of times that the run may return to its last checkpoint and skip the failed samples,
     instead of ending after `train.max_skipped_steps`."""
 
 
@@ -122,7 +123,7 @@ class GramPenaltyConfig(Section):
     """Off-diagonal Gram penalty on the loss; see docs/spectral.md."""
 
     roles: Annotated[tuple[str, ...], Field(min_length=1)] = ("v", "o", "down")
-    """Roles whose matrices are penalised, each unit on its own."""
+    """Roles whose matrices are penalised, each unit separately."""
     coefficient: Positive | None = None
     """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice: 1e-3
     for a model.hidden below 1024, as of its 160M parameters, 1e-4 from there on."""
@@ -144,7 +145,7 @@ Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class ParallelConfig(Section):
-    """How the model is split over ranks; data parallelism takes the rest of their number."""
+    """Split of the model over ranks; the remaining ranks are data-parallel."""
 
     tensor: Ranks = 1
     """Tensor-parallel size: ranks that share every matrix."""
@@ -153,11 +154,11 @@ class ParallelConfig(Section):
     virtual_pipeline: Ranks = 1
     """Model chunks per pipeline rank; more than 1 selects the interleaved schedule."""
     first_stage_layers: Count | None = None
-    """Layers of the first pipeline stage, which also has the embedding; null = as many as
-    others."""
+    """Layers of the first pipeline stage, which also contains the embedding; null = as many as
+    other stages."""
     last_stage_layers: Count | None = None
-    """Layers of the last pipeline stage, which also has the output head; null = as many as
-    others."""
+    """Layers of the last pipeline stage, which also contains the output head; null = as many as
+    other stages."""
     expert: Ranks = 1
     """Expert-parallel size: ranks that share the experts of a mixture-of-experts layer."""
     expert_tensor: Ranks = 1
@@ -212,11 +213,12 @@ class ProfileConfig(Section):
     first: Count
     """First step to profile, counted from 1; the first steps of a run are slower than others."""
     steps: Count = 3
-    """Number of steps; a trace of a large model takes tens of MB a step."""
+    """Number of steps; a trace of a large model takes tens of MB per step."""
     ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
     """Ranks to profile, a trace each."""
     memory: bool = False
-    """Also write a snapshot of the GPU memory that was allocated in these steps, and by what."""
+    """Also write a snapshot of the GPU memory allocated in these steps, with the allocating code.
+    """
 
     def checks(self) -> Iterator[Check]:
         """Check the ranks."""
@@ -231,8 +233,8 @@ class LogConfig(Section):
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Services that get the same metrics. A tracker that fails never stops the run."""
     wandb: WandbConfig = WandbConfig()
-    """How the run appears in Weights & Biases, if `log.trackers` has wandb. Its environment
-    variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, say the rest."""
+    """How the run appears in Weights & Biases, if `log.trackers` has wandb. wandb's environment
+    variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
     profile: ProfileConfig | None = None
     """Steps whose operations are timed, each a trace in `profile/` of the run folder for Perfetto;
     null = none. No result depends on it, and no failure of it ends the run."""
@@ -255,13 +257,14 @@ class MonitorsConfig(Section):
     )  # fmt: skip
     """Groups of figures to compute, besides those that rules report. noise is off by default: it
     keeps the gradients of `noise_samples` micro-batches and the weights of as many steps. spectra
-    is, too: the singular values of momentum and update, which cost as much as those of weights."""
+    is also off: the singular values of momentum and update, which cost as much as the singular
+    values of weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """GiB per rank for the Gram matrices of activations; if they do not fit, monitored steps take
-    the layers in turn."""
+    """GiB per rank for the Gram matrices of activations; if they do not fit, monitored steps
+    measure the layers in turn."""
     inspection_gib: Positive = 4.0
-    """GiB per rank for the matrices that are gathered at once; those that do not fit are inspected
-    in turn. A single matrix may take more."""
+    """GiB per rank for the matrices that are gathered at once; other matrices are inspected in
+    turn. A single matrix may use more."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
     """Samples for noise figures: the first micro-batches of a monitored step, and the last steps up
     to it."""
@@ -284,9 +287,9 @@ class Config(Section):
     model: ModelConfig
     """Shape of the model."""
     pc: PCConfig | None = None
-    """PC layers (polynomial weight preconditioning); null has none, `{}` has the paper's."""
+    """PC layers (polynomial weight preconditioning); null = none, `{}` = the paper's settings."""
     gram_penalty: GramPenaltyConfig | None = None
-    """Off-diagonal Gram penalty on the loss; null has none, `{}` has the paper's."""
+    """Off-diagonal Gram penalty on the loss; null = none, `{}` = the paper's settings."""
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
