@@ -21,7 +21,7 @@ from spectral.effective_weight import Preconditioner
 from spectral.rules import RULES, Rule
 from training.assignments import assignments
 from training.config import group_of
-from training.config.optimizer import OptimizerConfig
+from training.config.optimizer_section import OptimizerConfig
 from training.step import mean_loss
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)

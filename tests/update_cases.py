@@ -12,7 +12,7 @@ from parallel.optimizer.distributed_optimizer import CapturedUpdate, Update
 from spectral import AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralOptimizer, SpectralSphere
 from spectral.rules import RULES
 from tests.stepped_models import assigned, stepped_model
-from training.config.optimizer import GroupConfig, OptimizerConfig, RulesConfig
+from training.config.optimizer_section import GroupConfig, OptimizerConfig, RulesConfig
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
 ADAMW = GroupConfig(rule="adamw", lr=0.02)

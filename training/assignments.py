@@ -9,7 +9,7 @@ from models.pc_config import PCConfig
 from models.units import Unit
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty, Route, route
 from training.config import Config, group_of
-from training.config.optimizer import OptimizerConfig
+from training.config.optimizer_section import OptimizerConfig
 from training.config.schema import GramPenaltyConfig
 
 GAMMA = "gamma"

@@ -25,7 +25,7 @@ from parallel.optimizer.distributed_optimizer import (
 )
 from spectral.ieee_products import ieee_products
 from training.config import Config
-from training.config.optimizer import groups_of
+from training.config.optimizer_section import groups_of
 from training.config.schedule import step_factor
 from training.data.batches import as_batch
 from training.data.order import TrainingData

@@ -7,7 +7,7 @@ from models.families import model_size
 from training.checkpoint.checkpoints import FOLDER
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config
-from training.config.optimizer import groups_of
+from training.config.optimizer_section import groups_of
 from training.report.metrics import read_metrics
 
 HEADER = """---

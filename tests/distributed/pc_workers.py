@@ -20,7 +20,7 @@ from tests.distributed.state_workers import label, started
 from tests.distributed.workers import Case, built, named_gradient, whole_gradients
 from tests.saved_state import save_state
 from tests.stepped_models import TINY, assigned, stepped_model
-from training.config.optimizer import GroupConfig, OptimizerConfig
+from training.config.optimizer_section import GroupConfig, OptimizerConfig
 from training.step import Trainer
 
 HALF, STEPS = 2, 4

@@ -11,7 +11,7 @@ from spectral.rules import RULES
 from spectral.rules.base import settings as rule_settings
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config
-from training.config.optimizer import GROUPS
+from training.config.optimizer_section import GROUPS
 from training.config.yaml_files import flat
 from training.data.hashes import file_sha256
 from training.data.manifest import Manifest

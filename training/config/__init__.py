@@ -1,8 +1,9 @@
 """The run config: from a YAML file to frozen sections, with all problems reported at once.
 
-schema.py, data.py, schedule.py and optimizer.py hold the fields and what must hold in each section,
-checks.py what must hold between sections; yaml_files.py and binding.py read YAML, and manual.py
-writes docs/configuration.md. Nothing here knows the engine or a device. Start with schema.py.
+schema.py, data.py, schedule.py and optimizer_section.py hold the fields and what must hold in each
+section, checks.py what must hold between sections; yaml_files.py and binding.py read YAML, and
+manual.py writes docs/configuration.md. Nothing here knows the engine or a device. Start with
+schema.py.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import BETWEEN, world
-from training.config.optimizer import (
+from training.config.optimizer_section import (
     MissingRuleError,
     group_of,
     of_installed_rules,

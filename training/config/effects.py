@@ -9,7 +9,7 @@ from operator import attrgetter
 from models.section import shown
 from spectral.rules import RULES
 from spectral.rules.base import undoes_decay
-from training.config.optimizer import GroupConfig, groups_of
+from training.config.optimizer_section import GroupConfig, groups_of
 from training.config.schema import Config
 
 

@@ -2,7 +2,7 @@
 becomes its entry in docs/configuration.md, and what must hold within the section (`checks`).
 
 What must hold between sections is in checks.py. The sections about data are in data.py, `train` and
-`schedule` in schedule.py, the optimizer's in optimizer.py, those of the model in
+`schedule` in schedule.py, the optimizer's in optimizer_section.py, those of the model in
 models/. Start with Config, at the end.
 """
 
@@ -19,7 +19,7 @@ from models.section import Check, Count, ExactInt, Positive, Section, Whole
 from spectral.gram_penalty import Normalize, Side
 from spectral.rules import RULES
 from training.config.data import DataConfig, TasksConfig, ValidationConfig, local_path
-from training.config.optimizer import OptimizerConfig
+from training.config.optimizer_section import OptimizerConfig
 from training.config.schedule import ScheduleConfig, TrainConfig
 
 Seconds = Annotated[float, Field(gt=0, le=1e7)]

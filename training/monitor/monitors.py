@@ -33,7 +33,7 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.parameter_state import entry_names
 from training.assignments import unit_options
 from training.config import Config, group_of
-from training.config.optimizer import ROUTERS
+from training.config.optimizer_section import ROUTERS
 from training.config.schema import MonitorsConfig
 from training.monitor import matrix_figures as figures
 from training.monitor.expert_balance import ExpertBalance

@@ -6,7 +6,7 @@ from shlex import quote
 from models.families import model_size
 from spectral.batching import grouped
 from training.config import Config
-from training.config.optimizer import groups_of
+from training.config.optimizer_section import groups_of
 from training.errors import printable
 from training.report.table import duration, short
 

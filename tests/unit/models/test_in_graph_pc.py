@@ -17,7 +17,7 @@ from spectral.odd_polynomial import evaluate
 from tests.families import tiny_model
 from tests.models import tokens_of
 from tests.stepped_models import TINY, assigned, figures_of, stepped_model
-from training.config.optimizer import GroupConfig, OptimizerConfig
+from training.config.optimizer_section import GroupConfig, OptimizerConfig
 
 GROUP = GroupConfig(rule="muon", lr=0.02, weight_decay=0.1)
 SCALAR = GroupConfig(rule="adamw", lr=0.02)

@@ -15,7 +15,7 @@ from tests.run_results import json_lines
 from training.build import build_trainer
 from training.config import group_of, load_config
 from training.config.binding import bind
-from training.config.optimizer import GROUPS
+from training.config.optimizer_section import GROUPS
 from training.data.batches import as_batch
 from training.data.build_data import build_data
 from training.data.run_progress import Progress

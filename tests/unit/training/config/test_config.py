@@ -14,7 +14,7 @@ from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments, config_routes
 from training.config import InvalidConfigError, load_config, to_yaml
-from training.config.optimizer import GroupConfig
+from training.config.optimizer_section import GroupConfig
 from training.report.console import opening
 
 
