@@ -39,7 +39,7 @@ LONGEST = 10_000_000
 
 
 def verified(path: Path) -> Iterator[Row]:
-    """Yield the rows of one path, by what lies there. Raises InputError for other folders."""
+    """Yield the rows of one path, by what is there. Raises InputError for other folders."""
     from models.engine import import_engine
 
     import_engine()

@@ -1,7 +1,7 @@
 """Steps as CUDA graphs: recorded once, then launched by a single call of the host.
 
 A graph repeats the same kernels on the same memory. So parameters, state and gradients must stay in
-place, and learning rates and the predicate are tensors that are written in place. Scratch lies in
+place, and learning rates and the predicate are tensors that are written in place. Scratch is in
 the graph's own memory pool, which is allocated once and lives as long as the graph.
 """
 

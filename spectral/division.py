@@ -2,7 +2,7 @@
 
 A spectral rule steps one matrix `[rows, cols]` at a time, `rows` being outputs: one head's query, a
 gate, one expert's down projection. Models keep several of them in one parameter, or transposed. A
-division says, as data, where each matrix lies.
+division describes, as data, where each matrix is.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ Box = tuple[range, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Where the matrices of a parameter lie.
+    """Places of the matrices in a parameter.
 
     Attributes:
         rows: numbers of rows of successive matrices, a pattern that repeats along the outputs;
@@ -201,7 +201,7 @@ class Entry(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Where it lies in the entry."""
+        """Where it is in the entry."""
         return (span_of(self.start, self.shape.numel()),)
 
     def of(self, value: Tensor) -> Tensor:
@@ -228,10 +228,10 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that is stepped as one: under an elementwise rule, all that lies here.
+    """A part of a parameter that is stepped as one: under an elementwise rule, all that is here.
 
     division   of the parameter
-    box        where the unit lies in the parameter
+    box        where the unit is in the parameter
     shape      of the unit: `[rows, cols]` or `[n]`
     entries    of the state that belong to the unit as a whole
     """
@@ -258,7 +258,7 @@ class SteppedUnit:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What units that are stacked have in common."""
+        """Properties that the units of a stack share."""
         return self.shape, self.parameter.dtype, self.parameter.device
 
     def matrix(self, part: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class SteppedUnit:
         return self.matrix(narrowed(tensor, self.box))
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Copy the unit to its part of a tensor like the parameter, unless it lies there."""
+        """Copy the unit to its part of a tensor like the parameter, unless it is there."""
         if value.data_ptr() != self.read(tensor).data_ptr():
             narrowed(tensor, self.box).copy_(self.part(value))
 
@@ -283,7 +283,7 @@ class SteppedUnit:
         return self.entries[name].of(value) if name in self.entries else self.read(value)
 
     def write_entry(self, name: str, entry: Tensor, value: Tensor) -> None:
-        """Copy the unit's part of an entry of the state to it, unless it lies there."""
+        """Copy the unit's part of an entry of the state to it, unless it is there."""
         if name not in self.entries:
             self.write(entry, value)
         elif (part := self.entries[name].of(entry)).data_ptr() != value.data_ptr():

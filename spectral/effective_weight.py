@@ -78,7 +78,7 @@ class EffectiveWeightGradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioner:
-    """How weights are preconditioned: the map to PC(W), its gradient, and what it keeps beside W.
+    """Preconditioning of weights: the map to PC(W), its gradient, and the state next to W.
 
     `effective` and `vjp` take matrices `[..., rows, cols]` with their top singular pair `u`
     `[..., rows]` and `v` `[..., cols]`, constants, and `gamma` `[...]` or a number; the other
@@ -224,7 +224,7 @@ class Preconditioner:
         return seen
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs per step of a PC layer on a unit of `shape`, beside those of its rule.
+        """Count the FLOPs per step of a PC layer on a unit of `shape`, without those of its rule.
 
         These are PC(W), its transposed Jacobian, and the refreshed singular pair. With m <= n the
         sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1 of m^3; the

@@ -1,8 +1,8 @@
-"""What names, classes and attributes of a model say about a weight.
+"""Facts about a weight from names, classes and attributes of the model.
 
 Nothing here sees what the model computes. A weight counts as one matrix only if nothing suggests
 several: not its name, and no later layer that takes a part of its outputs while none takes them
-all. What is neither known nor plainly one matrix is an error that says what to do.
+all. A weight that is neither known nor plainly one matrix is an error with a remedy.
 """
 
 import re
@@ -86,14 +86,14 @@ PARTS = range(2, 13)
 
 
 class KnownWeights:
-    """Answers about the weights of a model, by what the model says of itself."""
+    """Answers about the weights of a model, from its names, classes and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers, self.blocks = Layers(model), _blocks(model)
         self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
 
     def answer(self, weight: Weight) -> Seen:
-        """Return what a parameter is; raises ValueError if nothing says how to divide it."""
+        """Return the kind of a parameter; raises ValueError if its division is unknown."""
         parameter, module = weight.parameter, weight.module
         if GAINS.search(weight.own) or (weight.is_layer and _is_norm(module)):
             return Seen(None, "a gain or bias by its name or class", decays=False)
@@ -117,7 +117,7 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return how a matrix is divided and what says so.
+        """Return the division of a matrix and the reason.
 
         Raises ValueError if nothing says it.
         """

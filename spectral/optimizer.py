@@ -391,10 +391,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
 
-        Hyper-parameters that an earlier version did not save stay as they are, or are the rule's
-        defaults where the rule was another. A state of momenta alone is enough: singular vectors
+        Hyper-parameters that an earlier version did not save are unchanged, or the rule's defaults
+        after a change of the rule. A state of momenta alone is enough: singular vectors
         and the like are found again, and means of squares start at zero. Entries of other programs
-        are kept as they are.
+        are kept unchanged.
 
         Raises:
             ValueError: a state of other rules, units or shapes, or of another order of parameters,

@@ -1,4 +1,4 @@
-"""What the optimizer classes take: the fields of a rule, with the library's defaults.
+"""Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
 `DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest and narrowest steps of msign that
 train as well (docs/library.md has the evidence). Weights in float64, which somebody chose for their

@@ -27,7 +27,7 @@ ELEMENTWISE_LR = 1e-3
 
 
 class Row(NamedTuple):
-    """What became of one parameter."""
+    """The assignment of one parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 class ParameterSplit(Sequence[dict[str, Any]]):
     """Parameter groups of a model: those for a spectral rule, and those for AdamW.
 
-    Pass it to an optimizer as its parameters. Printed, it says what became of each parameter.
+    Pass it to an optimizer as its parameters. Printing it shows the assignment of each parameter.
 
     Attributes:
         groups: the groups. Those for the optimizer's own rule come first and have `units`.

@@ -44,7 +44,7 @@ def entry_shapes(parameter: Tensor, rule: Rule, division: Division) -> dict[str,
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Return a state with 0-d tensors in place of numbers, as which other programs save counts."""
+    """Return a state with 0-d tensors instead of numbers, as which other programs save counts."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()

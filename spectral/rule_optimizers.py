@@ -52,8 +52,8 @@ class AdamW(SpectralOptimizer):
         epsilon (default 1e-08): Added to the root of the second moment; positive.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "adamw"
@@ -102,8 +102,8 @@ class Muon(SpectralOptimizer):
             Weight Decay", Chen et al., 2025).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "muon"
@@ -158,8 +158,8 @@ class NorMuon(SpectralOptimizer):
         beta2 (default 0.95): Decay of the mean square of a row of the update, in [0, 1).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "normuon"
@@ -217,8 +217,8 @@ class AdaMuon(SpectralOptimizer):
             paper's is `momentum`.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "adamuon"
@@ -280,8 +280,8 @@ class MuonSphere(SpectralOptimizer):
             not negative.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "muon_sphere"
@@ -357,8 +357,8 @@ class SpectralSphere(SpectralOptimizer):
             device; None: on a CPU only.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "spectral_sphere"
@@ -435,8 +435,8 @@ class MuonPlusPlus(SpectralOptimizer):
             cols^-1/2); positive.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "muon_plus_plus"
@@ -488,8 +488,8 @@ class SpectralDescent(SpectralOptimizer):
             the weight.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: those of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent, None for theirs.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
     """
 
     default_rule = "spectral_descent"

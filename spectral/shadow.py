@@ -19,7 +19,7 @@ NONE = -1.0
 
 
 class Layout(NamedTuple):
-    """Where the elements of a tensor lie in its storage; a complex number is two elements."""
+    """Where the elements of a tensor are in its storage; a complex number is two elements."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -107,7 +107,7 @@ class Shadows:
         return self.of[tensor.untyped_storage()]
 
     def number(self, tensor: Tensor, start: int) -> int:
-        """Number the elements of a tensor as they lie in memory, and count them."""
+        """Number the elements of a tensor as they are in memory, and count them."""
         layout = Layout.of(tensor)
         self.of[tensor.untyped_storage()] = Shadow(layout, start=start)
         return sum((n - 1) * s for n, s in zip(*layout[1:], strict=True)) + 1

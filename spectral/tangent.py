@@ -114,7 +114,7 @@ class Solver:
     """How multipliers are solved for.
 
     Attributes:
-        tolerance: largest accepted `|f|`, where `f` lies in [-1, 1]; positive.
+        tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; positive.
         max_evaluations: largest number of msign evaluations, at least 1; None for 1, or 2 in
             float32 on a GPU where the model is narrow (`spectral.tangent_model.is_wide`).
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise

@@ -281,7 +281,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     parts = [concat(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
     vectors = torch.cat((pair, concat(parts), products), dim=1)
-    # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
+    # Resolvents at neighbouring shifts are nearly parallel: again for the digits lost.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
     return vectors

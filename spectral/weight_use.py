@@ -1,4 +1,4 @@
-"""What a forward pass did with the outputs of a weight, and which matrices that makes.
+"""Uses of a weight's outputs in a forward pass, and the matrices that follow from them.
 
 Two outputs are in one matrix if every set of outputs that was used as one vector has both or
 neither. That is the coarsest division that cuts no set.
@@ -26,7 +26,7 @@ GROUP = "a group"
 
 
 class Seen(NamedTuple):
-    """What one forward pass showed of a weight."""
+    """Facts about a weight from one forward pass."""
 
     division: Division | None  # None for AdamW
     reason: str

@@ -9,7 +9,7 @@ from typing import Any, Final
 from training.errors import InputError
 
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
-"""How a file of text begins that Git LFS keeps in place of a large one."""
+"""How a file of text begins that Git LFS keeps instead of a large one."""
 UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 
@@ -28,7 +28,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_pointer(path: Path) -> bool:
-    """Return whether a file is one that Git LFS keeps in place of a large one."""
+    """Return whether a file is one that Git LFS keeps instead of a large one."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

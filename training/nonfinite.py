@@ -91,7 +91,7 @@ class NonFiniteGuard:
                 raise self._error(end)
 
     def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
-        """Raise NonFiniteError if a unit has refused more than `limit` updates in a row.
+        """Raise NonFiniteError if a unit has refused more than `limit` consecutive updates.
 
         name, row  the unit with most of them before `step`, and how many
         samples    [first, end) of those of `step`; earlier steps have at most as many

@@ -279,7 +279,7 @@ def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context in which attention on a GPU is computed by a fused kernel or not at all.
 
     Where there is none, attention raises RuntimeError: PyTorch would otherwise keep scores `[s, s]`
-    in memory without a word. Float64, which no fused kernel takes, is left alone, as are CPUs.
+    in memory silently. Float64, which no fused kernel takes, is left alone, as are CPUs.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()

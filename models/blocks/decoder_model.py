@@ -5,7 +5,7 @@ With a z-loss also the squared log-sum-exp of each token's logits.
 Logits of one micro-batch are `[tokens, vocabulary]`: in float32, with the softmax that backward
 needs, they are by far the largest activations of a model with a large vocabulary. The chunked loss
 passes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N. Gimelshein,
-"Online normalizer calculation for softmax", 2018); backward computes each chunk's logits once more,
+"Online normalizer calculation for softmax", 2018); backward computes each chunk's logits again,
 and so one more product with the head. With tensor parallelism every rank passes its own part.
 """
 

@@ -56,7 +56,7 @@ class Router(TopKRouter):
         """Return `probs` with the global loss attached, of `[tokens, experts]` scores.
 
         It is `experts * sum_i(share_i * mean score_i)` of "Demons in the Detail" (arXiv
-        2501.11873), with the shares of the step before, or even ones before the first.
+        2501.11873), with the shares of the previous step, or even ones before the first.
         """
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if self.earlier_load is None:

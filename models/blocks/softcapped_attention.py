@@ -1,6 +1,6 @@
 """Attention with capped scores and sliding windows, which no fused kernel of PyTorch computes.
 
-Scores are made for a block of queries at a time and not kept: backward makes them once more from
+Scores are made for a block of queries at a time and not kept: backward makes them again from
 the saved queries, keys and log-sums. The products are those of matrices in the type of the model
 with float32 sums; everything between them is float32 or wider. The same code runs on CPUs and GPUs.
 """

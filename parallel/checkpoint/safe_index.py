@@ -85,7 +85,7 @@ def read_index(folder: str | Path) -> Metadata:
 
 
 def index_files(index: Metadata) -> list[str]:
-    """Return the names of the files that an index says tensors lie in."""
+    """Return the names of the files that an index says tensors are in."""
     stored = index.storage_data if isinstance(index.storage_data, dict) else {}
     return sorted({str(getattr(entry, "relative_path", "")) for entry in stored.values()})
 

@@ -10,7 +10,7 @@ Every tensor of a checkpoint belongs to one unit and has the same shape on any l
 
 A rank holds spans of a unit's flattened local piece. A span of a row-major array is a few boxes:
 the rest of a row, whole rows, the beginning of a row. Each box is saved from, and loaded into, a
-view of the memory that it lies in, at its offset in the unit; so nothing is gathered, and no rank
+view of the memory that it is in, at its offset in the unit; so nothing is gathered, and no rank
 holds more than its own part.
 """
 
@@ -370,7 +370,7 @@ def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
 
 
 def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
-    """The spans in this rank's shards, each with the region that it lies in."""
+    """The spans in this rank's shards, each with the region that it is in."""
     regions = grouped(domain.regions, lambda region: region.bucket)
     for unit, span, start in _shard_spans(domain.model):
         # Buckets whose units all have owners that keep their weights have no region.

@@ -2,7 +2,7 @@
 
 The singular values of the pieces into which a layout cuts a matrix say nothing about the matrix, so
 every matrix of the model, whatever rule steps it, has one rank that inspects it: its inspection
-rank. Anything that lies in the ranks' shards can be gathered. It is sent as in a step, but in its
+rank. Anything that is in the ranks' shards can be gathered. It is sent as in a step, but in its
 own dtype, and in rounds, so that no rank holds more matrices than it has room for.
 Matrices of one parameter have the same inspection rank, which therefore also has the activations
 that they share.

@@ -103,7 +103,7 @@ def chunk_sums(flat: Tensor) -> Tensor:
 class _Watched:
     """Flat memory of weights.
 
-    slots   of the weights, as they lie in the bucket of which this memory is a part
+    slots   of the weights, as they are in the bucket of which this memory is a part
     first   element of the bucket with which this memory begins
     """
 

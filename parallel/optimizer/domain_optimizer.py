@@ -63,7 +63,7 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, stepped and all-gathered together.
 
-    kept   the weights `[elements]` of the owned units that do not lie whole in this rank's shard,
+    kept   the weights `[elements]` of the owned units that are not whole in this rank's shard,
            by name: equal to the masters that the units' ranks hold, as both add the same updates
     """
 

@@ -29,7 +29,7 @@ matrix of its own, which is different mathematics."""
 class UnitTransfer(Transfer):
     """Where the pieces of one unit lie and which rank steps it; the same on every rank of a stage.
 
-    Parts lie in the shards of the buckets, and in the unit's flattened pieces, one after the other.
+    Parts are in the shards of the buckets, and in the unit's flattened pieces, one after the other.
 
     owner          rank within the stage: tensor rank + tensor size * data rank
     tensor_ranks   tensor-parallel ranks whose pieces make up the unit; all of them if it is cut

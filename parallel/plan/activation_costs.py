@@ -66,7 +66,7 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
         saved = {"none": whole, "selective": routed, "full": stream}[inputs.recompute]
         kept += number * saved
         block = _block_width(shape, layer, routed_only=False)
-        # Gradients of the block's tensors, of gate and up once more in one tensor.
+        # Gradients of the block's tensors, of gate and up again in one tensor.
         gradients = stream + (_block_copies(shape) + model.gated) * block
         once = max(once, whole - saved + gradients)
     head = 0
@@ -83,7 +83,7 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     """Elements per token that a layer saves for its backward pass.
 
     They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
-    saves (q, k, v, its output, q and k once more, rotated, grouped queries that are normalised once
+    saves (q, k, v, its output, q and k again, rotated, grouped queries that are normalised once
     more, and keys and values of the other context ranks) and what the gated block saves (gate, up,
     the activation, a copy of up, their product; compiled or with a kernel for the gradient only
     gate, up and product; before their gate, the output of shared experts). A token's experts, and
@@ -181,7 +181,7 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
     """All-gathers and reduce-scatters of tensor-parallel matrices, or all-reduces without sequence
     parallelism.
 
-    Under sequence parallelism a column-parallel matrix gathers its inputs forward, and once more
+    Under sequence parallelism a column-parallel matrix gathers its inputs forward, and again
     backward, where it scatters their gradients; a row-parallel one scatters its outputs and gathers
     their gradients.
     """

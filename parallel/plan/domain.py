@@ -32,7 +32,7 @@ def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
 def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
     """Bytes of a whole-matrix rule's state on a unit's owner, such as cached singular vectors.
 
-    Momentum is not counted: it lies in the shards.
+    Momentum is not counted: it is in the shards.
     """
     state = state_of_matrix(rule, shape)
     return sum(size for name, size in state.items() if name not in rule.elementwise_state)

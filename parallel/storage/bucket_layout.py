@@ -1,4 +1,4 @@
-"""The bucket layout: where every parameter lies in the flat buckets of data parallelism.
+"""The bucket layout: where every parameter is in the flat buckets of data parallelism.
 
 A bucket is one flat buffer, cut into `ranks` equal shards; data-parallel rank r owns the elements
 `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets are in

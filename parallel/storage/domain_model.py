@@ -227,7 +227,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class WeightProducts:
-    """What Megatron calls in place of Apex's extension, by the name that it has there."""
+    """What Megatron calls instead of Apex's extension, by the name that it has there."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:

@@ -111,7 +111,7 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 def signal(run: RunData) -> Figure | None:
     """Of gradients between the micro-batches of a step, of applied updates between the last steps:
     what they share over what they differ in (SNR), and the part of the difference in one direction
-    (TopShare), with its minimum dotted. Alignment is the cosine with the step before."""
+    (TopShare), with its minimum dotted. Alignment is the cosine with the previous step."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()

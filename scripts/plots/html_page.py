@@ -63,7 +63,7 @@ def drawn(figure: Figure, key: str) -> str:
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
     buffer, dpi = io.StringIO(), figure.dpi
-    # savefig would draw it twice: once more for its layout, which drawing finds itself.
+    # savefig would draw it twice: again for its layout, which drawing finds itself.
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     figure.dpi = dpi  # which was set to that of SVG
     text = buffer.getvalue()

@@ -164,7 +164,7 @@ def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) 
 
 
 def grid_ends(results: Results) -> dict[str, list[str]]:
-    """Return the chosen settings that lie at an end of their grid, by variant.
+    """Return the chosen settings that are at an end of their grid, by variant.
 
     A better value may lie beyond such an end. 0 is no end: there is nothing below it.
     """

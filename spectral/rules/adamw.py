@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization"), by PyTorch's fused step.
 
-A fused step has no guard of its own. Finite gradients leave finite moments, and those make bounded
+A fused step has no guard. Finite gradients leave finite moments, and those make bounded
 steps: the optimizer looks at the gradients, and a checkpoint is checked when it is read.
 """
 

@@ -39,7 +39,7 @@ Rate = float | Tensor
 
 
 class Step(NamedTuple):
-    """What a step is taken with.
+    """The arguments of a step.
 
     Attributes:
         lr, weight_decay: for all units.
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
     @property
     def rates(self) -> tuple[object, object]:
-        """What steps with equal rates have in common, without reading a tensor."""
+        """A key that steps with equal rates share, without reading a tensor."""
         return rate_key(self.lr), rate_key(self.weight_decay)
 
 

@@ -297,7 +297,7 @@ def scale_(weights: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def split_report(report: Report, stacks: Sequence[Stack]) -> list[Report]:
-    """Return the report of each stack from that of all units, `[sum of batches]`."""
+    """Return the report of each stack from the report of all units, `[sum of batches]`."""
     return split_figures(report, [stack.weight for stack in stacks])
 
 

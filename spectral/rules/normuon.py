@@ -2,7 +2,7 @@
 
 Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
 msign(M) have very different norms; dividing them by the roots of their mean squares evens out the
-neurons. The Frobenius norm stays that of msign(M).
+neurons. The Frobenius norm stays equal to the norm of msign(M).
 """
 
 from collections.abc import Sequence

@@ -46,7 +46,7 @@ class SpectralSphereRule(MuonSphereRule):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction; see `Rule.update`.
 
-        Reports what MuonSphere does, and what `TangentSolution.report` says of the solve.
+        Reports the figures of MuonSphere and of `TangentSolution.report`.
         """
         tracked, sound, retraction = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)
@@ -67,7 +67,7 @@ class SpectralSphereRule(MuonSphereRule):
         return self.track_cost(short, long) + self.solver_cost(short, long, evaluations)
 
     def solver_on(self, device: torch.device) -> Solver:
-        """Return the solver for a device, with what acts in place of each null."""
+        """Return the solver for a device, with what acts instead of each null."""
         early = device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else None
         return self.solver(

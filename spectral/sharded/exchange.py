@@ -1,7 +1,7 @@
 """The exchange: parts of matrices go to their owners, and results come back.
 
 Each matrix has one owner among the ranks of a group. A packed all-to-all sends all parts of many
-matrices to their owners, and another brings the results back. A matrix that lies whole on its owner
+matrices to their owners, and another brings the results back. A matrix that is whole on its owner
 is not sent. Parts are slices of buckets in the trainer, boxes of DTensors in the library.
 
 A step sends momentum to owners and updates back, in both. An owner of the trainer keeps the weights
@@ -30,10 +30,10 @@ Held = Mapping[Any, Tensor] | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a matrix.
+    """A part of a matrix on one rank.
 
     rank     within the group
-    tensor   which of the rank's tensors it lies in
+    tensor   which of the rank's tensors it is in
     inside   where in that tensor; () for all of it
     whole    where in the matrix
     """
@@ -49,7 +49,7 @@ class Part:
         return numel_of(self.whole)
 
     def of(self, held: Held) -> Tensor:
-        """Return the part of the tensor that it lies in, a view."""
+        """Return the part of the tensor that it is in, a view."""
         return narrowed(held[self.tensor], self.inside)
 
 
@@ -70,15 +70,15 @@ class Transfer:
 
     @property
     def is_local(self) -> bool:
-        """Whether all parts lie on the owner, so that nothing has to be sent."""
+        """Whether all parts are on the owner, so that nothing has to be sent."""
         return all(part.rank == self.owner for part in (*self.sources, *self.targets))
 
 
 class Side:
     """The parts that one rank sends or receives in one direction of the exchange.
 
-    local          (matrix, part) for every part of the matrices that lie whole here, not sent
-    held           (matrix, part) for every other part that lies on this rank, owners ascending
+    local          (matrix, part) for every part of the matrices that are whole here, not sent
+    held           (matrix, part) for every other part that is on this rank, owners ascending
     owned          (matrix, part) for every part of other matrices owned here, ranks ascending
     held_counts    elements of the parts in `held`, by owner
     owned_counts   elements of the parts in `owned`, by rank
@@ -135,7 +135,7 @@ class Exchange:
     ) -> None:
         """Copy the parts of each matrix to `whole[matrix]` at its owner.
 
-        Those of matrices that lie here, and are not in `whole`, stay where they are. `like` gives
+        Those of matrices that are here, and are not in `whole`, stay where they are. `like` gives
         dtype and device; elements are sent as `dtype`, None for that of `like`.
         """
         side = self.inward
@@ -158,7 +158,7 @@ class Exchange:
     ) -> None:
         """Write `whole[matrix]` at its owner to all parts of the matrix, or `add` it to them.
 
-        Without `local` the parts of matrices that lie whole on their owner are left out. `like` and
+        Without `local` the parts of matrices that are whole on their owner are left out. `like` and
         `dtype` are as for `gather`.
         """
         write = add_all_ if add else copy_all_
@@ -194,7 +194,7 @@ class Exchange:
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part in its matrix and where it lies, views of one shape."""
+    """Yield each part in its matrix and where it is, views of one shape."""
     for matrix, part in parts:
         place = part.of(held)
         yield narrowed(whole[matrix], part.whole).view(place.shape), place

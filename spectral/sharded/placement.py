@@ -21,7 +21,7 @@ SLACK = 0.02
 
 @dataclass(frozen=True)
 class Work:
-    """What placement knows of one unit.
+    """The facts about a unit that placement uses.
 
     cost      FLOPs per step
     holders   elements in the shard of each rank that has any
@@ -136,7 +136,7 @@ def longest_processing_time(
 
 
 def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
-    """Elements that lie in their owners' shards."""
+    """Elements that are in their owners' shards."""
     return sum(elements.get(owner, 0) for owner, elements in zip(owners, holders, strict=True))
 
 

@@ -153,7 +153,7 @@ def _complete(path: Path) -> CheckpointInfo:
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
-    """Raise BrokenCheckpointError unless the files that a checkpoint lists lie in its folder, and
+    """Raise BrokenCheckpointError unless the files that a checkpoint lists are in its folder, and
     the required ones are among them."""
     for name in listed:
         if not real_path(path / name).is_relative_to(real_path(path)):

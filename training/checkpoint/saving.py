@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 ATTEMPTS: Final = 2
 """How often a save is tried: a disk that fails once does not end a run."""
 REFUSALS: Final = 3
-"""Checkpoints in a row whose state is not finite that end a run."""
+"""Consecutive checkpoints with a state that is not finite that end a run."""
 
 
 class CheckpointError(RuntimeError):

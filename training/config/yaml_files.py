@@ -304,7 +304,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _shown(path: Path) -> str:
-    """`path`, relative to the working directory if it lies inside."""
+    """`path`, relative to the working directory if it is inside."""
     path = real_path(path)
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -21,7 +21,7 @@ BLOCK = 1 << 12
 """Tokens that are drawn at a time."""
 
 DOCUMENTS = 4
-"""Documents that begin in a block: they are of 1,024 tokens in the mean."""
+"""Documents that begin in a block: they are of 1,024 tokens on average."""
 
 
 class MockTokens(TokenSet):

@@ -79,7 +79,7 @@ class ValidationData:
 
     def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
         """Bytes of text of the tokens at these places: without `token_bytes` as many as of others
-        in the mean."""
+        on average."""
         tokens = [int(self.set.read(place, 1)[0]) for place in places]
         if token_bytes is None:
             assert self.target_bytes is not None

@@ -129,11 +129,11 @@ RATIO: Final = 1.2
 """Local time, of the median over ranks of the same pipeline stage, above which a rank is slow."""
 
 STEPS: Final = 50
-"""Steps in a row for which a rank must be slow to be named."""
+"""Consecutive steps for which a rank must be slow to be named."""
 
 
 class Stragglers:
-    """Counts for how many steps in a row each rank has been slow.
+    """Counts for how many consecutive steps each rank has been slow.
 
     Ranks that wait for each other within forward and backward passes, those of one tensor-parallel
     group or pipeline, are slow together.

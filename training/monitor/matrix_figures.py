@@ -70,7 +70,7 @@ def quantiles(values: Tensor) -> Tensor:
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     """Return figures `[units]` of mean gradients `[units, rows, cols]`.
 
-    Their alignment is among them if `previous`, the gradients of the step before, is given.
+    Their alignment is among them if `previous`, the gradients of the previous step, is given.
     """
     sums = of_matrices(gradient)
     figures = {
@@ -125,7 +125,7 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
     """Return figures `[units]` of the last of the updates of steps, their alignment with those of
-    the step before among them if there is one; arguments as of `updates`."""
+    the previous step among them if there is one; arguments as of `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
         "applied_rms": sums.rms(),

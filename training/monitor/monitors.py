@@ -113,7 +113,7 @@ class Monitors:
         self.step = 0
         self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
-        self.earlier: list[Shards] = []  # the gradients of the step before, if it was kept
+        self.earlier: list[Shards] = []  # the gradients of the previous step, if it was kept
         self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
         self._unit_gather: UnitGather | None = None
         self.watch: ActivationWatch | None = None
@@ -384,7 +384,7 @@ def steps_compared(section: MonitorsConfig) -> int:
 def inspected_elements(section: MonitorsConfig) -> int:
     """Return how many elements of matrices a rank inspects at once, if they are several matrices.
 
-    Weights, gradients and those of the step before are gathered and stacked, or later the weights
+    Weights, gradients and those of the previous step are gathered and stacked, or later the weights
     before all steps compared and after the last.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)

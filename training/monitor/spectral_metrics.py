@@ -55,7 +55,7 @@ class Refusals(Events):
     Weights stay finite without it; it is what says so.
 
     Attributes:
-        worst: the unit with most refusals in a row before the last report, and how many.
+        worst: the unit with most consecutive refusals before the last report, and how many.
     """
 
     worst: tuple[str, int] = ("", 0)
