@@ -294,7 +294,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     from training.start_groups import start_groups
 
     config = with_vocabulary(config)
-    # Batches of a ramp are checked once it is known where the run goes on.
+    # Batches of a ramp are checked once it is known where the run continues.
     check(config, groups.world_size(), step=config.train.steps)
     if own_rank() == 0:
         for line in opening(config, groups.world_size()):

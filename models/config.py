@@ -26,7 +26,7 @@ Rows = Annotated[int, Field(ge=1, le=1 << 26)]
 Parts = Annotated[int, Field(ge=1, le=1 << 14)]
 
 MOST_IN_ALL_LAYERS: Final = 1 << 18
-"""Heads, and experts, of all layers together, each of which has matrices of its own."""
+"""Heads, and experts, of all layers together, each of which has separate matrices."""
 
 
 LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")

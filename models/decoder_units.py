@@ -108,7 +108,7 @@ def latent_attention_units(
     Matrices into a latent (q_a, kv_a) are whole on every tensor-parallel rank: they are small, and
     ranks then exchange latents instead of the residual stream. Matrices out of a latent are cut by
     heads: each head's part of q_b is a unit, and its keys' and its values' parts of kv_b are two. A
-    head has keys of its own, so the `qkv_units` group and head are the same. Raises ValueError for
+    head has separate keys, so the `qkv_units` group and head are the same. Raises ValueError for
     others than those of QKVUnits.
     """
     latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
@@ -147,7 +147,7 @@ class HeadParameter:
     """A parameter `[groups, rows of a group, width]` of one layer, cut over ranks by groups.
 
     prefix, name    of the layer, and of the parameter in its attention
-    groups          heads with keys of their own
+    groups          heads with separate keys
     roles           (role, heads in a group, rows of a head), in the order of a group's rows
     width           columns
     infix           what a unit's name has between its role and its number

@@ -271,7 +271,7 @@ def assemble(
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
     """Return the declared name of each parameter of a chunk, by its name in Megatron's model.
 
-    Raises ValueError for a parameter that the dense families do not know.
+    Raises ValueError for a parameter that is not in the dense families.
     """
     of_layer = dict(MEGATRON_LAYER_NAMES)
     if not chunk.config.gated_linear_unit:

@@ -68,7 +68,7 @@ def check_engine() -> str | None:
 def import_engine() -> None:
     """Import megatron-core, quietly and in two thirds of the time: call it before what imports it.
 
-    From here on its import's warnings of optional packages that are done without are silenced, and
+    From here on its import's warnings of optional packages that are missing are silenced, and
     the word of PyTorch's builds for CUDA on where a CUDA toolkit lies if the machine has no GPU,
     such as a login node, and that of newer torch on collectives that the engine calls by an older
     name. Functions that the engine compiles are compiled at their first call: at import that would

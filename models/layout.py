@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """What one model chunk of a pipeline rank holds.
+    """The contents of one model chunk on a pipeline rank.
 
     layers      numbers of its layers, ascending
     embedding   whether it holds the embedding

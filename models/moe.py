@@ -48,7 +48,7 @@ def mixture(model: ModelConfig) -> MoEConfig:
 def transformer_config(
     model: ModelConfig, *, dtype: torch.dtype, layout: Layout = dense.WHOLE, **options: Any
 ) -> TransformerConfig:
-    """Return Megatron's config of this model; `options` are those of the dense families'."""
+    """Return Megatron's config of this model; `options` are the options of the dense families."""
     moe = mixture(model)
     kinds, coefficients = auxiliary_losses(moe)
     return replace(
@@ -129,8 +129,8 @@ def build(
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
     """Return the declared name of each parameter of a chunk, by its name in Megatron's model.
 
-    Experts get their index in the whole layer. Raises ValueError for a parameter that the family
-    does not know.
+    Experts get their index in the whole layer. Raises ValueError for a parameter that is not in the
+    family.
     """
 
     def in_layer(layer: int, name: str) -> str | None:

@@ -66,8 +66,8 @@ def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterat
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
-    """Check that each of `keys`, which has no effect, is at its default; `when` says when that is
-    so, as in "with kind preset"."""
+    """Check that each of `keys`, which has no effect, is at its default; `when` states the
+    condition, as in "with kind preset"."""
     for key in keys:
         default = getattr(type(section), key)
         rule = f"must keep its default {shown(default)}, as it has no effect {when}"

@@ -2,8 +2,8 @@
 
 A unit is the smallest matrix that must stay whole for a spectral operation: one attention head's q,
 k or v, a gate, an up, one down projection. Megatron keeps several of them in one fused parameter
-and cuts parameters over tensor-parallel ranks. A unit says, as data, how to view it inside the
-local parameter without a copy and how the pieces of all ranks make up the logical matrix.
+and cuts parameters over tensor-parallel ranks. A unit describes, as data, its view inside the local
+parameter without a copy, and the composition of the logical matrix from the pieces of all ranks.
 Initialisation, optimizers and monitors use nothing else, so that no other file knows that weights
 are fused.
 

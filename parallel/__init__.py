@@ -1,4 +1,4 @@
-"""Everything that must know its rank.
+"""Everything that depends on the rank.
 
 Six wings on five floors; a wing imports only those below it, which a test holds:
 

@@ -1,4 +1,4 @@
-"""What errors say, in a line."""
+"""The text of an error in one line."""
 
 
 def described(error: OSError, place: object = None) -> str:

@@ -238,7 +238,7 @@ class ParallelModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model is built, whatever its shape.
+    """Options for building a model of any shape.
 
     seed                of the initial weights
     sequence_length     tokens of a sample
@@ -370,7 +370,7 @@ def build_domains(
 
 
 def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
-    """Initialise the weights, what PC layers in the graph keep beside them, and the masters."""
+    """Initialise the weights, what PC layers in the graph keep next to them, and the masters."""
     scalers = options.radius_scalers
     for part in built.domains:
         by_scaler = grouped(part.units, lambda u: scalers.get(u.role, model.init.radius_scaler))
@@ -411,7 +411,7 @@ def install_in_graph(
 ) -> list[UnitWeight]:
     """Put PC layers into the graph of the chunks and return them.
 
-    `units` are those of this rank; without `groups` they are whole.
+    `units` are the units of this rank; without `groups` they are whole.
     """
     members = grouped(units, lambda unit: id(parameters[unit.parameter]))
     modules = [module for chunk in chunks for module in chunk.modules()]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Average, and say of what, what is left out, and how to go on."""
+    """Average, and say of what, what is left out, and how to continue."""
     options = parse(arguments)
     from models.engine import import_engine  # here: it takes seconds
 

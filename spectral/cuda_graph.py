@@ -72,7 +72,7 @@ class CapturedCall:
     def _record(self, stream: torch.cuda.Stream) -> None:
         """Record the call, which does not run it, and launch what was recorded."""
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls must obey the rules of capture: NCCL has threads of its own.
+        # Only this thread's calls must obey the rules of capture: NCCL has separate threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.call()
         self.graph = graph

@@ -38,7 +38,7 @@ class Division:
         stride: matrix j contains the outputs j, j + stride, ..., as an interleaved gate and up do;
             `rows` divides these outputs.
         groups: number of consecutive parts of the parameter's first axis (after that of a stack)
-            that contain matrices of their own, as the groups of a transposed convolution.
+            that contain separate matrices, as the groups of a transposed convolution.
     """
 
     rows: tuple[int, ...] = ()

@@ -182,7 +182,7 @@ class Preconditioner:
     def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
         """Refresh `u` and `v` in place after an update of `w`.
 
-        `active` is a 0-d bool tensor; where it is False both stay as they are, bit for bit.
+        `active` is a 0-d bool tensor; where it is False both stay unchanged, bit for bit.
         """
         _, new_u, new_v = top_singular(w, u, v, steps=self.steps)
         for old, new in ((u, new_u), (v, new_v)):

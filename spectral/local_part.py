@@ -68,7 +68,7 @@ def _check(grad: Tensor, shape: torch.Size) -> None:
 def whole_of(tensor: Tensor) -> Tensor:
     """Return all of a tensor, gathered from the ranks that share it; gradients flow back.
 
-    Every rank goes on with the whole tensor, so the gradients that come back are equal on all.
+    Every rank continues with the whole tensor, so the gradients that come back are equal on all.
     """
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 

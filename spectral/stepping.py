@@ -52,7 +52,7 @@ def step_units(
     """Step groups of units by a rule; return the report of each, `[units]` per figure.
 
     Gradients are what `accumulate_` has made of them. `spread` yields batches, which do not depend
-    on each other, for instance each on a stream of its own. Called within `torch.no_grad()`.
+    on each other, for instance each on a separate stream. Called within `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):

@@ -431,7 +431,7 @@ class Watch(TorchDispatchMode):
         axis = summed[weight] - sides[weight].ndim + 2
         parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
         made = [self._outputs(part, [axis], 1 - axis) for part in parts[:1] + parts[1:][-1:]]
-        if not torch.equal(made[0], made[-1]):  # each entry of the batch has outputs of its own
+        if not torch.equal(made[0], made[-1]):  # each entry of the batch has separate outputs
             made = [self._outputs(part, [axis], 1 - axis) for part in parts]
             self._settle(torch.stack(made), GROUP)
         else:

@@ -86,7 +86,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """Return the assignment of gamma, a parameter of its own if PC(W) is in the graph."""
+    """Return the assignment of gamma, a separate parameter if PC(W) is in the graph."""
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     return Assignment(

@@ -89,7 +89,7 @@ def build_trainer(
 ) -> Trainer:
     """Build model and optimizer and return this rank's trainer.
 
-    `weights` are those of `build_parallel_model`. The model is scored
+    `weights` are the weights of `build_parallel_model`. The model is scored
     on `tasks`. Monitors measure every `monitor_interval`-th step, by default as the config says.
     """
     model = build_parallel_model(config, groups, weights)

@@ -29,7 +29,7 @@ EVENTS_FILE: Final = "events.jsonl"
 
 
 def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> Counts:
-    """Return what a run that goes on from `progress` will have read of each set at its end."""
+    """Return what a run that continues from `progress` will have read of each set at its end."""
     step, tokens, sample = progress.step, progress.tokens, progress.sample
     present = data.at(step).since(progress.phase)
     for start, mixture in data.later:

@@ -1,6 +1,6 @@
 """Scores of the model in training on multiple-choice tasks, by its own forward pass on any layout.
 
-Every choice is a sequence of its own. Sequences are grouped by length, so that short ones do not
+Every choice is a separate sequence. Sequences are grouped by length, so that short ones do not
 cost a whole window, and shared by the data-parallel ranks; causal attention hides what pads them.
 """
 

@@ -1,7 +1,7 @@
 """The elementwise parts of a layer as fused kernels, of torch.compile or ours.
 
 Norms, rotary positions and activations read and write whole activations several times when every
-operation is a kernel of its own. `fuse_blocks_` compiles exactly these functions, each by
+operation is a separate kernel. `fuse_blocks_` compiles exactly these functions, each by
 itself: what surrounds them (products, collectives, recomputation, the attention kernel) would only
 break the graph. A function is compiled once per shape and gradient mode, for all layers together;
 experts, whose token counts change from step to step, have one graph with a symbolic count.
@@ -40,7 +40,7 @@ def fuse_blocks_(
     """Make modules of `chunks` compute by functions that torch.compile's `backend` makes, None to
     compile nothing, and with `backward` take the Triton kernels of backward passes.
 
-    Modules of other kinds than ours and Megatron's feed-forward block stay as they are. Returns the
+    Modules of other kinds than ours and Megatron's feed-forward block stay unchanged. Returns the
     number of modules that changed. Raises ValueError for an activation without a compiled form.
     """
     fused = Fused(backend, backward=backward)

@@ -49,7 +49,7 @@ class Documents(PackedSeqParams):
     """The documents of the tokens `[b, s]` that a context-parallel rank holds.
 
     Megatron hands them from the model to the core attention of every layer. The format is not its
-    `thd`, so that it leaves queries, keys and values as they are.
+    `thd`, so that it leaves queries, keys and values unchanged.
 
     positions   of each token in its document `[b, s]`
     parts       of the ranges of `context_chunks`, in their order

@@ -182,8 +182,8 @@ class Architecture:
     settings    what config.json says of a model beside what all classes have in common
     norms       a layer's norms, each with its name there
     qk_norm     whether query and key heads are normalised, None if it has both
-    head_sizes  whether heads may have a size of their own
-    whole_heads whether heads must divide the width, although they have a size of their own
+    head_sizes  whether heads may have a separate size
+    whole_heads whether heads must divide the width, although they have a separate size
     latent      whether its attention is multi-head latent attention
     experts     yields the rule and the value of each setting of experts that it does not have
     attention_bias  its setting `attention_bias` by what `model.attention_bias` may be, None if it
@@ -202,7 +202,7 @@ class Architecture:
     attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
 
     def bias_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Return what config.json says of the biases of `model`, one that has no obstacles."""
+        """Return the entries of config.json for the biases of `model`, which has no obstacles."""
         value = self.attention_bias[model.attention_bias]
         return {} if value is None else {"attention_bias": value}
 

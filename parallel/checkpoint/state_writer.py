@@ -1,4 +1,4 @@
-"""Writes the state of model and optimizer, in the background while training goes on.
+"""Writes the state of model and optimizer, in the background while training continues.
 
 `start_save` copies this rank's part to host memory and forks a process that writes it; training may
 change the state at once. All ranks call `PendingSave.gather` together when all their writers are

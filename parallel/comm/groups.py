@@ -66,7 +66,7 @@ class Groups:
     context    ranks that share each sequence
     expert     ranks that share the experts of a layer
     dense      domain of everything but routed experts; its replicas are data x context
-    experts    domain of routed experts, with tensor ranks of its own
+    experts    domain of routed experts, with separate tensor ranks
     host       all ranks, over gloo whatever the device, for values of the host
     store      where the ranks found each other; it outlives a failed collective
     device     of this rank's tensors

@@ -1,4 +1,4 @@
-"""What monitors see of a distributed run: whole matrices, activations, gradients of micro-batches.
+"""Measurements for monitors of a run: whole matrices, activations, gradients of micro-batches.
 
 Nothing here changes what a run computes, and no figure is made here: training/monitor makes them.
 Start with unit_gather.py.

@@ -1,4 +1,4 @@
-"""What flows through the model in a monitored step: Gram matrices, sizes, attention scores.
+"""Activations and gradients of a monitored step: Gram matrices, sizes, attention scores.
 
 The inputs of every weight are added up to their Gram matrix A A^T as they come, a few thousand
 tokens at a time; no activation is kept. Hooks exist in monitored steps only and change nothing.

@@ -158,7 +158,7 @@ class WeightWatch:
             changed |= chunk_sums(watched.flat) != before
 
     def forget(self) -> None:
-        """Take the next weights as they are, for instance those of a checkpoint."""
+        """Take the next weights unchanged, for instance those of a checkpoint."""
         self.sums, self.changed = [], []
 
     @torch.no_grad()

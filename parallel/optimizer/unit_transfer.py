@@ -112,7 +112,7 @@ def plan_transfers(
 def shardwise(
     stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
 ) -> list[list[Unit]]:
-    """Declare each tensor-parallel piece of a cut `matrix` as a unit of its own."""
+    """Declare each tensor-parallel piece of a cut `matrix` as a separate unit."""
     size = len(stage_units)
     return [
         [

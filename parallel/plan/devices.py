@@ -117,7 +117,7 @@ def device_called(name: str) -> Device | None:
     """Return the device with the peak of the one called `name`, None if unknown or only part of a
     GPU.
 
-    `name` is that of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
+    `name` is the result of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
     """
     words = set(re.split(r"[ -]", name))
     if words & SLOWER:

@@ -6,7 +6,7 @@ the order in which the backward pass completes gradients, last layer first. Para
 other without gaps; the border of a shard may cut a unit, whose momentum is then sent to one rank.
 
 If all units of a parameter are PC layers, their owners keep W, and the shards are not stepped. Such
-parameters have buckets of their own, whose shards need no float32 master. So has an embedding that
+parameters have separate buckets, whose shards need no float32 master. So has an embedding that
 two pipeline stages hold, whose shards are then the same on both.
 
 Everything here is a pure function of the units' shapes, the same on every rank.

@@ -217,7 +217,7 @@ class GradientReducer:
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, in its type, from operands of a type of their own."""
+    """Add `left @ right` to `total`, in its type, from operands of another type."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

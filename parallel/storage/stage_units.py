@@ -58,7 +58,7 @@ def named_buffers(
 ) -> Iterator[tuple[str, Tensor]]:
     """Persistent buffers of the chunks, which are equal on all ranks of a pipeline stage.
 
-    The name is made from that of the parameter beside it: `layers.0.router.expert_bias`.
+    The name is made from that of the parameter next to it: `layers.0.router.expert_bias`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all, and whose making may go on after a kill."""
+"""A folder that appears complete or not at all, and whose making may continue after a kill."""
 
 import fcntl
 import json
@@ -34,7 +34,7 @@ class AtomicFolder:
         output: the folder.
         check: raises InputError unless `output` may be written to; called once no other run is at
             work, and again before `output` is replaced.
-        key: of all that determines the content; None if an interrupted run cannot go on.
+        key: of all that determines the content; None if an interrupted run cannot continue.
 
     Raises:
         InputError: `output` is a URL or needs to be expanded; another run is preparing the same
@@ -101,7 +101,7 @@ class AtomicFolder:
         sync(self.state)
 
     def _saved(self) -> Any:
-        """What a run with the same key saved, None if there is nothing to go on from."""
+        """What a run with the same key saved, None if there is nothing to continue from."""
         if self._key is None or not self.path.is_dir():
             return None
         try:
@@ -112,7 +112,7 @@ class AtomicFolder:
 
     @property
     def kept(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is something to continue from."""
         return self.path.exists() and (self.state / PROGRESS).exists()
 
     def _release(self) -> None:

@@ -67,7 +67,7 @@ def prepare(
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
-    An interrupted run goes on, and finished shards are joined and deleted.
+    An interrupted run continues, and finished shards are joined and deleted.
 
     Raises:
         DataError: an input cannot be used, gives no documents, or is not what its

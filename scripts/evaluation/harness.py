@@ -136,7 +136,7 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
-    """The lines of each task: the metrics that the sets with it report, else every metric."""
+    """The lines of each task: the headline metrics of its set, else every metric."""
     lines = []
     for task, values in results.items():
         there = [key.removesuffix(",none") for key in values if key.endswith(",none")]

@@ -21,7 +21,7 @@ SILENCE = 300.0
 class RunStatus:
     """What became of a run.
 
-    kind    running, stopped (it can go on), failed or done
+    kind    running, stopped (it can continue), failed or done
     text    the same in a few words, with the step
     reason  why it stopped or failed, "" if it did not
     """

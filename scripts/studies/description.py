@@ -81,7 +81,7 @@ class Stage(Section):
 
 
 class Rung(Section):
-    """Candidates are trained for `share` of a run's length, and the best `keep` go on."""
+    """Candidates are trained for `share` of a run's length, and the best `keep` continue."""
 
     share: float
     keep: int
@@ -90,7 +90,7 @@ class Rung(Section):
 class Search(Section):
     """Successive halving, the same for every variant that is tuned, with one seed.
 
-    `stages` by name, in order, each begins with what the one before has chosen.
+    `stages` by name, in order, each begins with what the previous one has chosen.
     """
 
     seed: int

@@ -111,9 +111,9 @@ class Entry:
 
 @constant_result
 def small_problem(size: int, device: str) -> bool:
-    """Return whether a small problem of each matrix takes a kernel of its own.
+    """Return whether a small problem of each matrix takes a separate kernel.
 
-    `size` is that of the problem: of the projected matrix, or the number of its poles.
+    `size` is the size of the problem: of the projected matrix, or the number of its poles.
     """
     return listed(device) and size <= SMALL and _multiplies_doubles()
 

@@ -101,7 +101,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
         rows = tl.load(source + first * x_col, mask=inside, other=0.0).to(tl.float64)
         gram = tl.dot(rows, tl.trans(rows), gram, out_dtype=tl.float64)
     diagonal = i[:, None] == i[None, :]
-    # Row by row of the Cholesky factor, whose inverse arises beside it.
+    # Row by row of the Cholesky factor, whose inverse arises next to it.
     rest = gram + tl.where(diagonal, DEPENDENT, 0.0)
     inverse = tl.where(diagonal, 1.0, 0.0).to(tl.float64)
     for k in range(count):

@@ -99,7 +99,7 @@ class AdamWRule(Rule):
 
 
 def units(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the units of tensors `[batch, ...]`, which have counters of their own."""
+    """Return the units of tensors `[batch, ...]`, which have separate counters."""
     return [unit for x in tensors for unit in x.unbind()]
 
 

@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
     Attributes:
         lr, weight_decay: for all units.
-        active: 0-d bool tensor; False leaves weight and state as they are, bit for bit, without a
+        active: 0-d bool tensor; False leaves weight and state unchanged, bit for bit, without a
             host sync. None: the step is taken.
     """
 

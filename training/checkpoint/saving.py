@@ -121,7 +121,7 @@ class Saver:
         return self._folder
 
     def status(self) -> tuple[int, int]:
-        """Return whether the save has failed on this rank and whether it goes on, as 0 or 1."""
+        """Return whether the save has failed on this rank and whether it continues, as 0 or 1."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
@@ -156,7 +156,7 @@ class Saver:
         """Go on with a save of which every rank has done its part.
 
         Once all tensors are written rank 0 seals the checkpoint, and once it is complete rank 0
-        removes old ones: both while training goes on.
+        removes old ones: both while training continues.
         """
         assert self._pending is not None
         if not self._gathered:

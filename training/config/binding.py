@@ -46,7 +46,7 @@ OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
 )  # fmt: skip
-"""Where sections have names of their own, of which null leaves one out."""
+"""Where sections have separate names, of which null leaves one out."""
 
 
 class InvalidConfigError(ConfigError):

@@ -142,9 +142,9 @@ def _line_of(file: Path, names: Sequence[str]) -> str:
 def over(below: Content, above: Content, path: str = "") -> Content:
     """Return `above` merged over `below`: mappings are merged, other values replaced.
 
-    A mapping with `replace: true` replaces the one below, and null leaves a named section out.
-    `path` is where the mappings are in the config. Raises InvalidConfigError for another value of
-    `replace`.
+    A mapping with `replace: true` replaces the mapping below it, and null leaves a named section
+    out. `path` is the place of the mappings in the config. Raises InvalidConfigError for another
+    value of `replace`.
     """
     replace = above.get(REPLACE, False)
     if REPLACE in above and replace is not True:
@@ -290,7 +290,7 @@ def _checked(text: str) -> yaml.Node | None:
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:
-                continue  # without a tag of its own, such as 2024-31-12, which is a text
+                continue  # without a separate tag, such as 2024-31-12, which is a text
             try:
                 loader.construct_object(node)
             except (AttributeError, LookupError) as error:  # as for !!bool foo

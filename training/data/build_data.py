@@ -177,7 +177,7 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 
 def without_sets(config: Config) -> Iterator[str]:
-    """Yield what to do without a recipe's sets: make them, or go on without them."""
+    """Yield what to do without a recipe's sets: make them, or continue without them."""
     if config.data.made_by is None:
         return
     yield f"make the sets with: {config.data.made_by}"

@@ -12,7 +12,7 @@ from training.data.document_index import Borders
 from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20
-"""Windows of a set; the order of samples goes on with another permutation after them."""
+"""Windows of a set; the order of samples continues with another permutation after them."""
 
 VOCABULARY = 50_304
 """Size of the vocabulary where neither the config nor a manifest names one."""

@@ -1,6 +1,6 @@
 """Multiple-choice tasks: their files, and the token sequences that are scored.
 
-A line of a file is an example: a context, choices of how it goes on, and the index of the right
+A line of a file is an example: a context, choices of how it continues, and the index of the right
 one. Contexts and choices become tokens as lm-eval makes them, so that scores are comparable: a
 space separates them, spaces at the end of a context belong to the choice, and a choice's tokens are
 those that the whole text has after as many as the context alone.
@@ -202,8 +202,8 @@ def _requests(
     if not example.context:
         if end_token is None:
             raise DataError(
-                f"{where}: an empty context needs the end token of the data, which no manifest "
-                "beside it names"
+                f"{where}: an empty context needs the end token of the data, but no manifest "
+                "next to the data names it"
             )
         # A choice that begins with the end token is its own context.
         wholes = [ids if ids[:1] == [end_token] else [end_token, *ids] for ids in wholes]

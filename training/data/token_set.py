@@ -47,7 +47,7 @@ class TokenSet:
         prefix: path of the pair without its suffix.
         sequence_length: tokens the model predicts per window.
         vocab_size: what every token id of a window must be below; None checks no ids.
-        verify: how the files are compared with the hashes of the manifest beside them: not at all
+        verify: how the files are compared with the hashes of the manifest next to them: not at all
             (none); the index, 64 blocks of tokens, and every other block when it is first read
             (sample); or everything now (full).
         share: (rank, size) of the ranks that share the blocks of `full`.

@@ -1,7 +1,7 @@
 """The terminal of a run: Ctrl-C, and output that nobody can read any more.
 
 Before training Ctrl-C ends the process, then it stops the run, and a second one ends it. A rank
-whose launcher has gone gets SIGTERM. A run whose terminal or pipe was closed goes on without, as
+whose launcher has gone gets SIGTERM. A run whose terminal or pipe was closed continues without, as
 does one that trains while the disk of its log is full. Imports nothing that takes time, as a run
 listens from its first line on.
 """

@@ -307,7 +307,7 @@ class WholeMatrices:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """`units` are those of the model's stage, whichever rank has them."""
+        """`units` are the units of the model's stage, whichever rank has them."""
         whole = {unit.name: unit for unit in units if unit.is_matrix}
         self.sizes = Counter((unit.parameter, unit.role) for unit in whole.values())
         self._rows: dict[tuple[str, str], dict[str, Tensor]] = {}

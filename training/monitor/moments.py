@@ -1,7 +1,7 @@
 """Sums over the entries of matrices, from which their figures follow.
 
 They are computed in float64, of a few million entries at a time, so that the figures of a large
-embedding take little memory beside it.
+embedding take little memory next to it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -77,7 +77,7 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 class Layouts:
-    """Planner of variants of a config, which plans a stage once for all that leave it as it is.
+    """Planner of variants of a config, which plans a stage once for all that leave it unchanged.
 
     gpus     of all variants
     """

@@ -156,8 +156,8 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
 
     A compiled function reads its arguments and writes its results once. Its backward pass reads the
     arguments, which is all that is kept of it, and the results' gradients, and writes those of the
-    arguments: of gains too, as inductor sums over rows and columns in one kernel. What
-    `read_again` says is read twice.
+    arguments: of gains too, as inductor sums over rows and columns in one kernel. Bytes that
+    `read_again` names count twice.
     """
 
     class Fused(torch.autograd.Function):

@@ -33,7 +33,7 @@ class Work(dist.Work):
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the current stream go on after the collective."""
+        """Let the current stream continue after the collective."""
         self._done()
         self._tensors.clear()
         return True

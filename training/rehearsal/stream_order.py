@@ -103,7 +103,7 @@ class StreamOrder:
         self._join_all(self._events.get(event, {}))
 
     def _join_all(self, waited: Clock) -> None:
-        """Let every stream, also one that is new, go on only after what the host waited for."""
+        """Let every stream, also one that is new, continue only after what the host waited for."""
         for clock in (self._host, *self._clocks.values()):
             self._join(clock, waited)
 

@@ -51,8 +51,8 @@ class Call:
     place     where it is called
     step      in which, from 1 on; 0 before the first
     phase     part of the run in which
-    waits     whether the current stream goes on only when it is done
-    after     calls, by number, that the current stream has waited for since the one before
+    waits     whether the current stream continues only when it is done
+    after     calls, by number, that the current stream has waited for since the previous one
     """
 
     group: tuple[int, ...]

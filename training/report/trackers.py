@@ -32,7 +32,7 @@ class Tracker(Protocol):
 class WandbTracker:
     """Tracker to Weights & Biases, under the run's id, which a continued run keeps.
 
-    The step is a metric of its own, `progress/step`: the service refuses earlier steps, and a run
+    The step is a separate metric, `progress/step`: the service refuses earlier steps, and a run
     that continues from a checkpoint takes some steps again. An offline run has a folder for each
     start, and `wandb sync` lets a later one replace those before: it gets the earlier steps again.
     """
