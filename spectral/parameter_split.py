@@ -129,7 +129,7 @@ def split_parameters(
     weights, apart = [*weights_of(module)], _apart(module, elementwise)
     given, unused = dict[str, Seen](), set(overrides)
     for weight in weights:
-        _refuse_flattened(weight)
+        _refuse_unfit(weight)
         own = {
             k: v for k, v in overrides.items() if k == weight.name or fnmatchcase(weight.name, k)
         }
@@ -208,10 +208,15 @@ def _apart(
     return apart
 
 
-def _refuse_flattened(weight: Weight) -> None:
-    """Raise ValueError for a parameter that is not, or no longer, in the shape of its layer."""
+def _refuse_unfit(weight: Weight) -> None:
+    """Raise ValueError for a parameter of complex numbers, or without the shape of its layer."""
     if nn.parameter.is_lazy(weight.parameter):
         raise ValueError(f"{weight.name} has no shape yet: run the model before it is split")
+    if weight.parameter.is_complex():
+        raise ValueError(
+            f"{weight.name} is complex, and rules take real numbers: make a real parameter of it "
+            "(torch.view_as_real), or freeze it and give it to another optimizer"
+        )
     shape = tuple(weight.parameter.shape)
     layer = isinstance(weight.module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
     flat = weight.own == "weight" and layer and len(shape) < 2

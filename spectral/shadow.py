@@ -165,6 +165,6 @@ def tensors_in(values: Any) -> list[Tensor]:
     if values is None or isinstance(values, (int, float, str)):
         return []  # at once: operations have many
     if not isinstance(values, (list, tuple, Mapping)):
-        values = vars(values) if is_dataclass(values) and not isinstance(values, type) else ()
-    values = values.values() if isinstance(values, Mapping) else values
+        values = vars(values) if is_dataclass(values) and not isinstance(values, type) else {}
+    values = values if isinstance(values, (list, tuple)) else values.values()
     return [tensor for value in values for tensor in tensors_in(value)]

@@ -28,6 +28,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import reduce
+from itertools import permutations
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -45,7 +46,8 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
 """Operations that multiply one argument by the next, by the place of the first."""
-FACTORS = ("mul", "div", "addcmul", "addcdiv")
+ADDITIONS = ("add", "sub", "rsub", "where", "lerp", "copy", "masked_fill")
+"""Operations of several activations that do not multiply them."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "multinomial": 4, "max": 1}
 """Operations that choose among columns, by the place of the axis in their arguments."""
@@ -61,6 +63,7 @@ STAYS = re.compile(
     r"|_weight_norm_interface|native_dropout|leaky_relu|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
 )
 """Operations, beside those that torch calls pointwise, that act on each place or scale it."""
+EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
@@ -85,6 +88,28 @@ class Sums(NamedTuple):
     beneath: frozenset[Use]  # the weights of these columns
 
 
+class Side(NamedTuple):
+    """What an elementwise operation has at one side, with as many axes as the result."""
+
+    columns: Tensor | None
+    shape: tuple[int, ...]
+    counts: bool  # and is no position, gain or other constant
+
+    @property
+    def moving(self) -> list[int]:
+        """The axes along which columns change."""
+        sizes = () if self.columns is None else self.columns.shape
+        return [axis for axis, size in enumerate(sizes) if size > 1]
+
+    def vectors(self, other: "Side") -> list[int]:
+        """The axes of vectors that the elements of another side multiply, if there are several.
+
+        As weights of attention multiply the values of each head.
+        """
+        along = [axis for axis in self.moving if other.shape[axis] == 1]
+        return along if len(along) < len(self.moving) else []
+
+
 class Watch(TorchDispatchMode):
     """Follows the outputs of weights through the operations of a forward pass."""
 
@@ -100,6 +125,7 @@ class Watch(TorchDispatchMode):
         self.settled = set[tuple[str, int, tuple[int, ...]]]()
         self.sums: dict[tuple[int, ...], Sums] = {}
         self.columns, self.weights = Shadows(), Shadows()  # of activations, elements of weights
+        self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of products
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of parameters written to
         for name, weight in weights.items():
             if weight in self.weights:
@@ -151,7 +177,9 @@ class Watch(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         operands, name = tensors_in((args, kwargs)), func.overloadpacket.__name__
-        if any(t.untyped_storage() in self.live for t in operands) and not SHAPES.match(name):
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        depends = any(t.untyped_storage() in self.live for t in operands)
+        if random or (depends and not SHAPES.match(name)):
             for t in tensors_in(result):
                 self.live[t.untyped_storage()] = None
         weights = [t for t in operands if t in self.weights]
@@ -172,7 +200,7 @@ class Watch(TorchDispatchMode):
             and (in_place or id(t.untyped_storage()) not in inputs)
         ]
         if name in CHOICES and tracked and (name != "max" or isinstance(result, tuple)):
-            self._choose(args, result, CHOICES[name])
+            self._choose(name, args, result)
         elif not fresh or (in_place and VIEWS.fullmatch(name)):
             return  # a view, or nothing that has columns
         elif name in PRODUCTS:
@@ -188,7 +216,7 @@ class Watch(TorchDispatchMode):
             for out in fresh:
                 self._stay(name, operands[name == "copy" :], out)
         elif tracked and REDUCTIONS.fullmatch(name):
-            self._reduce(args[0], args[1:] or [*kwargs.values()], fresh[0])
+            self._reduce(name, args[0], args[1:] or [*kwargs.values()], fresh[0])
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
         elif tracked and ENDS.match(name):
@@ -202,7 +230,7 @@ class Watch(TorchDispatchMode):
         self._hide(tensors_in(args[len(heads) :]), name)
         for t in heads:
             if (columns := self.columns.read(t)) is not None:
-                self._consume(columns, -1, INNER)
+                self._consume(columns, [-1], INNER)
         if heads and columns is not None:
             repeat = result[0].shape[1] // t.shape[1]
             self.columns.write(result[0], columns.repeat_interleave(repeat, 1))
@@ -232,8 +260,13 @@ class Watch(TorchDispatchMode):
 
     def _beneath(self, columns: Tensor | None) -> set[Use]:
         """Return the weights that columns belong to."""
-        numbers = torch.empty(0) if columns is None else columns[columns >= 0].long().cpu()
-        return set[Use]().union(*(record.beneath for record, _ in self._parts(numbers.unique())))
+        if columns is None or not columns.numel():
+            return set()
+        record = self._record(columns.max())
+        if float(columns.min()) >= record.start:
+            return {*record.beneath}
+        numbers = columns[columns >= 0].long().cpu().unique()
+        return set[Use]().union(*(record.beneath for record, _ in self._parts(numbers)))
 
     def _use(self, weight: Tensor) -> Use:
         shadow = self.weights[weight]
@@ -310,20 +343,21 @@ class Watch(TorchDispatchMode):
             if rest:
                 self._settle(torch.cat(rest)[None], kind)
 
-    def _consume(self, columns: Tensor, axis: int, kind: str) -> None:
-        """Note the columns of every vector along an axis."""
-        rows = columns.movedim(axis, -1).reshape(-1, columns.shape[axis])
+    def _consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
+        """Note the columns of every vector along some axes."""
+        if columns is None:
+            return
+        last = {axis % columns.ndim for axis in axes}
+        rest = [axis for axis in range(columns.ndim) if axis not in last]
+        rows = columns.permute(*rest, *last).reshape(prod(columns.shape[a] for a in rest), -1)
         self._settle(rows.long().cpu(), kind)
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """An operation on each place: what its operands have there, the result has."""
         same, wider = _aligned(operands, out)
+        sides = [self._side(t, out) for t in (*same, *wider)]
         distinct: list[Tensor] = []
-        for t in (*same, *wider):
-            if (columns := self.columns.read(t)) is None:
-                continue
-            if out.is_complex() != t.is_complex():
-                columns = columns[..., None] if out.is_complex() else columns[..., 0]
+        for columns in (side.columns for side in sides if side.columns is not None):
             if not any(bool((columns == other).all()) for other in distinct):
                 distinct.append(columns)
         if not distinct:
@@ -331,20 +365,32 @@ class Watch(TorchDispatchMode):
                 self.weights.copy(out, weight)
             return
         # Positions and gains scale columns; an activation of every column makes products of them.
-        scales = any(
-            t.numel() > 1
-            and t.untyped_storage() in self.live
-            and not isinstance(t, nn.Parameter)
-            and t not in self.columns
-            for t in same
-        )
-        if name in FACTORS and (scales or len(distinct) > 1):
-            for columns in distinct:
-                self._consume(columns.flatten(), 0, PRODUCT)
-            distinct = distinct[: sum(t in self.columns for t in same)] or distinct
+        known = [side.columns is not None for side in sides[: len(same)]]
+        scales = any(s.counts and not k for s, k in zip(sides, known, strict=False))
+        if name not in ADDITIONS and (scales or len(distinct) > 1):
+            for side, other in permutations(sides, 2):
+                self._consume(side.columns, side.vectors(other) or side.moving, PRODUCT)
+            distinct = distinct[: sum(known)] or distinct
         elif name in ("add", "sub") and len(same) > 1 and len(distinct) == 1:
             self._join(distinct[0], [None])
+            if any(t.untyped_storage() in self.parameters for t in same):
+                composed = [use for use in self._beneath(distinct[0]) if use.tables]
+                for use in set[Use]().union(composed, *(use.tables for use in composed)):
+                    use.hidden = use.hidden or "a sum with a weight"
+        if name == "mul":
+            self.factors[out.untyped_storage()] = [side for side in sides if side.counts]
         self.columns.write(out, reduce(self._joined, distinct))
+
+    def _side(self, tensor: Tensor, out: Tensor) -> Side:
+        """Return an operand of an elementwise operation as a side of it."""
+        columns, missing = self.columns.read(tensor), [1] * (out.ndim - tensor.ndim)
+        if columns is not None:
+            if out.is_complex() != tensor.is_complex():
+                columns = columns[..., None] if out.is_complex() else columns[..., 0]
+            columns = columns.view(*missing, *columns.shape)
+        live = tensor.untyped_storage() in self.live and not isinstance(tensor, nn.Parameter)
+        shape = (*missing, *tensor.shape, *[1] * out.is_complex())
+        return Side(columns, shape, columns is not None or (live and tensor.numel() > 1))
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """An operation that moves numbers moves their columns, or the elements of a weight."""
@@ -357,47 +403,74 @@ class Watch(TorchDispatchMode):
             if isinstance(t, (list, tuple)):
                 return [numbers(each) for each in t]
             if not isinstance(t, Tensor) or not t.is_floating_point():
-                return NONE if isinstance(t, float) else t
+                return 0.0 if isinstance(t, float) else t
             known = shadows.read(t)
             known = torch.full((), NONE, device=t.device).double() if known is None else known
-            return known.expand(t.shape)
+            return (known - NONE).expand(t.shape)  # what an operation fills with 0 has none
 
         moved, there = [numbers(a) for a in args], None
         if name in ADDING_MOVES:
-            name, there = ADDING_MOVES[name], moved[0]
-            moved[0] = torch.full_like(there, NONE)
+            name, there = ADDING_MOVES[name], moved[0] + NONE
+            moved[0] = torch.zeros_like(there)
         if name in ("constant_pad_nd", "index_put"):  # whose last arguments are numbers
-            moved = [*moved[:2], NONE] if name == "constant_pad_nd" else moved[:3]
-        result = getattr(torch.ops.aten, name)(*moved, **kwargs)
+            moved = moved[:2] if name == "constant_pad_nd" else moved[:3]
+        result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
         shadows.write(out, condensed(result if there is None else self._joined(there, result)))
 
-    def _reduce(self, source: Tensor, options: Any, out: Tensor) -> None:
+    def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
         """What is the same column along the reduced axes stays that column."""
         columns = self.columns.read(source)
         if columns is None or source.is_complex():
             return
         lists = [o for o in options if isinstance(o, (list, tuple))]
-        axes = lists[0] if lists else [o for o in options if type(o) is int][:1]
+        given = lists[0] if lists else [o for o in options if type(o) is int][:1]
+        axes = {axis % columns.ndim for axis in given}
+        sums = name == "sum"
+        sides = self.factors.get(source.untyped_storage(), []) if sums else []
+        if len(sides) == 2 and len(sides[0].shape) == source.ndim:
+            first, second = sides
+            inner = axes <= {*first.moving} and first.moving == second.moving
+            pairs = [*zip(first.shape, second.shape, strict=True)]  # of tokens, as in attention
+            inner &= any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
+            for side, other in (sides, sides[::-1]):
+                vectors = axes if inner else {*side.vectors(other)}
+                if vectors and (inner or axes.isdisjoint(side.moving)):
+                    self._consume(side.columns, vectors, INNER)
+            if inner:
+                return
+        rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if out.numel() == 1:
             self.end_with([source])
-        elif all(columns.shape[a] == 1 for a in axes):
+        elif (sums and rest) or all(columns.shape[a] == 1 for a in axes):
+            for axis in axes:
+                while (
+                    size := columns.shape[axis]
+                ) > 1:  # the sum of two halves, and what is between
+                    first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
+                    columns = torch.cat([self._joined(first, second), between], axis)
             kept = out.ndim == columns.ndim
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
-        else:  # a sum over experts, or in a loss
+        elif rest and EXTREMES.fullmatch(name):
+            self._hide([source], f"{name} of a part of its columns")
+        else:  # in a norm or a loss
             self._join(columns, self._beneath(columns))
             self.end_with([source])
 
-    def _choose(self, args: Any, result: Any, place: int) -> None:
+    def _choose(self, name: str, args: Any, result: Any) -> None:
         """What chooses among columns is the end of a router, what chooses among tokens is not."""
         columns = self.columns.read(args[0])
-        axis = next((a for a in args[place:] if type(a) is int), -1)
+        axis = next((a for a in args[CHOICES[name] :] if type(a) is int), -1)
         if columns is None or not columns.ndim:
             return
-        if columns.shape[axis] > 1:
-            self._consume(columns.flatten(), 0, CHOICE)
+        if name == "max" and columns.numel() > columns.shape[axis] > 1:
+            self._hide([args[0]], "max of a part of its columns")
+        elif columns.shape[axis] > 1:
+            self._consume(columns, range(columns.ndim), CHOICE)
         if isinstance(result, (tuple, list)) and len(result) == 2:
-            chosen = columns.expand(args[0].shape).gather(axis, result[1])
-            self.columns.write(result[0], condensed(chosen))
+            values, places = result
+            places = places if places.ndim == columns.ndim else places.unsqueeze(axis)
+            chosen = columns.expand(args[0].shape).gather(axis, places)
+            self.columns.write(values, condensed(chosen.view(values.shape)))
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:
         """An operation on each channel leaves it its column."""
@@ -415,6 +488,8 @@ class Watch(TorchDispatchMode):
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
         # Of two weights, the second one: the first is then a table of inputs.
         weight = next((i for i in (1, 0) if sides[i] in self.weights), None)
+        if weight == 1 and left in self.weights:
+            self._use(right).tables.add(self._use(left))
         layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
         kind = LAYER if layer else INNER
         for i, axis in enumerate(summed):
@@ -425,7 +500,7 @@ class Watch(TorchDispatchMode):
                 axis = 2 * columns.ndim - 3 - axis
                 if weight is None and out.ndim == columns.ndim:
                     self.columns.write(out, columns)
-            self._consume(columns, axis, kind)
+            self._consume(columns, self._mixed(columns, axis) if layer else [axis], kind)
         if weight is None or sides[weight].ndim == 1:
             return
         axis = summed[weight] - sides[weight].ndim + 2
@@ -437,6 +512,18 @@ class Watch(TorchDispatchMode):
         else:
             made = made[:1]
         self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
+
+    def _mixed(self, columns: Tensor, axis: int) -> list[int]:
+        """Return the axes of the columns that a layer which sums over an axis takes together.
+
+        The others, if it sums over weights: it takes their columns one by one, as it does tokens.
+        """
+        others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
+        if not others or columns.shape[axis] == 1:
+            return [axis]
+        vector = columns.movedim(axis, 0).flatten(1)[:, 0]
+        sums = len({id(self._record(number)) for number in vector}) == len(vector)
+        return others if sums else [axis]
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
         """Return the numbers of the columns of a product that keeps one axis of a weight."""
@@ -462,7 +549,7 @@ class Watch(TorchDispatchMode):
         if depthwise and columns is not None:
             self._channelwise("convolution", source, out)
         elif columns is not None:
-            self._consume(columns, 1, LAYER)
+            self._consume(columns, self._mixed(columns, 1), LAYER)
         if weight not in self.weights:
             return
         kept, use = int(transposed), self._use(weight)
@@ -589,6 +676,8 @@ def _copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> 
     `copies` has those made before, by the id of the original. Tensors in the storages of
     `parameters` are not copied, nor are objects of other classes.
     """
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # at once: modules have many
     if id(value) in copies:
         return copies[id(value)]
     numpy = sys.modules.get("numpy")

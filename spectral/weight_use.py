@@ -48,6 +48,7 @@ class Use:
     used: bool = False
     looked_up: bool = False
     joined: set["Use | None"] = field(default_factory=set)  # added to; None: what no weight made
+    tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
     ended: bool = False  # its outputs are the model's, or in its loss
     hidden: str = ""  # the operation that hides what becomes of its outputs
     groups: int = 1  # of a transposed convolution
@@ -84,14 +85,14 @@ class Use:
         """
         if not self.used:
             raise ValueError("the pass did not use it")
+        if CHOICE in self.sets:
+            return Seen(None, "an operation chooses among its columns: a router")
         if self.hidden:
             raise ValueError(f"{self.hidden} hides what becomes of its outputs")
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
-        if CHOICE in self.sets:
-            return Seen(None, "an operation chooses among its columns: a router")
         if _overlap(frozenset(self.sets.get(INNER, ()))):
             reason = "windows of its outputs overlap: a table of positions"
             return Seen(None, reason, decays=False)

@@ -178,7 +178,117 @@ def viewed_in_place(m: Any, x: Tensor) -> Any:
     return m.out(gate.scatter(1, torch.zeros(2, 1, 10, dtype=torch.long), 0.5) * up)
 
 
+def attention_by_sums(m: Any, x: Tensor) -> Any:
+    """Inner products and sums over tokens that are written out."""
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    scores = (q[..., :, None, :] * k[..., None, :, :]).sum(-1).softmax(-1)
+    attended = (scores[..., None] * v[..., None, :, :]).sum(-2)
+    return m.out(attended.transpose(1, 2).flatten(2))
+
+
+def convolved_by_tokens(m: Any, x: Tensor) -> Any:
+    """A kernel for each head and token, which sums values of tokens nearby: ConvBERT's."""
+    values = F.unfold(m.values(x).transpose(1, 2)[..., None], (3, 1), padding=(1, 0))
+    values = values.transpose(1, 2).reshape(-1, 4, 3)
+    kernels = m.kernels(x).reshape(-1, 3, 1).softmax(1)
+    return m.out((values @ kernels).reshape(*x.shape))
+
+
+def mixed_scales(m: Any, x: Tensor) -> Any:
+    """A layer that sums over branches, each channel alone: CoAT's class tokens."""
+    scales = torch.stack([(m.stem(x) + layer(x))[:, 0] for layer in (m.a, m.b)], 1)
+    return m.out(m.scales(scales)[:, 0])
+
+
+def halves(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A layer whose halves a function of two tensors joins."""
+    return lambda: Module(
+        lambda m, x: m.out(function(*m.both(x).chunk(2, -1))),
+        both=linear(12, 20),
+        out=linear(10, 12),
+    )
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] = {
+    "attention by sums": (
+        lambda: Module(attention_by_sums, qkv=linear(12, 36), out=linear(12, 12)),
+        x,
+        {"qkv.weight": rows(4)},
+    ),
+    "a kernel of each head": (
+        lambda: Module(
+            convolved_by_tokens, values=linear(12, 12), kernels=linear(12, 9), out=linear(12, 12)
+        ),
+        x,
+        {"values.weight": rows(4), "kernels.weight": rows(3)},
+    ),
+    "a sum over branches by a layer": (
+        lambda: Module(
+            mixed_scales,
+            stem=linear(12, 12),
+            a=linear(12, 12),
+            b=linear(12, 12),
+            scales=nn.Conv1d(2, 1, 1),
+            out=linear(12, 2),
+        ),
+        x,
+        {"a.weight": whole, "b.weight": whole},
+    ),
+    "branches that are weighed": (
+        lambda: Module(
+            lambda m, x: m.out(
+                (
+                    m.both(x).unflatten(1, (2, 4))
+                    * m.weigh(x.mean((2, 3), keepdim=True)).unflatten(1, (2, 4)).softmax(1)
+                ).sum(1)
+            ),
+            both=nn.Conv2d(8, 8, 3, groups=2),
+            weigh=nn.Conv2d(8, 8, 1),
+            out=nn.Conv2d(4, 4, 1),
+        ),
+        image,
+        {"both.weight": convolution(2), "weigh.weight": whole},
+    ),
+    "a power": (halves(lambda a, b: a.abs() ** b), x, {"both.weight": rows(10)}),
+    "a minimum": (halves(torch.minimum), x, {"both.weight": rows(10)}),
+    "an angle": (halves(torch.atan2), x, {"both.weight": rows(10)}),
+    "a mean and its noise": (
+        halves(lambda a, b: a + b.exp() * torch.randn_like(b)),
+        x,
+        {"both.weight": rows(10)},
+    ),
+    "a mixture": (
+        lambda: Module(
+            lambda m, x: m.out(
+                (m.parts(x).unflatten(-1, (4, 6)) * m.gate(x).softmax(-1)[..., None]).sum(-2)
+            ),
+            parts=linear(12, 24),
+            gate=linear(12, 4),
+            out=linear(6, 12),
+        ),
+        x,
+        {"parts.weight": rows(6), "gate.weight": whole},
+    ),
+    "a sum of branches": (
+        lambda: Module(
+            lambda m, x: m.out(m.parts(x).unflatten(-1, (2, 6)).sum(-2).relu()),
+            parts=linear(12, 12),
+            out=linear(6, 12),
+        ),
+        x,
+        {"parts.weight": whole},
+    ),
+    "a product with a table": (
+        lambda: Module(
+            lambda m, x: m.out(attention(heads(m.q(m.tokens), 4), *[heads(m.kv(x), 4)] * 2)),
+            tokens=torch.randn(2, 5, 12),
+            q=linear(12, 12),
+            kv=linear(12, 12),
+            out=linear(12, 12),
+        ),
+        x,
+        {"tokens": None, "q.weight": rows(4), "kv.weight": rows(4)},
+    ),
     "glu": (
         lambda: Module(
             lambda m, x: m.out(F.glu(m.both(x), 1)),
@@ -633,6 +743,40 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         "side.weight: nothing took its outputs",
     ),
     "on the meta device": (nn.Linear(12, 4, device="meta"), "weight is on the meta device"),
+    "a weight of two": (
+        Module(
+            lambda m, x: m.out(F.linear(x, m.frozen + 2 * (m.b @ m.a))),
+            frozen=nn.Parameter(torch.randn(8, 12), requires_grad=False),
+            a=torch.randn(2, 12),
+            b=torch.randn(8, 2),
+            out=linear(8, 4),
+        ),
+        "a: a sum with a weight hides what becomes of its outputs\nb: a sum with a weight",
+    ),
+    "a maximum of parts": (
+        Module(
+            lambda m, x: m.out(m.pieces(x).unflatten(-1, (6, 4)).amax(-1)),
+            pieces=linear(12, 24),
+            out=linear(6, 4),
+        ),
+        "pieces.weight: amax of a part of its columns hides",
+    ),
+    "a maximum of parts and its place": (
+        Module(
+            lambda m, x: m.out(m.pieces(x).unflatten(-1, (4, 6)).max(-2).values),
+            pieces=linear(12, 24),
+            out=linear(6, 4),
+        ),
+        "pieces.weight: max of a part of its columns hides",
+    ),
+    "complex numbers": (
+        Module(
+            lambda m, x: m.out((x.to(torch.complex64) @ m.weight).abs()),
+            weight=torch.randn(12, 6, dtype=torch.complex64),
+            out=linear(6, 4),
+        ),
+        "weight is complex",
+    ),
     "a fused LSTM": (
         Module(lambda m, x: m.out(m.lstm(x)[0]), lstm=nn.LSTM(12, 5), out=linear(5, 4)),
         r"lstm.weight_ih_l0: aten.\S*(lstm|rnn)\S* hides what[\s\S]*units=",

@@ -60,10 +60,9 @@ SIZES = {
 
 ACCEPTED = {
     r"deepseek_v4 .*kv_proj": "a tiny config whose groups of outputs are smaller than a head",
-    r"convbert .*conv_out_layer": "outputs that are convolved one at a time",
+    r"convbert .*conv_out_layer": "values of heads, which no name shows",
     r"convbert .*key_conv": "a key that queries multiply one by one",
     r"recurrent_gemma .*linear_x": "gates of the recurrence take blocks of what is added whole",
-    r"coat: .*mlp2.fc2": "outputs of branches that a convolution mixes one at a time",
     r"efficientnet: .*conv_pwl?": "mixed convolutions take a part each, as names do not show",
     r"cspnet: .*conv_exp": "halves that a later layer takes joined",
     r"efficientformer_v2: .*talking_head2": "a mix of heads, whose attention maps are taken alone",
