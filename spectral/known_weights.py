@@ -221,6 +221,8 @@ class KnownWeights:
         inputs = _inputs(weight, outputs)
         for i, (_, scope) in enumerate(scopes):
             before, later = self.layers.before(inner, scope), self.layers.after(inner, scope)
+            if name := self.layers.branches(inner, scope, outputs):
+                return f": the branches of {name} take parts of its {outputs} outputs"
             if _is_shuffled(scopes[: i + 1]) or any(
                 layer.inputs == outputs for layer in before + later
             ):

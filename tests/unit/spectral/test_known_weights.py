@@ -411,6 +411,23 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(norm=holder(linear=linear(8, 72)), attn=attention(num_heads=2)),
         "norm.linear.weight looks like .*takes 8 of its 72",
     ),
+    "mixed convolutions": (
+        lambda: holder(
+            pw=nn.Conv2d(4, 12, 1),
+            norm=nn.BatchNorm2d(12),
+            dw=nn.ModuleDict({str(k): nn.Conv2d(4, 4, k, groups=4) for k in (3, 5, 7)}),
+            out=nn.Conv2d(12, 4, 1),
+        ),
+        "pw.weight looks like .*branches of dw take parts of its 12",
+    ),
+    "selective kernels": (
+        lambda: holder(
+            stem=nn.Conv2d(3, 8, 1),
+            paths=nn.ModuleList(nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()) for _ in range(2)),
+            out=nn.Conv2d(8, 4, 1),
+        ),
+        "stem.weight looks like .*branches of paths take parts of its 8",
+    ),
     "unequal parts": (
         lambda: holder(inner=linear(8, 7), rank=linear(3, 8), out=linear(8, 8)),
         "inner.weight looks like .*rank takes 3 of its 7",
