@@ -1,0 +1,95 @@
+"""A model that a forward pass leaves as it was, whatever the pass does to it."""
+
+import copy
+import random
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EAGER_FLEX = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+"""What torch says to set for a flex attention that is not compiled."""
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Let a forward pass change copies of attributes and buffers, and put the rest back.
+
+    Of parameters, which `Watch` copies where the pass writes to them: storage, gradient and flag.
+    """
+    spaces = [vars(module) for module in model.modules()]
+    saved = [dict(space) for space in spaces]
+    parameters = {p.untyped_storage() for p in model.parameters()}
+    copies: dict[int, Any] = {}
+    trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
+    for parameter, *_ in trained:
+        parameter.grad = None  # a backward pass would add to it
+    flex = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "__dict__", {})
+    eager_flex = flex.get(EAGER_FLEX)
+    numpy = sys.modules.get("numpy")
+    numbers = numpy.random.get_state() if numpy is not None else None
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer
+    flex[EAGER_FLEX] = True  # no mode sees what is compiled
+    try:
+        for space in spaces:
+            space.update({k: copied(v, parameters, copies) for k, v in space.items()})
+        with torch.random.fork_rng(devices), ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numbers)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        flex[EAGER_FLEX] = eager_flex
+        for parameter, data, gradient, flag in trained:
+            storages = parameter.untyped_storage(), data.untyped_storage()
+            if storages[0] is not storages[1] or parameter.shape != data.shape:
+                parameter.data = data
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+            parameter.grad = gradient
+        for space, attributes in zip(spaces, saved, strict=True):
+            space.clear()
+            space.update(attributes)
+
+
+def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> Any:
+    """Return a copy of an attribute that a pass may write to, with what its containers contain.
+
+    `copies` has those made before, by the id of the original. Tensors in the storages of
+    `parameters` are not copied, nor are objects of other classes.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # at once: modules have many
+    if id(value) in copies:
+        return copies[id(value)]
+    numpy = sys.modules.get("numpy")
+    own: Any = value
+    if isinstance(value, Tensor):
+        if value.untyped_storage() in parameters:
+            return value
+        own = value.detach().clone()
+    elif isinstance(value, (random.Random, torch.Generator)) or (
+        numpy is not None and isinstance(value, (numpy.ndarray, numpy.random.Generator))
+    ):
+        own = copy.deepcopy(value)
+    elif isinstance(value, (dict, list, set)):
+        own = copies[id(value)] = copy.copy(value)  # at once, as it may contain itself
+        if not isinstance(value, set):
+            places = value.items() if isinstance(value, dict) else enumerate(value)
+            for place, each in places:
+                if (other := copied(each, parameters, copies)) is not each:
+                    own[place] = other  # nothing else is set: some mappings refuse changes
+    elif type(value) is tuple:
+        own = tuple(copied(each, parameters, copies) for each in value)
+    else:
+        return value
+    copies[id(value)] = own
+    return own
