@@ -7,22 +7,22 @@ the number of a column at each place: which output of which weight it is. Shadow
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
     silu, softmax, a norm       the shadow stays
-    a + b                       each place has the columns of both
+    a + b, a sum                each place has the columns of all
 
 until an operation uses columns as one vector. That is a set of columns that belong together:
 
     a product with a weight     the columns of each input vector
     a product of activations    the columns of each inner product, or, where it sums over tokens,
                                 of each entry of the batch: attention's heads
-    a * b                       the columns of a, and those of b: the halves of a gated layer
+    a * b, a ** b, min(a, b)    the columns of a, and those of b: the halves of a gated layer
 
-These sets make the matrices (`weight_use.py`). Columns that no set has are a head's, those that
-`topk` chooses from a router's, and a weight that nothing multiplies by is a table.
+Numbers and sets are in `columns.py`, the matrices that they make in `weight_use.py`. Columns that
+no set has are a head's, those that `topk` chooses from a router's, and a weight that nothing
+multiplies by is a table.
 """
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from itertools import permutations
 from math import prod
@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .columns import Columns
 from .local_part import is_dtensor
 from .shadow import NONE, Shadows, condensed, tensors_in
 from .undisturbed import copied, undisturbed
@@ -74,15 +75,6 @@ ENDS = re.compile(r".*(loss|histc|cdist|_like|new_).*")
 """Operations whose results no layer takes."""
 
 
-class Sums(NamedTuple):
-    """Columns that are sums of two columns, numbered from `start` on."""
-
-    start: int
-    end: int
-    pairs: Tensor  # [columns, 2]
-    beneath: frozenset[Use]  # the weights of these columns
-
-
 class Side(NamedTuple):
     """What an elementwise operation has at one side, with as many axes as the result."""
 
@@ -115,10 +107,7 @@ class Watch(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paused = False
-        self.records: list[Use | Sums] = []
-        self.starts: list[int] = []
-        self.settled = set[tuple[str, int, tuple[int, ...]]]()
-        self.sums: dict[tuple[int, ...], Sums] = {}
+        self.numbers = Columns()
         self.columns, self.weights = Shadows(), Shadows()  # of activations, elements of weights
         self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of products
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of parameters written to
@@ -129,8 +118,9 @@ class Watch(TorchDispatchMode):
                     "apart: give each a tensor of its own (p.data = p.data.clone()), or leave out "
                     "example"
                 )
-            end = self.end + self.weights.number(weight, self.end)
-            self._add(Use(name, tuple(weight.shape), weight.stride(), self.end, end))
+            start = self.numbers.end
+            end = start + self.weights.number(weight, start)
+            self.numbers.add(Use(name, tuple(weight.shape), weight.stride(), start, end))
         self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
         # Storages that depend on parameters or on the example, and not on positions alone.
         self.live = WeakKeyDictionary(self.parameters)
@@ -225,127 +215,28 @@ class Watch(TorchDispatchMode):
         self._hide(tensors_in(args[len(heads) :]), name)
         for t in heads:
             if (columns := self.columns.read(t)) is not None:
-                self._consume(columns, [-1], INNER)
+                self.numbers.consume(columns, [-1], INNER)
         if heads and columns is not None:
             repeat = result[0].shape[1] // t.shape[1]
             self.columns.write(result[0], columns.repeat_interleave(repeat, 1))
 
-    # Numbers, and the weights that they belong to.
-
-    @property
-    def end(self) -> int:
-        """The first number that no record has."""
-        return self.records[-1].end if self.records else 0
-
-    def _add(self, record: Use | Sums) -> None:
-        self.records.append(record)
-        self.starts.append(record.start)
-
-    def _record(self, number: Tensor | int) -> Use | Sums:
-        return self.records[bisect_right(self.starts, int(number)) - 1]
-
-    def _parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
-        """Yield the records that runs of numbers belong to, with the numbers of each."""
-        while len(numbers):
-            record = self._record(numbers[0])
-            other = (numbers < record.start) | (numbers >= record.end)
-            size = int(other.byte().argmax()) or len(numbers)
-            yield record, numbers[:size]
-            numbers = numbers[size:]
-
-    def _beneath(self, columns: Tensor | None) -> set[Use]:
-        """Return the weights that columns belong to."""
-        if columns is None or not columns.numel():
-            return set()
-        record = self._record(columns.max())
-        if float(columns.min()) >= record.start:
-            return {*record.beneath}
-        numbers = columns[columns >= 0].long().cpu().unique()
-        return set[Use]().union(*(record.beneath for record, _ in self._parts(numbers)))
-
     def _use(self, weight: Tensor) -> Use:
         shadow = self.weights[weight]
         start = shadow.start if shadow.values is None else shadow.values.max()
-        use = self._record(start)
+        use = self.numbers.record(start)
         assert isinstance(use, Use)
         return use
 
     def _hide(self, operands: Iterable[Tensor], operation: str) -> None:
         for t in operands:
             own = {self._use(t)} if t in self.weights else set[Use]()
-            for use in self._beneath(self.columns.read(t)) or own:
+            for use in self.numbers.beneath(self.columns.read(t)) or own:
                 use.hidden = use.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that a model returns, or whose sum it does."""
-        for use in set[Use]().union(*(self._beneath(self.columns.read(t)) for t in tensors)):
+        for use in set[Use]().union(*(self.numbers.beneath(self.columns.read(t)) for t in tensors)):
             use.ended = True
-
-    def _join(self, columns: Tensor, others: Iterable[Use | None]) -> None:
-        for use in self._beneath(columns):
-            use.joined.update(others)
-
-    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the numbers of places that have the columns of both."""
-        low, high = torch.minimum(first, second), torch.maximum(first, second)
-        both = (low >= 0) & (low != high)
-        if not bool(both.any()):
-            return high
-        sides = low[both], high[both]
-        (_, a), (_, b) = (side.unique(return_inverse=True) for side in sides)
-        distinct, places = (a * (b.max() + 1) + b).unique(return_inverse=True)
-        pairs = torch.empty(len(distinct), 2, dtype=torch.long)
-        pairs[places.cpu()] = torch.stack(sides, 1).long().cpu()
-        key = tuple(pairs.flatten().tolist())
-        if key not in self.sums:
-            uses = [self._beneath(side) for side in sides]
-            self.sums[key] = Sums(self.end, self.end + len(pairs), pairs, frozenset().union(*uses))
-            self._add(self.sums[key])
-            for own, other in (uses, uses[::-1]):
-                for use in own - other:
-                    use.joined |= other
-        return high.masked_scatter(both, (places + self.sums[key].start).double())
-
-    # What operations do with columns.
-
-    def _settle(self, rows: Tensor, kind: str) -> None:
-        """Note that an operation uses the columns of each row, `[rows, n]`, as one vector."""
-        rows = rows.sort().values.unique(dim=0) if len(rows) > 1 else rows.unique()[None]
-        low, high = map(int, rows.aminmax())
-        record = self._record(low)
-        inside = low >= 0 and high < record.end
-        if inside and isinstance(record, Use):
-            sets = (rows - record.start).tolist()
-            return record.sets[kind].update(tuple(dict.fromkeys(columns)) for columns in sets)
-        if (key := (kind, len(rows), tuple(rows.flatten().tolist()))) in self.settled:
-            return
-        self.settled.add(key)
-        if inside and isinstance(record, Sums):
-            self._settle(record.pairs[rows - record.start].flatten(1), kind)
-        elif len(rows) > 1:
-            for row in rows:
-                self._settle(row[None], kind)
-        else:
-            parts, rest = [*self._parts(rows[rows >= 0].unique())], list[Tensor]()
-            summed = set[Use]().union(*(r.beneath for r, _ in parts if isinstance(r, Sums)))
-            for record, numbers in parts:
-                if isinstance(record, Sums):
-                    rest.append(record.pairs[numbers - record.start].flatten())
-                elif record in summed:
-                    rest.append(numbers)
-                else:
-                    record.sets[kind].add(tuple((numbers - record.start).tolist()))
-            if rest:
-                self._settle(torch.cat(rest)[None], kind)
-
-    def _consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
-        """Note the columns of every vector along some axes."""
-        if columns is None:
-            return
-        last = {axis % columns.ndim for axis in axes}
-        rest = [axis for axis in range(columns.ndim) if axis not in last]
-        rows = columns.permute(*rest, *last).reshape(prod(columns.shape[a] for a in rest), -1)
-        self._settle(rows.long().cpu(), kind)
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """An operation on each place: what its operands have there, the result has."""
@@ -364,17 +255,17 @@ class Watch(TorchDispatchMode):
         scales = any(s.counts and not k for s, k in zip(sides, known, strict=False))
         if name not in ADDITIONS and (scales or len(distinct) > 1):
             for side, other in permutations(sides, 2):
-                self._consume(side.columns, side.vectors(other) or side.moving, PRODUCT)
+                self.numbers.consume(side.columns, side.vectors(other) or side.moving, PRODUCT)
             distinct = distinct[: sum(known)] or distinct
         elif name in ("add", "sub") and len(same) > 1 and len(distinct) == 1:
-            self._join(distinct[0], [None])
+            self.numbers.join(distinct[0], [None])
             if any(t.untyped_storage() in self.parameters for t in same):
-                composed = [use for use in self._beneath(distinct[0]) if use.tables]
+                composed = [use for use in self.numbers.beneath(distinct[0]) if use.tables]
                 for use in set[Use]().union(composed, *(use.tables for use in composed)):
                     use.hidden = use.hidden or "a sum with a weight"
         if name == "mul":
             self.factors[out.untyped_storage()] = [side for side in sides if side.counts]
-        self.columns.write(out, reduce(self._joined, distinct))
+        self.columns.write(out, reduce(self.numbers.joined, distinct))
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Return an operand of an elementwise operation as a side of it."""
@@ -410,7 +301,9 @@ class Watch(TorchDispatchMode):
         if name in ("constant_pad_nd", "index_put"):  # whose last arguments are numbers
             moved = moved[:2] if name == "constant_pad_nd" else moved[:3]
         result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
-        shadows.write(out, condensed(result if there is None else self._joined(there, result)))
+        shadows.write(
+            out, condensed(result if there is None else self.numbers.joined(there, result))
+        )
 
     def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
         """What is the same column along the reduced axes stays that column."""
@@ -430,7 +323,7 @@ class Watch(TorchDispatchMode):
             for side, other in (sides, sides[::-1]):
                 vectors = axes if inner else {*side.vectors(other)}
                 if vectors and (inner or axes.isdisjoint(side.moving)):
-                    self._consume(side.columns, vectors, INNER)
+                    self.numbers.consume(side.columns, vectors, INNER)
             if inner:
                 return
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
@@ -442,13 +335,13 @@ class Watch(TorchDispatchMode):
                     size := columns.shape[axis]
                 ) > 1:  # the sum of two halves, and what is between
                     first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
-                    columns = torch.cat([self._joined(first, second), between], axis)
+                    columns = torch.cat([self.numbers.joined(first, second), between], axis)
             kept = out.ndim == columns.ndim
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif rest and EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of a part of its columns")
         else:  # in a norm or a loss
-            self._join(columns, self._beneath(columns))
+            self.numbers.join(columns, self.numbers.beneath(columns))
             self.end_with([source])
 
     def _choose(self, name: str, args: Any, result: Any) -> None:
@@ -460,7 +353,7 @@ class Watch(TorchDispatchMode):
         if name == "max" and columns.numel() > columns.shape[axis] > 1:
             self._hide([args[0]], "max of a part of its columns")
         elif columns.shape[axis] > 1:
-            self._consume(columns, range(columns.ndim), CHOICE)
+            self.numbers.consume(columns, range(columns.ndim), CHOICE)
         if isinstance(result, (tuple, list)) and len(result) == 2:
             values, places = result
             places = places if places.ndim == columns.ndim else places.unsqueeze(axis)
@@ -495,7 +388,7 @@ class Watch(TorchDispatchMode):
                 axis = 2 * columns.ndim - 3 - axis
                 if weight is None and out.ndim == columns.ndim:
                     self.columns.write(out, columns)
-            self._consume(columns, self._mixed(columns, axis) if layer else [axis], kind)
+            self.numbers.consume(columns, self._mixed(columns, axis) if layer else [axis], kind)
         if weight is None or sides[weight].ndim == 1:
             return
         axis = summed[weight] - sides[weight].ndim + 2
@@ -503,7 +396,7 @@ class Watch(TorchDispatchMode):
         made = [self._outputs(part, [axis], 1 - axis) for part in parts[:1] + parts[1:][-1:]]
         if not torch.equal(made[0], made[-1]):  # each entry of the batch has separate outputs
             made = [self._outputs(part, [axis], 1 - axis) for part in parts]
-            self._settle(torch.stack(made), GROUP)
+            self.numbers.settle(torch.stack(made), GROUP)
         else:
             made = made[:1]
         self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
@@ -517,7 +410,7 @@ class Watch(TorchDispatchMode):
         if not others or columns.shape[axis] == 1:
             return [axis]
         vector = columns.movedim(axis, 0).flatten(1)[:, 0]
-        sums = len({id(self._record(number)) for number in vector}) == len(vector)
+        sums = len({id(self.numbers.record(number)) for number in vector}) == len(vector)
         return others if sums else [axis]
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
@@ -528,12 +421,8 @@ class Watch(TorchDispatchMode):
             return self.weights[weight].read(line).expand(len(line)).long().cpu()
 
         ends = [torch.cat([line[:2], line[-1:]]) for line in map(along, summed)]
-        inputs = {a for line in ends for use, own in self._uses(line) for a in use.axes(own)}
-        return torch.cat([use.columns(own, inputs) for use, own in self._uses(along(kept))])
-
-    def _uses(self, elements: Tensor) -> Iterator[tuple[Use, Tensor]]:
-        """Yield the weights that elements are of, as `_parts`."""
-        return ((use, own) for use, own in self._parts(elements) if isinstance(use, Use))
+        inputs = {a for line in ends for use, own in self.numbers.uses(line) for a in use.axes(own)}
+        return torch.cat([use.columns(own, inputs) for use, own in self.numbers.uses(along(kept))])
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
         """A convolution; its options are bias, stride, ..., transposed, padding, groups."""
@@ -544,7 +433,7 @@ class Watch(TorchDispatchMode):
         if depthwise and columns is not None:
             self._channelwise("convolution", source, out)
         elif columns is not None:
-            self._consume(columns, self._mixed(columns, 1), LAYER)
+            self.numbers.consume(columns, self._mixed(columns, 1), LAYER)
         if weight not in self.weights:
             return
         kept, use = int(transposed), self._use(weight)
@@ -554,7 +443,7 @@ class Watch(TorchDispatchMode):
             each = weight.shape[0] // groups * use.strides[0]
             numbers = (torch.arange(groups)[:, None] * each + numbers).flatten()
         if groups > 1:
-            self._settle(numbers.view(groups, -1), GROUP)
+            self.numbers.settle(numbers.view(groups, -1), GROUP)
         if not depthwise:
             self._made(out, [numbers], 1)
 
@@ -616,7 +505,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
         if made := [name for name, _ in model.named_parameters() if name not in known]:
             raise ValueError(f"the pass makes {', '.join(made)}: run the model before it is split")
     watched.end_with(tensors_in(result))
-    uses = [record for record in watched.records if isinstance(record, Use)]
+    uses = [record for record in watched.numbers.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER, PRODUCT})}
     seen, problems = {}, []
     for use in uses:
