@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not
 
 from scripts.command import command, whole_number
 from training.errors import BrokenCheckpointError, InputError
+from training.json_file import real_path
 
 if TYPE_CHECKING:
     from training.checkpoint.stored_checkpoint import CheckpointInfo
@@ -53,7 +54,7 @@ def chosen(
 
     if not (run / FOLDER).is_dir():
         raise InputError(f"the run must be a folder with {FOLDER}, got {run}")
-    if output.absolute().parent.name == FOLDER:
+    if real_path(output).parent.name == FOLDER:
         rule = f"must not be in {FOLDER} of a run, which would take it for its own"
         raise InputError(f"the output {rule}, got {output}")
     there = steps(run)

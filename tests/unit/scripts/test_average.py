@@ -205,9 +205,12 @@ WRONG = [
 ]
 
 
-def test_a_run_would_take_an_output_for_its_own_checkpoint(runs: Path, capsys) -> None:
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_run_would_take_an_output_for_its_own_checkpoint(linked, runs, tmp_path, capsys) -> None:
     run = runs / "sphere"
-    assert main([str(run), str(step_folder(run, 9))]) == 2
+    (tmp_path / "link").symlink_to(step_folder(run, 9).parent)
+    output = tmp_path / "link" / "step_00000009" if linked else step_folder(run, 9)
+    assert main([str(run), str(output)]) == 2
     assert "must not be in checkpoints of a run" in capsys.readouterr().err
     assert not step_folder(run, 9).exists()
 
