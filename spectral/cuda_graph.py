@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .optimizer import SpectralOptimizer
 from .parameter_state import rule_of
-from .rules.base import waiting_field
 
 WARM_UP = 2
 """Ordinary calls before one is recorded: libraries, kernels and communicators initialise themselves
@@ -136,7 +135,7 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
             raise ValueError(
                 f"lr of group {i} must be a 0-d tensor on {device} in a captured step, got {lr!r}"
             )
-        waits = waiting_field(rule_of(group))
+        waits = rule_of(group).waiting_field
         if waits is not None:
             raise ValueError(
                 f"{waits} of group {i} must not be True in a captured step: it waits for the device"

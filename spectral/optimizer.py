@@ -50,7 +50,7 @@ from .parameter_state import (
 )
 from .parameter_units import ParameterUnits
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
-from .rules.base import Rate, check_fields, check_rates, check_value, decay_problem
+from .rules.base import Rate, check_fields, check_rates, check_value
 from .snapshot import Columns, Snapshot, same
 from .stepping import step_units
 
@@ -190,7 +190,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         group, defaults = self._completed(param_group), self.defaults
         rule, division = rule_of(group), Division.of(group["units"])
         decay = group["weight_decay"]
-        problem = None if isinstance(decay, Tensor) else decay_problem(rule, decay)
+        problem = None if isinstance(decay, Tensor) else rule.decay_problem(decay)
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
         stepped = {*self.state}

@@ -291,16 +291,16 @@ def polars_of(
     next exists.
     """
     tall = [is_tall(y) for y in stacks]
-    together_: dict[int, list[int]] = {}
+    members_by_rows: dict[int, list[int]] = {}
     bounded: dict[int, Tensor] = {}
     for i, flip in enumerate(tall):
         stacks[i] = (stacks[i].mT if flip else stacks[i]).to(dtype)
         rows, cols = stacks[i].shape[1:]
         if prefers_gram(rows, cols, steps, dtype):
-            together_.setdefault(rows, []).append(i)
+            members_by_rows.setdefault(rows, []).append(i)
         else:
             bounded[i] = _plain_form_(stacks, i, steps)
-    for members in together_.values():
+    for members in members_by_rows.values():
         ys = [stacks[i] for i in members]
         for i in members:
             stacks[i] = stacks[i].new_empty(0)

@@ -31,7 +31,7 @@ from parallel.optimizer.penalty_gradient import PenaltyFigures
 from parallel.optimizer.routing import Assign, unit_work
 from parallel.optimizer.unit_transfer import TensorMode, plan_transfers, shardwise
 from spectral.cuda_graph import CapturedCall
-from spectral.rules.base import Report, waiting_field
+from spectral.rules.base import Report
 from spectral.sharded.placement import Strategy, place
 
 
@@ -339,7 +339,7 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
             "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
         )
     for stack in optimizer.stacks:
-        waits = waiting_field(stack.rule)
+        waits = stack.rule.waiting_field
         if waits is not None:
             raise ValueError(
                 f"{waits} of rule {stack.assigned.rule_name} must not be True "

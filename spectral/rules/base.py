@@ -80,13 +80,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """One update rule. Its fields are its hyper-parameters and double as a config section.
-
-    A field's metadata may have: `used`, a function of the rule that returns the value used for a
-    null; `waits`, True if a step waits for the device where the field is True; `no_decay`, the
-    value with which weight decay must be 0, and `why`; `undoes_decay`, the value with which weight
-    decay has no effect.
-    """
+    """One update rule. Its fields are its hyper-parameters and double as a config section."""
 
     whole_matrix: ClassVar[bool]
     """True: needs whole matrices `[batch, rows, cols]`. False: elementwise, any slice."""
@@ -104,6 +98,24 @@ class Rule(ABC):
     def cautious(self) -> bool:
         """Whether weight decay acts only on entries that the update shrinks."""
         return False
+
+    @property
+    def waiting_field(self) -> str | None:
+        """The field by which a step waits for the device; None if a CUDA graph can record it."""
+        return None
+
+    @property
+    def undoes_decay(self) -> bool:
+        """Whether weight decay has no effect."""
+        return False
+
+    def decay_problem(self, weight_decay: float) -> str | None:
+        """Return why the rule cannot use this weight decay, None if it can."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields by name, with the values used for nulls."""
+        return asdict(self)
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
@@ -226,43 +238,6 @@ def _annotations(kind: type[Rule]) -> list[tuple[Field[Any], Any]]:
     except NameError:  # of what only type checkers import
         return []
     return [(field, hints[field.name]) for field in fields(kind)]
-
-
-def settings(rule: Rule) -> dict[str, Any]:
-    """Return the fields of a rule by name, with the values used for nulls."""
-    resolved = {f.name: f.metadata["used"](rule) for f in fields(rule) if "used" in f.metadata}
-    return asdict(rule) | {k: v for k, v in resolved.items() if getattr(rule, k) is None}
-
-
-def waiting_field(rule: Rule) -> str | None:
-    """Return the field that, being True, makes a step wait for the device; None: none does.
-
-    Without one, a step can be recorded in a CUDA graph.
-    """
-    waits = (f.name for f in fields(rule) if f.metadata.get("waits") and getattr(rule, f.name))
-    return next(waits, None)
-
-
-def decay_problem(rule: Rule, weight_decay: float) -> str | None:
-    """Return why a rule cannot use this weight decay, None if it can."""
-    for field in fields(rule):
-        if "no_decay" in field.metadata and weight_decay > 0:
-            value = field.metadata["no_decay"]
-            if getattr(rule, field.name) == value:
-                return (
-                    f"weight_decay must be 0 with {field.name} {value}, {field.metadata['why']}, "
-                    f"got {weight_decay}"
-                )
-    return None
-
-
-def undoes_decay(rule: Rule) -> bool:
-    """Return whether weight decay has no effect under a rule."""
-    return any(
-        "undoes_decay" in field.metadata
-        and getattr(rule, field.name) == field.metadata["undoes_decay"]
-        for field in fields(rule)
-    )
 
 
 def require(condition: bool, message: str) -> None:

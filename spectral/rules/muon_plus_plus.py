@@ -8,8 +8,8 @@ norm then grows without bound: only the rescaled algorithm holds it over a long 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,10 +39,7 @@ class MuonPlusPlusRule(RadiusRule):
     u^T D v = 0."""
     krylov_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
-    tolerance: float | None = field(
-        default=None,
-        metadata={"used": lambda r: r.accepted(r.tolerance) if r.algorithm == "dual" else None},
-    )
+    tolerance: float | None = None
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16 and 5e-3 with bfloat16."""
     max_evaluations: int | None = None
@@ -63,6 +60,12 @@ class MuonPlusPlusRule(RadiusRule):
             not (self.correlation_rescale and self.algorithm == "project_rescale"),
             "correlation_rescale must be off with project_rescale, which undoes it, got True",
         )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields by name, with the tolerance used for a null."""
+        dual = self.algorithm == "dual"
+        tolerance = self.accepted(self.tolerance) if dual else self.tolerance
+        return super().settings() | {"tolerance": tolerance}
 
     def init_state(self, weight: Tensor) -> State:
         """Create momentum, the two largest singular pairs, rho, and whether it has rescaled.

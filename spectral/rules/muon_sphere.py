@@ -1,7 +1,7 @@
 """MuonSphere: Muon with retraction to the spectral sphere, without tangency (SSO paper)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -71,14 +71,7 @@ class RadiusRule(PolarRule):
 class MuonSphereRule(RadiusRule):
     """Muon whose weights are rescaled to spectral norm R before every update."""
 
-    retraction: Literal["hard", "dynamic"] = field(
-        default="hard",
-        metadata={
-            "no_decay": "dynamic",
-            "why": "as it shrinks a weight below the sphere while the retraction lets it grow",
-            "undoes_decay": "hard",
-        },
-    )
+    retraction: Literal["hard", "dynamic"] = "hard"
     """hard: rescale to R exactly. dynamic: multiply by `1 +- retraction_rate lr` towards R."""
     retraction_rate: float = 0.1
     """Rate of the dynamic retraction (the paper's lambda_wd); not negative."""
@@ -88,6 +81,20 @@ class MuonSphereRule(RadiusRule):
         require(
             self.retraction_rate >= 0,
             f"retraction_rate must not be negative, got {self.retraction_rate}",
+        )
+
+    @property
+    def undoes_decay(self) -> bool:
+        """Whether weight decay has no effect: a weight is rescaled to R afterwards."""
+        return self.retraction == "hard"
+
+    def decay_problem(self, weight_decay: float) -> str | None:
+        """Return why the rule cannot use this weight decay, None if it can."""
+        if self.retraction == "hard" or weight_decay <= 0:
+            return None
+        return (
+            "weight_decay must be 0 with retraction dynamic, as it shrinks a weight below the "
+            f"sphere while the retraction lets it grow, got {weight_decay}"
         )
 
     def init_state(self, weight: Tensor) -> State:

@@ -4,7 +4,8 @@ Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,7 @@ MEAN_EARLY_EXIT_EVALUATIONS = 1.05
 class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
-    tolerance: float | None = field(
-        default=None, metadata={"used": lambda rule: rule.accepted(rule.tolerance)}
-    )
+    tolerance: float | None = None
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
     float16 and 5e-3 with bfloat16, the rounding error of f. In 16 bits the step
     subtracts the rounding error along u v^T; more than 0.05 in float16 or 0.1 in bfloat16 is a
@@ -36,12 +35,21 @@ class SpectralSphereRule(MuonSphereRule):
     """Largest number of msign evaluations per unit and step, all of which run without early exit;
     null: 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU whose
     float64 is slow (consumer cards, B300)."""
-    early_exit: bool | None = field(default=None, metadata={"waits": True})
+    early_exit: bool | None = None
     """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.solver_on(torch.device("cpu"))  # which refuses what makes no sense
+
+    @property
+    def waiting_field(self) -> str | None:
+        """The field by which a step waits for the device."""
+        return "early_exit" if self.early_exit else None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields by name, with the tolerance used for a null."""
+        return super().settings() | {"tolerance": self.accepted(self.tolerance)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction; see `Rule.update`.

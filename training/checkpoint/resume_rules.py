@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from models.families import all_units
 from spectral.rules import RULES
-from spectral.rules.base import settings as rule_settings
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config
 from training.config.optimizer_section import GROUPS
@@ -237,7 +236,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
             k: v for k, v in overrides.items() if v not in (None, usual.get(k))
         }
     settings["rules"] = {
-        name: rule_settings(config.optimizer.rule(name)) for name in RULES if name in used
+        name: config.optimizer.rule(name).settings() for name in RULES if name in used
     }
     values = dict(flat(settings))
     values["tensor_mode"] = distributed["tensor_mode"]

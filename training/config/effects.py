@@ -8,7 +8,6 @@ from operator import attrgetter
 
 from models.section import shown
 from spectral.rules import RULES
-from spectral.rules.base import undoes_decay
 from training.config.optimizer_section import GroupConfig, groups_of
 from training.config.schema import Config
 
@@ -35,7 +34,7 @@ def _decays(config: Config) -> Iterator[str]:
     }
     for place, settings in places.items():
         decay, rule = settings.weight_decay, settings.rule
-        if decay > 0 and undoes_decay(optimizer.rule(rule)):
+        if decay > 0 and optimizer.rule(rule).undoes_decay:
             yield (
                 f"optimizer.{place}.weight_decay = {decay} has no effect with the hard "
                 f"retraction of {rule}, which sets the spectral norm"

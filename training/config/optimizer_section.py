@@ -10,7 +10,6 @@ from models.config import ModelConfig
 from models.layout import QKVUnits
 from models.section import AtLeast0, Check, Positive, Section, problems
 from spectral.rules import RULES, Rule
-from spectral.rules.base import decay_problem, waiting_field
 from spectral.rules.muon_sphere import RadiusRule
 from spectral.sharded.placement import Strategy
 from training.config.binding import InvalidConfigError
@@ -202,7 +201,7 @@ class OptimizerConfig(Section):
             key, decay, lr = f"{place}.weight_decay", settings.weight_decay, settings.lr
             product = f"{decay} times {lr}: one step would erase the weight"
             yield key, lr * decay >= 1, f"times lr must be below 1, got {product}"
-            decay_rule = decay_problem(self.rule(settings.rule), decay)
+            decay_rule = self.rule(settings.rule).decay_problem(decay)
             yield key, decay_rule, str(decay_rule).removeprefix("weight_decay ")
         for role, scaler in self.radius_scalers().items():
             rule = self.settings_for(role).rule
@@ -212,7 +211,7 @@ class OptimizerConfig(Section):
                 f"must be null with rule {rule}, which keeps no radius, got {scaler}",
             )
         for name in RULES if self.distributed.cuda_graph else ():
-            field_name = waiting_field(self.rule(name))
+            field_name = self.rule(name).waiting_field
             problem = "must not be true with distributed.cuda_graph, as it waits for the device"
             yield f"rules.{name}.{field_name}", field_name, problem
 

@@ -17,7 +17,7 @@ from spectral.rules import (
     State,
     register_rule,
 )
-from spectral.rules.base import class_problems, take_step, waiting_field
+from spectral.rules.base import class_problems, take_step
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
 
@@ -210,9 +210,9 @@ def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int])
 @ALL
 def test_only_a_rule_that_waits_for_the_device_cannot_be_captured(name: str) -> None:
     rule = make(name)
-    assert waiting_field(rule) is None
+    assert rule.waiting_field is None
     if name == "spectral_sphere":
-        assert waiting_field(RULES[name](early_exit=True)) == "early_exit"  # type: ignore[call-arg]
+        assert RULES[name](early_exit=True).waiting_field == "early_exit"  # type: ignore[call-arg]
 
 
 @ALL

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spectral import MuonSphere
 from spectral.rules import RULES, MuonSphereRule, SpectralSphereRule
-from spectral.rules.base import decay_problem, take_step
+from spectral.rules.base import take_step
 from spectral.sphere import SCALES, dynamic_factor, hard_factor, radius, spectral_init_
 
 
@@ -73,8 +73,8 @@ def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
         ends[decay] = norms(weight).item()
     assert ends[0.0] == pytest.approx(0.8 * 1.001**200, rel=1e-4)
     assert ends[0.1] == pytest.approx(0.8, rel=1e-3)
-    assert decay_problem(rule, 0.0) is None
-    assert decay_problem(MuonSphereRule(), 0.1) is None
+    assert rule.decay_problem(0.0) is None
+    assert MuonSphereRule().decay_problem(0.1) is None
     with pytest.warns(UserWarning, match="weight_decay must be 0 with retraction dynamic"):
         MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic")
     MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic", weight_decay=0.0)
