@@ -77,7 +77,7 @@ def attention_units(
 
     Megatron's fused weight has a part for each key head: its query heads, the key head, the value
     head. With `model.qk_norm` there are also the gains `[head_size]`, one of all query heads and
-    one of all key heads. Raises ValueError for other `qkv_units` than those of QKVUnits.
+    one of all key heads. Raises ValueError for `qkv_units` that are not in QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
@@ -109,7 +109,7 @@ def latent_attention_units(
     ranks then exchange latents instead of the residual stream. Matrices out of a latent are cut by
     heads: each head's part of q_b is a unit, and its keys' and its values' parts of kv_b are two. A
     head has separate keys, so the `qkv_units` group and head are the same. Raises ValueError for
-    others than those of QKVUnits.
+    `qkv_units` that are not in QKVUnits.
     """
     latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
     assert latent is not None

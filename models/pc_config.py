@@ -135,7 +135,7 @@ class PCConfig(Section):
         return level
 
     def checks(self) -> Iterator[Check]:
-        """Check that levels are those of a preset."""
+        """Check that levels are levels of a preset."""
         kind = self.polynomial.kind
         if kind != "preset":
             rule = f"need polynomial.kind preset, which has levels, got {kind}"

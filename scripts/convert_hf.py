@@ -22,7 +22,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export or import, as the command line says."""
+    """Export or import, by the command line."""
     options = parse(arguments)
     from models.engine import EngineError, check_engine, import_engine  # here: it takes seconds
 

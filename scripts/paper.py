@@ -151,7 +151,7 @@ def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
 def describe(
     item: Item, runs: Sequence[Sequence[str]], drawing: Sequence[Sequence[str]], *, full: bool
 ) -> None:
-    """Print what the item shows, what will run, what it takes and what the paper has."""
+    """Print the item's subject, its commands, their cost and the paper's figures."""
     print(f"shows: {item.shows}")
     for label, value in (
         ("paper's numbers", item.expected),

@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(output: Path, nothing: str = "; nothing was written") -> str:
-    """Return what to say of the work that an interrupted run left."""
+    """Return a message about the work that an interrupted run left."""
     state = output.with_name(f"{output.name}.preparing.state")
     if not (state / "progress.json").exists():
         return nothing
-    return f"; {output.name}.preparing keeps what was written, and the same command goes on"
+    return f"; {output.name}.preparing keeps the written part, and the same command continues"
 
 
 def _prepare(options: argparse.Namespace, output: Path) -> None:
@@ -368,7 +368,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokens",
         type=token_count,
         help="stop each set after N tokens, written as 10000000000, 10_000_000_000, 1e10 or 10B "
-        "(default: all, or what the corpus says)",
+        "(default: all, or the number of the corpus)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(

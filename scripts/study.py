@@ -171,7 +171,7 @@ def config_of(
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Return what the seeds of a variant say."""
+    """Return the losses of a variant's seeds."""
     losses = [record.loss for record in records]
     return {"variant": name, "runs": [record.key for record in records], "losses": losses}
 

@@ -170,8 +170,8 @@ class KnownWeights:
             )
         if not weight.is_layer and not weight.own.endswith("_weight"):
             raise ValueError(
-                f"{weight.name} is not the weight of a layer, so nothing says whether its rows or "
-                f"its columns are outputs; {_advice(weight)}"
+                f"{weight.name} is not the weight of a layer, so either its rows or its "
+                f"columns may be outputs; {_advice(weight)}"
             )
         return (outputs,), "one matrix"
 
@@ -287,8 +287,7 @@ class KnownWeights:
         transposed = self._is_transposed(weight) if named and len(shape) == 3 else None
         if transposed is None:
             raise ValueError(
-                f"{weight.name} has shape {shape}, and nothing says which matrices are in it; "
-                f"{_advice(weight)}"
+                f"{weight.name} has shape {shape}, and its matrices are unknown; {_advice(weight)}"
             )
         outputs, division = shape[1 + transposed], Division(stacked=True, transposed=transposed)
         if any("attention" in name for name, _ in weight.path[:3]):
@@ -308,8 +307,8 @@ class KnownWeights:
             return replace(division, stride=2), "experts' alternating gate and up"
         if joined is None and f"{weight.own}_bias" in dict(weight.module.named_parameters()):
             raise ValueError(
-                f"{weight.name} is a gate and what it multiplies, and nothing says whether they "
-                f"are halves ('rows': {list(halves.rows)}) or alternate ('stride': 2); "
+                f"{weight.name} is a gate and its factor, in an unknown layout: halves "
+                f"('rows': {list(halves.rows)}) or alternating outputs ('stride': 2); "
                 f"{_advice(weight)}"
             )
         return halves, "experts' gate and up"

@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name by which models tell what it is: of its layer, or its own."""
+        """The name that identifies its use: of the layer, or of the weight."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property

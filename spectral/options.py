@@ -35,7 +35,7 @@ ALIASES: Final = {
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are not fields of its rule."""
 WHOLE: Final = ("nonfinite", "master_weights", "replicas", "exchange_dtype")
-"""What is said of a whole optimizer, not of a group."""
+"""Options of a whole optimizer, not of a group."""
 HOSTS: Final = frozenset(
     ["betas", "eps", "initial_lr", "swa_lr", "base_momentum", "max_momentum", "optimizer", "step"]
 )
@@ -63,7 +63,7 @@ CHOICES: Final = frozenset({"use_muon", "algorithm"})
 
 
 def rate_of(rule: str) -> float:
-    """Return the default learning rate of a rule; of another package's, that of AdamW."""
+    """Return the default learning rate of a rule; AdamW's for a rule of another package."""
     return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
 
 

@@ -222,9 +222,9 @@ def _refuse_unfit(weight: Weight) -> None:
     flat = weight.own == "weight" and layer and len(shape) < 2
     if shape == (0,) or flat or weight.own.endswith("_flat_param"):
         raise ValueError(
-            f"{weight.name} has shape {shape}: it is flattened, or stands for a weight that other "
-            "ranks hold (DeepSpeed ZeRO-3, FSDP1), and no matrix is in it; use fully_shard (FSDP2) "
-            "or DDP"
+            f"{weight.name} has shape {shape}: it is flattened, or a placeholder for a weight "
+            "on other ranks (DeepSpeed ZeRO-3, FSDP1), and contains no matrix; use fully_shard "
+            "(FSDP2) or DDP"
         )
 
 

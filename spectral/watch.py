@@ -486,7 +486,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
             kind = "sharded" if is_dtensor(weight) else "on the meta device"
             raise ValueError(
                 f"example needs a model that runs, and {name} is {kind}: split before sharding and "
-                "give the sharded model the units that it shows, or leave out example"
+                "pass the printed units for the sharded model, or leave out example"
             )
     if not callable(example):  # the pass may write to it
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})

@@ -164,7 +164,7 @@ def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
     if model.kv_heads not in (None, model.heads):
         limits.append((f"kv_heads must be null or heads = {model.heads}", str(model.kv_heads)))
     if model.head_dim is not None:
-        rule = "head_dim must be null beside latent, which has the sizes"
+        rule = "head_dim must be null with latent, which contains the sizes"
         limits.append((rule, str(model.head_dim)))
     if model.moe is not None:
         limits += [(f"moe.{rule}", value) for rule, value in mixture_limits(model.moe)]

@@ -23,7 +23,7 @@ from parallel.error_text import first_line
 
 INDEX_FILE: Final = ".metadata"
 PLAIN_FILE: Final = "common.pt"
-"""What a state has beside tensors: `schema` and `extra`."""
+"""Entries of a state that are not tensors: `schema` and `extra`."""
 
 ALLOWED: Final = {
     "torch": {"Size"},

@@ -176,7 +176,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=dispatch.TABLE,
-        help="the table to write (default: the one that is shipped)",
+        help="the table to write (default: spectral/kernels/table.json)",
     )
     return parser.parse_args(arguments)
 

@@ -61,7 +61,7 @@ class HubInput:
     def rows(self) -> Iterator[Row]:
         """Yield every row, streamed; nothing is downloaded as a whole.
 
-        Reading a file of the hub that fails is tried again, from its last row on. Raises DataError
+        A failed read of a hub file is retried, from the last row on. Raises DataError
         if it cannot be opened or read.
         """
         waits = () if self.file is None or Path(self.name).exists() else WAITS

@@ -185,7 +185,7 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
     if size != token * np.dtype(entry.dtype).itemsize or (folder / RECORDS_FILE).stat().st_size != (
         document * RECORD.itemsize
     ):
-        raise DataError(f"{folder} is damaged: its files are not of the size that it says")
+        raise DataError(f"{folder} is damaged: the sizes of its files are wrong")
     if entry.sha256 != hashes(folder):
         raise DataError(
             f"{folder} is damaged, or is of an earlier version: its files lack the sha256 that "

@@ -23,7 +23,7 @@ def problems(folder: Path) -> Iterator[str]:
             yield f"{path} must have {size} bytes, got {path.stat().st_size}"
     try:
         if file_sha256(manifest.tokenizer_path) != manifest.tokenizer.sha256:
-            yield f"{manifest.tokenizer_path} is damaged: its sha256 is not that of the manifest"
+            yield f"{manifest.tokenizer_path} is damaged: its sha256 differs from the manifest"
     except DataError as error:
         yield str(error)
     for name in manifest.sets:
@@ -39,7 +39,7 @@ def _set_problems(manifest: Manifest, name: str) -> Iterator[str]:
     tokens = TokenSet(name, prefix, 1, vocab_size=manifest.tokenizer.vocab_size, verify="full")
     for kind, expected in entry.sha256.items():
         if file_sha256(f"{prefix}.{kind}") != expected:
-            yield f"{prefix}.{kind} is damaged: its sha256 is not that of the manifest"
+            yield f"{prefix}.{kind} is damaged: its sha256 differs from the manifest"
     largest = max(int(block.max()) for block in tokens.blocks(0, tokens.tokens))
     if largest != entry.max_token:
         yield f"set {name}: max_token must be {entry.max_token}, got {largest}"

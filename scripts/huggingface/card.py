@@ -21,7 +21,7 @@ tags: [spectrain]
 def card(
     info: CheckpointInfo, *, name: str, architecture: str, dtype: str, tokenizer: bool = True
 ) -> str:
-    """Return the text of README.md; `tokenizer` says whether there is one in the folder."""
+    """Return the text of README.md; `tokenizer` states whether the folder contains one."""
     config = info.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
     loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""

@@ -67,7 +67,7 @@ def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
         )
     elif digest.hexdigest() != recorded:
         raise InputError(
-            f"tokenizer {source} is not the one of the run: its sha256 must be {recorded}, "
+            f"tokenizer {source} is not the tokenizer of the run: its sha256 must be {recorded}, "
             f"got {digest.hexdigest()}"
         )
 

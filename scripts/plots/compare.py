@@ -33,7 +33,7 @@ ABOUT = (
 )
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
-"""Keys that say nothing of how a model learns."""
+"""Keys without effect on training."""
 
 
 LOSS = ("val/loss", "validation loss")
@@ -50,7 +50,7 @@ def measure(runs: Sequence[RunData]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run with what the table says of it."""
+    """A run with its row of the table."""
 
     run: RunData
     status: RunStatus

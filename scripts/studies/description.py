@@ -211,9 +211,7 @@ def _problems(study: Study) -> list[str]:
     if not 0 <= study.level_within < math.inf:
         problems.append(f"level_within must be finite and at least 0, got {study.level_within}")
     if (study.search or study.curve) and not study.full:
-        problems.append(
-            "full must say the length of a run where others are trained for a share of it"
-        )
+        problems.append("full must state the length of a run if other runs train for a share of it")
     return problems
 
 

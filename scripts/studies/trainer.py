@@ -231,7 +231,7 @@ class Trainer:
         """Raise InputError for a record that says it is of other data or another environment."""
         if not record.facts and not self._warned:
             self._warned = True
-            text = "some records are of earlier versions and do not say of what data they are"
+            text = "some records are of earlier versions without the hashes of their data"
             print(f"warning: {self.book.path}: {text}", file=sys.stderr)
         for kind, now in self._facts(run).items():
             was = record.facts.get(kind, now)

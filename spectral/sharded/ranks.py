@@ -95,7 +95,7 @@ def check_one_mesh(parameters: Iterable[Tensor]) -> None:
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if len(meshes) > 1:
         raise ValueError(
-            "matrices of one optimizer must lie on one device mesh, got "
+            "matrices of one optimizer must be on one device mesh, got "
             f"{' and '.join(sorted(map(str, meshes)))}; make an optimizer for each"
         )
 

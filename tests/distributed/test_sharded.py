@@ -93,7 +93,7 @@ def test_a_checkpoint_continues_on_another_mesh(
 def test_wrong_use_is_one_clear_error() -> None:
     for said in run_on_ranks(2, WORKERS, "refusals", {}):
         meshes, placement, vector, *gradients = said
-        assert "must lie on one device mesh" in meshes
+        assert "must be on one device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
         assert "at least 2 dimensions, got shape (4,)" in vector
         assert gradients == 2 * ["all ranks must have gradients of the same parameters"]

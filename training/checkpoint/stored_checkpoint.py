@@ -172,7 +172,7 @@ class CheckpointInfo:
 
 
 def changed(folder: Path, name: str) -> str:
-    """Return the sentence that says that a file of a checkpoint differs from its hash."""
+    """Return the sentence about a file of a checkpoint that differs from its hash."""
     return f"{folder}: {name} has changed since it was written"
 
 

@@ -232,8 +232,8 @@ class TokenSet:
                 continue
             if file_sha256(f"{self.prefix}.{kind}") != expected:
                 raise DataError(
-                    f"set {self.name}: {self.prefix}.{kind} is damaged: its sha256 is not that of "
-                    f"the {MANIFEST_FILE} beside it"
+                    f"set {self.name}: {self.prefix}.{kind} is damaged: its sha256 differs from "
+                    f"the {MANIFEST_FILE} next to it"
                 )
         if not blocks:
             return None

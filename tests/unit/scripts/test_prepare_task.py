@@ -159,7 +159,7 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
 def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_path, capsys):
     """Neither another file of the tokenizer nor a flipped bit of the weights goes unnoticed."""
     if part == "tokenizer":
-        file, rule = scored / "d" / "tokenizer.json", "is not the one of the run"
+        file, rule = scored / "d" / "tokenizer.json", "is not the tokenizer of the run"
     else:
         (file,) = (scored / "run" / "checkpoints" / "step_00000006" / "state").glob("*.distcp")
         rule = "has changed since it was written"

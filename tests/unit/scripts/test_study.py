@@ -115,7 +115,7 @@ def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, 
         figures = {"loss": float(seed), "course": []}
         RecordBook(tmp_path).add(Record(run.key, run.label, [], False, 1.0, figures))
     assert main([str(study_file), str(tmp_path)]) == 0
-    assert capsys.readouterr().err.count("do not say of what data they are") == 1
+    assert capsys.readouterr().err.count("without the hashes of their data") == 1
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "square experts": (
         lambda: experts("AnyExperts", hidden_size=6, w1=parameter(2, 6, 6)),
-        r"experts.w1 has shape \(2, 6, 6\), and nothing says",
+        r"experts.w1 has shape \(2, 6, 6\), and its matrices are unknown",
     ),
     "three dimensions": (lambda: holder(kernel=parameter(3, 4, 5)), "kernel has shape"),
     "a bare matrix": (lambda: holder(text_projection=parameter(4, 6)), "rows or its columns"),

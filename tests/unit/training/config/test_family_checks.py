@@ -27,7 +27,7 @@ DEEPSEEK = [
     (["model.latent.kv_rank=0"], "model.latent.kv_rank must be at least 1"),
     (["model.latent.rope_head_dim=5"], "model.latent.rope_head_dim must be a multiple of 2"),
     (["model.kv_heads=2"], "model.kv_heads must be null or heads = 4"),
-    (["model.head_dim=32"], "model.head_dim must be null beside latent"),
+    (["model.head_dim=32"], "model.head_dim must be null with latent"),
     (["model.norm_epsilon=1e-5"], "model.norm_epsilon must be 1e-06"),
     (["model.moe.score=softmax", "model.moe.expert_bias=false"], "model.moe.score must be sigmoid"),
     (["model.moe.shared_gate=true"], "model.moe.shared_gate must be false"),

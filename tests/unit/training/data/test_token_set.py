@@ -249,11 +249,11 @@ def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(
     manifest.write_text(before)
     opened(prepared)
     patch(prepared / "tokens.train.bin", 70_000, b"\0\0\1\0")
-    with pytest.raises(DataError, match="its sha256 is not that of the manifest.json"):
+    with pytest.raises(DataError, match="its sha256 differs from the manifest.json"):
         opened(prepared)
     monkeypatch.setattr("training.data.token_set.WHOLE", 100)
     opened(prepared)
-    with pytest.raises(DataError, match="its sha256 is not that of the manifest.json"):
+    with pytest.raises(DataError, match="its sha256 differs from the manifest.json"):
         opened(prepared, "full")
 
 
