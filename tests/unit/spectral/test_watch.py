@@ -984,6 +984,26 @@ def test_a_maximum_along_columns_is_a_choice() -> None:
     assert "router" in split_parameters(model, example=x).rows[0].reason
 
 
+OVER_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda h: h.max(1).values,
+    "max, axis kept": lambda h: h.max(-2, keepdim=True).values,
+    "topk": lambda h: h.topk(2, 1).values,
+    "sort": lambda h: h.sort(1).values,
+    "argsort": lambda h: h.gather(1, h.argsort(1)),
+    "argmax": lambda h: h.gather(1, h.argmax(1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("name", OVER_TOKENS)
+def test_a_choice_among_tokens_is_none_among_columns(name: str) -> None:
+    model = Module(
+        lambda m, x: m.out(OVER_TOKENS[name](m.first(x))), first=linear(12, 8), out=linear(8, 4)
+    )
+    first = split_parameters(model, example=torch.randn(2, 5, 12)).rows[0]
+    assert (first.rule, first.matrices) == ("spectral", 1)
+    assert first.reason == "a layer takes all columns"
+
+
 def test_a_wrong_example_is_named_where_the_model_fails() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         split_parameters(nn.Linear(4, 4), example=torch.randn(2, 5))
