@@ -13,7 +13,7 @@ import pretrain
 from models.families import model_size
 from scripts.plots.run_data import read_run
 from tests.minimal_config import problems
-from tests.run_configs import read_config, tiny_config
+from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from training import build
 from training.checkpoint import checkpoints
@@ -156,7 +156,7 @@ def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, mo
     monkeypatch.setattr("training.run.Loop", loop)
     keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 2}
     keys |= {"monitors__interval": 0, "log__interval": 5, "validation__interval": 2}
-    trained(config_folder, "rewound", world, **keys)
+    trained(config_folder, "rewound", world, **TOKENS, **keys)
     taken = [*range(2), *range(2, 4), *range(4, 6), *range(6, 10), *range(10, 14)]
     again = [*range(4, 6), *range(14, 30), *range(30, 70)]
     assert read == taken + again
@@ -166,6 +166,10 @@ def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, mo
     tokens = {step: sum(BATCHES[:step]) * LENGTH for step in (2, 4, 5, 6, 8, 10, 12)}
     lines = metrics_of(Path(config_folder) / "rewound")
     assert {line["step"]: line["progress/tokens"] for line in lines} == tokens
+    # Warm-up takes 512 tokens; wsd decays to a tenth over the last 1,024 of 1,984.
+    factors = {5: 448 / 512, 10: 1 - 0.9 * 256 / 1024, 12: 1 - 0.9 * 768 / 1024}
+    rates = {line["step"]: line["lr/matrix"] for line in lines if "lr/matrix" in line}
+    assert rates == pytest.approx({step: RULES["muon"] * f for step, f in factors.items()})
 
 
 def test_the_rate_by_tokens_is_that_by_steps_without_a_ramp() -> None:

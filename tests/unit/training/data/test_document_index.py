@@ -144,16 +144,21 @@ def test_documents_out_of_order_are_refused(tmp_path: Path) -> None:
         TokenSet("set", prefix, LENGTH).check_documents(MASKED)
 
 
-def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(tmp_path: Path) -> None:
-    documents = [[1], [11], [4], [24]]
-    prefix = write(tmp_path / "set", documents)
+@pytest.mark.parametrize("name", SETS)
+def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_path: Path) -> None:
+    """However many windows there are: the last target may be a first token."""
+    prefix = write(tmp_path / "set", SETS[name])
+    document_of = [i for i, lengths in enumerate(SETS[name]) for _ in range(sum(lengths))]
     lengths = torch.arange(200, dtype=torch.int32)
-    options = {"sequence_length": LENGTH, "samples": 3, "borders": UNCOUNTED}
-    data = ValidationData("set", prefix, token_bytes=lengths, **options)
-    targets = [k for k in range(1, 3 * LENGTH + 1) if k not in (1, 12, 16)]
-    assert data.target_bytes == sum(targets)
-    expected = 2.0 * len(targets) / (math.log(2) * sum(targets))
-    assert data.bits_per_byte(2.0) == pytest.approx(expected, rel=1e-12)
+    for samples in range(1, (len(document_of) - 1) // LENGTH + 1):
+        options = {"sequence_length": LENGTH, "samples": samples, "borders": UNCOUNTED}
+        data = ValidationData("set", prefix, token_bytes=lengths, **options)
+        targets = range(1, samples * LENGTH + 1)
+        counted = [k for k in targets if document_of[k] == document_of[k - 1]]
+        assert (data.counted_tokens, data.target_bytes) == (len(counted), sum(counted))
+        if counted:
+            expected = 2.0 * len(counted) / (math.log(2) * sum(counted))
+            assert data.bits_per_byte(2.0) == pytest.approx(expected, rel=1e-12)
 
 
 def test_made_tokens_have_documents() -> None:
