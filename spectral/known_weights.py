@@ -111,7 +111,7 @@ class KnownWeights:
         try:
             shapes = division.shapes(parameter.shape)
         except ValueError as error:
-            raise ValueError(f"{weight.name}: {error}; {_advice(weight)}") from None
+            raise _unclear(weight, f": {error}") from None
         if all(min(shape) == 1 for shape in shapes):
             return Seen(None, f"{reason}, each with a side of 1", decays=False)
         return Seen(division, reason)
@@ -165,14 +165,10 @@ class KnownWeights:
             elif part or is_fused(name):
                 problem = problem or f": it is called {name}"
         if problem := problem or self._taken(weight, outputs):
-            raise ValueError(
-                f"{weight.name} looks like several matrices in one{problem}; {_advice(weight)}"
-            )
+            raise _unclear(weight, f" looks like several matrices in one{problem}")
         if not weight.is_layer and not weight.own.endswith("_weight"):
-            raise ValueError(
-                f"{weight.name} is not the weight of a layer, so either its rows or its "
-                f"columns may be outputs; {_advice(weight)}"
-            )
+            why = "either its rows or its columns may be outputs"
+            raise _unclear(weight, f" is not the weight of a layer, so {why}")
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
@@ -275,10 +271,8 @@ class KnownWeights:
             return True, f"no later layer takes its {outputs} outputs: a head"
         if used:
             return False, "one matrix" if inside or not last else "one matrix, if it is no head"
-        raise ValueError(
-            f"{weight.name} has {outputs} outputs, and no layer takes so many, so it may be a head "
-            f"or several matrices; {_advice(weight)}"
-        )
+        why = "no layer takes so many, so it may be a head or several matrices"
+        raise _unclear(weight, f" has {outputs} outputs, and {why}")
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
         """Return how the weight of several experts, `[experts, ., .]`, is divided."""
@@ -286,31 +280,22 @@ class KnownWeights:
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
         transposed = self._is_transposed(weight) if named and len(shape) == 3 else None
         if transposed is None:
-            raise ValueError(
-                f"{weight.name} has shape {shape}, and its matrices are unknown; {_advice(weight)}"
-            )
+            raise _unclear(weight, f" has shape {shape}, and its matrices are unknown")
         outputs, division = shape[1 + transposed], Division(stacked=True, transposed=transposed)
         if any("attention" in name for name, _ in weight.path[:3]):
-            raise ValueError(
-                f"{weight.name} is of experts in attention, so its outputs may be several heads; "
-                f"{_advice(weight)}"
-            )
-        if not fused and (taken := self._taken(weight, outputs)):
-            raise ValueError(
-                f"{weight.name} looks like several matrices in one{taken}; {_advice(weight)}"
-            )
+            raise _unclear(weight, " is of experts in attention: its outputs may be several heads")
         if not fused:
+            if taken := self._taken(weight, outputs):
+                raise _unclear(weight, f" looks like several matrices in one{taken}")
             return division, "experts"
         halves = replace(division, rows=(outputs // 2, outputs - outputs // 2))
         joined = getattr(weight.module, "is_concatenated", None)
         if joined is False:
             return replace(division, stride=2), "experts' alternating gate and up"
         if joined is None and f"{weight.own}_bias" in dict(weight.module.named_parameters()):
-            raise ValueError(
-                f"{weight.name} is a gate and its factor, in an unknown layout: halves "
-                f"('rows': {list(halves.rows)}) or alternating outputs ('stride': 2); "
-                f"{_advice(weight)}"
-            )
+            rows = list(halves.rows)
+            layouts = f"halves ('rows': {rows}) or alternating outputs ('stride': 2)"
+            raise _unclear(weight, f" is a gate and its factor, in an unknown layout: {layouts}")
         return halves, "experts' gate and up"
 
     def _is_transposed(self, weight: Weight) -> bool | None:
@@ -469,10 +454,10 @@ def _is_table(weight: Weight) -> bool:
     return alone or TABLES.search(name) is not None
 
 
-def _advice(weight: Weight) -> str:
-    """Return what makes `split_parameters` take a weight."""
-    return (
-        "give split_parameters example=(arguments of a forward pass), "
+def _unclear(weight: Weight, why: str) -> ValueError:
+    """Return the error of a weight that names leave open, which says what to do."""
+    return ValueError(
+        f"{weight.name}{why}; give split_parameters example=(arguments of a forward pass), "
         f"units={{{weight.name!r}: {{'rows': [n]}}}} with the rows of each matrix, {{}} if it is "
         "one, or elementwise=[...] for AdamW"
     )
