@@ -291,7 +291,7 @@ class Trainer:
         place = self._free.get()
         ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
-            with log.open("w") as console:
+            with log.open("w", encoding="utf-8") as console:
                 process = subprocess.Popen(
                     [sys.executable, str(ROOT / "pretrain.py"), *arguments, *ranks],
                     cwd=ROOT,
