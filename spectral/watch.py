@@ -62,6 +62,9 @@ STAYS = re.compile(
 )
 """Operations, beside those that torch calls pointwise, that act on each place or scale it."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
+"""Reductions that are not sums: of a part of the columns they hide which output is which."""
+DISTANCES = ("_cdist_forward", "_euclidean_dist")
+"""Operations that use the vectors of two tensors in pairs, as matrix products do."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
@@ -71,7 +74,7 @@ VIEWS = re.compile(r"as_strided|t|transpose|squeeze|unsqueeze|swap(axes|dims)|de
 """Operations that change the shape of a tensor in place."""
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read the shape of an input alone."""
-ENDS = re.compile(r".*(loss|histc|cdist|_like|new_).*")
+ENDS = re.compile(r".*(loss|histc|cdist|_dist|_like|new_).*")
 """Operations whose results no layer takes."""
 
 
@@ -204,6 +207,9 @@ class Watch(TorchDispatchMode):
             self._reduce(name, args[0], args[1:] or [*kwargs.values()], fresh[0])
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
+        elif len(tracked) > 1 and name in DISTANCES:
+            for t in tracked:
+                self.numbers.consume(self.columns.read(t), [-1], INNER)
         elif tracked and ENDS.match(name):
             self.end_with(tracked)
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
@@ -342,7 +348,8 @@ class Watch(TorchDispatchMode):
             self._hide([source], f"{name} of a part of its columns")
         else:  # in a norm or a loss
             self.numbers.join(columns, self.numbers.beneath(columns))
-            self.end_with([source])
+            if not rest:
+                self.end_with([source])
 
     def _choose(self, name: str, args: Any, result: Any) -> None:
         """What chooses among columns is the end of a router, what chooses among tokens is not."""

@@ -186,6 +186,12 @@ def attention_by_sums(m: Any, x: Tensor) -> Any:
     return m.out(attended.transpose(1, 2).flatten(2))
 
 
+def attention_by_distances(m: Any, x: Tensor) -> Any:
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    attended = (-torch.cdist(q, k)).softmax(-1) @ v
+    return m.out(attended.transpose(1, 2).flatten(2))
+
+
 def convolved_by_tokens(m: Any, x: Tensor) -> Any:
     """A kernel for each head and token, which sums values of tokens nearby: ConvBERT's."""
     values = F.unfold(m.values(x).transpose(1, 2)[..., None], (3, 1), padding=(1, 0))
@@ -248,6 +254,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         ),
         image,
         {"both.weight": convolution(2), "weigh.weight": whole},
+    ),
+    "attention by distances": (
+        lambda: Module(attention_by_distances, qkv=linear(12, 36), out=linear(12, 12)),
+        x,
+        {"qkv.weight": rows(4)},
     ),
     "a power": (halves(lambda a, b: a.abs() ** b), x, {"both.weight": rows(10)}),
     "a minimum": (halves(torch.minimum), x, {"both.weight": rows(10)}),
@@ -768,6 +779,15 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             out=linear(6, 4),
         ),
         "pieces.weight: max of a part of its columns hides",
+    ),
+    "a mean of parts": (
+        Module(
+            lambda m, x: m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2))),
+            pieces=linear(12, 12),
+            out=linear(6, 8),
+            head=linear(8, 3),
+        ),
+        "pieces.weight: nothing took its outputs",
     ),
     "complex numbers": (
         Module(
