@@ -305,7 +305,7 @@ class ModelConfig(Section):
 
     @property
     def explicit_scores(self) -> bool:
-        """Whether attention computes its scores by itself, as no fused kernel does it."""
+        """Whether attention computes its scores without a fused kernel."""
         return self.attention_softcap is not None or self.sliding_window is not None
 
     def window(self, layer: int) -> int | None:

@@ -1,4 +1,4 @@
 """Command-line tools. They may import every package; no package imports them.
 
-Each .py file is a command, and command.py holds what they share; the folders hold their parts.
+Each .py file is a command; command.py contains their shared code, the folders their parts.
 """

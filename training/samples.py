@@ -107,8 +107,8 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 
 
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
-    """Return where the document of each token of a sample begins, `[sequence_length]`: of a set's
-    first `prompt` tokens in the set, and of all others with the last of these.
+    """Return the start of the document of each token of a sample, `[sequence_length]`. The first
+    `prompt` tokens use the borders of the set; generated tokens continue the last document.
 
     None if attention crosses the borders of documents.
     """

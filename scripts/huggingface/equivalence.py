@@ -35,7 +35,7 @@ programs round differently."""
 
 
 class DifferentError(InputError):
-    """An exported model that is not the one that was trained."""
+    """An exported model that differs from the trained model."""
 
 
 def verify(weights: CheckpointWeights, folder: Path) -> float:

@@ -53,8 +53,8 @@ def key() -> str:
 
 
 def cache() -> Path:
-    """Return the folder that libraries are kept in: in the user's cache, else among temporary
-    files, and a new one there if others could have written to it."""
+    """Return the folder for libraries: in the user's cache, else a temporary folder, which is new
+    if others could have written to the old one."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (
         home / "spectrain",
