@@ -11,7 +11,7 @@ from spectral import measures
 from tests.families import overrides, settings
 from tests.live_bytes import peak_bytes
 from tests.matrices import stable_rank
-from tests.run_configs import MIXTURE, tiny_config
+from tests.run_configs import MIXTURE, RULES, tiny_config
 from tests.run_results import json_lines, state_of
 from tests.step_trace import without_eigensolvers
 from training.build import build_trainer
@@ -119,10 +119,11 @@ def mean_logs(trainer: Trainer) -> dict[tuple, float]:
     return logs
 
 
-@pytest.mark.parametrize("rule", ["muon", "muon_sphere", "adamw"])
-def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, folder, world):
-    keys = {"monitors__interval": 1, "monitors__groups": "[spectra]"}
-    config = tiny_config(folder, rule, **keys, optimizer__matrix__weight_decay=0)
+@pytest.mark.parametrize(("rule", "decay"), [("muon", 2.0), ("muon_sphere", 0.0), ("adamw", 9.0)])
+def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, folder, world):
+    """In the first of two steps of warm-up; the update is without weight decay."""
+    keys = {"monitors__interval": 1, "monitors__groups": "[spectra,updates]"}
+    config = tiny_config(folder, rule, **keys, optimizer__matrix__weight_decay=decay)
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
     hooks = Hooks(record=lambda line, step: found.append(line))
@@ -138,7 +139,9 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, folder, 
     Loop(trainer, hooks).step_and_report()
     for unit in units:
         record = found[0]["units"][unit.name]
-        update = matrix(trainer, unit) - before[unit.name]
+        update = matrix(trainer, unit) - (1 - RULES[rule] / 2 * decay) * before[unit.name]
+        rms = update.square().mean().sqrt().item()
+        assert record["applied_rms"] == pytest.approx(rms, rel=1e-4)
         close = {"rel": 1e-4, "abs": 1e-3 * torch.linalg.matrix_norm(update, 2).item()}
         assert record["update_quantiles"] == pytest.approx(deciles_of(update), **close)
         # The first momentum is a multiple of the gradient.
