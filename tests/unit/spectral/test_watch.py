@@ -432,11 +432,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         lambda: Module(
             lambda m, x: m.out(m.second(m.first(x))),
             first=nn.ConvTranspose2d(8, 6, 2, stride=2),
-            second=nn.ConvTranspose2d(6, 10, 2, groups=2),
-            out=nn.Conv2d(10, 4, 1),
+            second=nn.ConvTranspose2d(6, 12, 2, groups=3),
+            out=nn.Conv2d(12, 4, 1),
         ),
         image,
-        {"first.weight": transposed_convolution(1), "second.weight": transposed_convolution(2)},
+        {"first.weight": transposed_convolution(1), "second.weight": transposed_convolution(3)},
     ),
     "a weight that is normed": (
         lambda: Module(
