@@ -90,8 +90,8 @@ class Muon(SpectralOptimizer):
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Steps of msign, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps that of
-            the weight.
+        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
+            of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
             M.
@@ -145,8 +145,8 @@ class NorMuon(SpectralOptimizer):
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Steps of msign, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps that of
-            the weight.
+        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
+            of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
             M.
@@ -203,13 +203,13 @@ class AdaMuon(SpectralOptimizer):
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Steps of msign, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps that of
-            the weight.
+        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
+            of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
             M.
         scale (default 'align_adam_rms'): How the update depends on the unit's shape
-            (docs/spectral.md), the paper's by default.
+            (docs/spectral.md), by default as in the paper.
         scale_factor (default 1.0): Factor of the scale; positive.
         cautious_decay (default False): Decay no entry that the update lets grow ("Cautious
             Weight Decay", Chen et al., 2025).
@@ -261,8 +261,8 @@ class MuonSphere(SpectralOptimizer):
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
-            the weight.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
+            of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
             M.
@@ -328,8 +328,8 @@ class SpectralSphere(SpectralOptimizer):
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
-            the weight.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
+            of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
             M.
@@ -407,8 +407,8 @@ class MuonPlusPlus(SpectralOptimizer):
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
-            the weight.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
+            of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
         nesterov (default False): Orthogonalise `(1 - momentum) G + momentum M`; the paper
             orthogonalises the mean M itself.
@@ -484,8 +484,8 @@ class SpectralDescent(SpectralOptimizer):
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps that of
-            the weight.
+        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
+            of the weight.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.

@@ -125,7 +125,7 @@ def top_pairs(
 def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
     """Compute the `count` top left singular vectors `[matrices, count, rows]`, zeros where there
     are fewer, of a matrix that is zero, and of one that is not finite."""
-    gram = concat([_gram(w) for w in stacks])
+    gram = concat([*map(_gram, stacks)])
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     rough = ~((trace > SQUARES[0]) & (trace < SQUARES[1]))
     for i in rough.nonzero()[:, 0].tolist():

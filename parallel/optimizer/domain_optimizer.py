@@ -214,20 +214,6 @@ class DomainOptimizer:
         local = [*local_pairs(exchange.outward.local, weights.pieces, masters)]
         kept = [(weights.pieces[name], weight) for name, weight in group.kept.items()]
         copy_all_([*kept, *local])
-        self._run(group, momentum, weights, rate, active)
-        copy_all_((place, new) for new, place in local)
-        updates_of_(kept, wire)
-        exchange.scatter(weights.pieces, masters, master, wire, add=True, local=False)
-
-    def _run(
-        self,
-        group: StepGroup,
-        momentum: StackMemory,
-        weights: StackMemory,
-        rate: Callable[[float], Rate],
-        active: Tensor,
-    ) -> None:
-        """Step the stacks of a group from `momentum`, in `weights`."""
         for rule, owned in group.stacks_by_rule.items():
             units = [
                 SteppedStack(stack, momentum, weights, stack.assigned.step(rate, active))
@@ -236,6 +222,9 @@ class DomainOptimizer:
             spread = partial(self.streams.spread, elements=partial(elements_of, units))
             for stack, report in zip(owned, step_units(rule, units, spread=spread), strict=True):
                 stack.report = report
+        copy_all_((place, new) for new, place in local)
+        updates_of_(kept, wire)
+        exchange.scatter(weights.pieces, masters, master, wire, add=True, local=False)
 
     def _new_group(
         self,

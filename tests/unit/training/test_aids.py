@@ -22,6 +22,7 @@ from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
 from training.lifecycle.terminal import LastingFile
 from training.lifecycle.watchdog import Watchdog
+from training.loop import ignore
 from training.report.log_lines import LogFile
 from training.run import train
 from training.step import StepResult
@@ -41,7 +42,7 @@ def run(folder, world, tmp_path) -> Callable[..., Any]:
     """Function that trains in the folder `run`, or another `name`, and returns the outcome."""
     tiny_config(folder, "muon")
 
-    def trained(name: str = "run", *, on_step: Any = None, **keys: Any) -> Any:
+    def trained(name: str = "run", *, on_step: Any = ignore, **keys: Any) -> Any:
         config = read_config(folder, **{**KEYS, **keys, "run__dir": tmp_path / name})
         return train(config, world, on_step=on_step)
 

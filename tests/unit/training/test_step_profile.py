@@ -19,6 +19,7 @@ from tests.token_files import write_token_set
 from tests.unit.training.test_aids import largest_file
 from training.config import load_config
 from training.errors import ConfigError
+from training.loop import ignore
 from training.machine.backends import check_backends
 from training.run import train
 from training.step_profile import announcement
@@ -126,7 +127,7 @@ def test_no_failure_ends_the_run(folder, world, capsys):
     """A full disk, a file in the folder's place, and a profiler that another program ends."""
     tiny_config(folder, "adamw")
 
-    def failed(name: str, on_step: Any = None) -> list[str]:
+    def failed(name: str, on_step: Any = ignore) -> list[str]:
         keys = {**KEYS, "checkpoint__interval": 0, "train__exit_step": 3, "validation__samples": 1}
         config = read_config(folder, **keys, run__dir=f"{folder}/{name}")
         train(config, world, on_step=on_step)

@@ -12,6 +12,7 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.data import token_set
+from training.loop import ignore
 from training.run import train
 from training.step import StepResult
 
@@ -21,7 +22,7 @@ def run(folder: str, tmp_path: Path, world):
     """Trains in tmp_path/run to a step; keywords are config keys with __ for the dot."""
     write_token_set(tmp_path / "more", tokens=4_000, vocab=120, seed=1)
 
-    def start(step: int, on_step: Any = None, **keys: Any) -> None:
+    def start(step: int, on_step: Any = ignore, **keys: Any) -> None:
         common = {"train__steps": 8, "train__exit_step": step, "checkpoint__interval": 100}
         train(tiny_config(folder, "muon", **common, **keys), world, on_step=on_step)
 
