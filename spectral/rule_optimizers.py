@@ -214,7 +214,7 @@ class AdaMuon(SpectralOptimizer):
         cautious_decay (default False): Decay no entry that the update lets grow ("Cautious
             Weight Decay", Chen et al., 2025).
         beta2 (default 0.95): Decay of the mean square of an entry of the update, in [0, 1); the
-            paper's is `momentum`.
+            paper uses `momentum`.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.

@@ -189,7 +189,7 @@ def test_ctrl_c_before_training_ends_the_run_with_one_line(folder):
 
 FORKING = """
 import os, time
-from training.lifecycle.interrupts import Interrupts
+from training.lifecycle.terminal import Interrupts
 memory = bytearray(100_000_000)
 listener = Interrupts()
 listener.training_begins()
@@ -217,7 +217,7 @@ def test_one_ctrl_c_while_processes_are_forked_is_not_a_second_one(tmp_path):
 
 RANK = """
 import os, signal, sys, time
-from training.lifecycle.interrupts import Interrupts
+from training.lifecycle.terminal import Interrupts
 listener = Interrupts()
 listener.training_begins()
 terminated = []
@@ -231,7 +231,7 @@ os.write(1, f"rank {os.environ['RANK']} ends\\n".encode())
 sys.exit(130 if listener.requested else int(sys.argv[2]))
 """
 LAUNCH = (
-    "import sys; from training.launch import launch; sys.exit(launch(2, ['-c', *sys.argv[1:]]))"
+    "import sys; from training.launcher import launch; sys.exit(launch(2, ['-c', *sys.argv[1:]]))"
 )
 
 
@@ -301,7 +301,7 @@ from itertools import islice
 import parallel.checkpoint.state_writer as state_writer
 from types import SimpleNamespace
 from torch.utils.data import DataLoader
-from training.lifecycle.interrupts import Interrupts
+from training.lifecycle.terminal import Interrupts
 listener = Interrupts()
 listener.training_begins()
 listener.listen()
