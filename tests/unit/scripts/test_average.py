@@ -245,6 +245,10 @@ def test_another_model_tokenizer_target_or_folder_is_refused(
     shutil.rmtree(other)
     shutil.copytree(step_folder(runs / "experts", 2), other)
     assert main([str(run), str(tmp_path / "mean")]) == 2
+    assert "must be a checkpoint of the run of" in capsys.readouterr().err
+    run_id = read_checkpoint(step_folder(run, 1)).meta["run_id"]
+    reseal(other, lambda meta: meta.update(run_id=run_id))
+    assert main([str(run), str(tmp_path / "mean")]) == 2
     assert "has another model than" in capsys.readouterr().err
     shutil.rmtree(other)
     shutil.copytree(step_folder(runs / "sphere", 2), other)
