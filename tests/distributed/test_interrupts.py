@@ -313,7 +313,7 @@ writer = state_writer.Writer(None, None, SimpleNamespace(items=[0]))
 batches = iter(DataLoader(range(10**6), num_workers=1, persistent_workers=True))
 next(batches)
 others = [child.pid for child in multiprocessing.active_children() if child.pid != writer.pid]
-print("children", writer.pid, *others, flush=True)
+print(" ".join(map(str, ("children", writer.pid, *others))), flush=True)
 time.sleep(3600)
 """
 

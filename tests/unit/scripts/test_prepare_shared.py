@@ -250,7 +250,7 @@ def test_no_shard_is_left_out(
         (shard / name).write_bytes(whole)
     (shard / "tokens.bin").write_bytes(b"")
     assert main(options) == 2
-    assert "2-of-3 is damaged: its files are not of the size" in capsys.readouterr().err
+    assert "2-of-3 is damaged: the sizes of its files are wrong" in capsys.readouterr().err
 
 
 def test_a_file_of_the_hub_that_fails_is_read_again(
