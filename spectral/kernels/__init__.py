@@ -1,4 +1,4 @@
-"""Products of stacks of matrices, by the library or by Triton kernels.
+"""Products of stacks of matrices, computed by cuBLAS or MKL (`library`) or by Triton kernels.
 
 `dispatch` chooses from a table; `library` is the CPU path and the reference of the kernels. Only
 the kernels' own modules import triton, and only when a kernel is chosen.
@@ -59,7 +59,7 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
 
 
 def updates(tensors: Sequence[Tensor]) -> bool:
-    """Return whether `update.update_` and `momentum.average_` can pass over all of the tensors.
+    """Return whether `update_` and `average_` support all of the tensors.
 
     A slice of a stack, or a view of a tall convolution, is not contiguous.
     """
@@ -73,10 +73,10 @@ def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
-    """Return the kernel's tile, None for the library, which alone can be differentiated."""
+    """Return the kernel's tile, None for the library; only the library is differentiable."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return None
-    # Shapes are not read where they do not matter: a traced one may be unknown.
+    # Read shapes only where they matter: a traced shape may be unknown.
     if not listed(device_name(operands[0].device)):
         return None
     return choose(operation, operands if operation == "grouped" else operands[:1])

@@ -1,4 +1,4 @@
-"""Choice between library and kernel for a product, by operation, shape, dtype and device.
+"""Choice between the library and a kernel by operation, shape, dtype and device.
 
 The choice comes from a table (table.json) that ships with the code; `scripts/bench/tune.py`
 measures it again. Nothing is measured or tried during a step: the same shape on the same device
@@ -25,26 +25,25 @@ OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped
 Precision = Literal["ieee", "tf32x3"]
 
 SMALL = 64
-"""Largest side of a projected matrix, or number of poles, that one program works on."""
+"""Largest side of a projected matrix, or number of poles, that one program handles."""
 VECTORS = 32
 """Most vectors of a matrix that one program orthonormalises; more would not fit its registers."""
 DOUBLES = (3, 7)
 """Oldest version of triton whose float64 products were tried."""
 TABLE = Path(__file__).with_name("table.json")
-# Weight of a factor of two in rows against one in columns or in the batch, in the distance by which
-# the nearest entry of the table is found.
+# Weight of a factor of two in rows, relative to one in columns or in the batch, in the distance to
+# the table's nearest entry.
 ROWS_WEIGHT = 4.0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts a product: tiles of `block` x `block`, `depth` columns at a time.
+    """Tiling of a kernel's product: tiles of `block` x `block`, `depth` columns at a time.
 
     Attributes:
-        block, depth: sizes of a tile.
-        warps, stages: Triton's `num_warps` and `num_stages`.
-        precision: of float32 products: "ieee", or "tf32x3", three tensor-core products that carry
-            about 22 bits; 16-bit products are exact either way.
+        block, depth: sizes of a tile. warps, stages: Triton's `num_warps` and `num_stages`.
+        precision: of float32 products: "ieee", or "tf32x3" (three tensor-core products with about
+        22 bits); 16-bit products are exact either way.
     """
 
     block: int
@@ -60,7 +59,7 @@ class Tile:
         return size if self.precision == "ieee" else f"{size} {self.precision}"
 
     def options(self, *, widen: bool) -> dict[str, object]:
-        """Return a launch's options, and the constants that kernels of products are compiled for.
+        """Return a launch's options and the compile-time constants of product kernels.
 
         With `widen`, operands are converted to float32 before they are multiplied, as Triton's
         interpreter needs.
@@ -72,7 +71,7 @@ class Tile:
 
 
 QUACK = Tile(0, 0, 0, 0)
-"""Stands for the symmetric product of the package quack-kernels, which cuts it itself."""
+"""Marks the symmetric product of the package quack-kernels, which chooses its own tiles."""
 HALF_TILES = (
     Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),
     Tile(64, 32, 4, 4),
@@ -83,7 +82,7 @@ SINGLE_TILES = (
 
 
 def candidates(dtype: str) -> tuple[Tile, ...]:
-    """Return the tiles that tuning tries."""
+    """Return the tiles for tuning to time."""
     if dtype == "float32":
         return SINGLE_TILES
     return (*HALF_TILES, QUACK) if has_quack() else HALF_TILES
@@ -101,7 +100,7 @@ class Entry:
     tile: Tile | None
 
     def distance(self, batch: int, rows: int, cols: int) -> float:
-        """Return the distance of a problem of the same operation and dtype, in factors of two."""
+        """Return the distance to a problem of the same operation and dtype, in factors of two."""
         return (
             ROWS_WEIGHT * abs(math.log2(rows / self.rows))
             + abs(math.log2(cols / self.cols))
@@ -111,9 +110,9 @@ class Entry:
 
 @constant_result
 def small_problem(size: int, device: str) -> bool:
-    """Return whether a small problem of each matrix takes a separate kernel.
+    """Return whether the batch's small problems run in a Triton kernel.
 
-    `size` is the size of the problem: of the projected matrix, or the number of its poles.
+    `size` is the side of the projected matrix, or the number of poles.
     """
     return listed(device) and size <= SMALL and _multiplies_doubles()
 
@@ -143,14 +142,15 @@ def has_quack() -> bool:
 
 @constant_result
 def listed(device: str) -> bool:
-    """Return whether the table has a device of this name or its kind."""
+    """Return whether the table contains a device of this name or capability."""
     return bool(_keys(device))
 
 
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
-    """Choose for an operation on stacks `[batch, rows, cols]` of equal rows: None for the library.
+    """Choose the kernel of an operation on stacks `[batch, rows, cols]` of equal rows, None for the
+    library.
 
-    They count as one stack of all their matrices with the mean of their columns.
+    The stacks count as one, with the mean of their columns.
     """
     x, count = stacks[0], sum(len(s) for s in stacks)
     cols = sum(len(s) * s.shape[2] for s in stacks) // max(count, 1)
@@ -162,11 +162,11 @@ def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Tile | None:
-    """Choose for an operation on a stack of `batch` matrices of `rows` x `cols`."""
+    """Choose the kernel of an operation on a stack of `batch` matrices of `rows` x `cols`."""
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))
-    # Quack's product needs the package and rows of 16 bytes.
+    # Quack's product needs the package, and rows in multiples of 16 bytes.
     quack = has_quack() and rows % 8 == cols % 8 == 0
     fitting = [e for e in same if quack or e.tile != QUACK]
     if not fitting:
@@ -176,8 +176,7 @@ def lookup(
 
 @constant_result
 def device_name(device: torch.device) -> str:
-    """Return the name of a device: that of a GPU and its compute capability, as in
-    "NVIDIA H100 80GB HBM3 (sm_90)", else its type."""
+    """Return a device's type, for a GPU a name such as "NVIDIA H100 80GB HBM3 (sm_90)"."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -185,7 +184,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _keys(device: str) -> list[str]:
-    """Keys of the table that stand for a device, from the least specific on.
+    """Return the table's keys for a device, least specific first.
 
     A key is the beginning of a device's name, or names capabilities, such as "sm_80, sm_90".
     """
@@ -196,7 +195,7 @@ def _keys(device: str) -> list[str]:
 
 @lru_cache
 def entries() -> dict[str, tuple[Entry, ...]]:
-    """Read the table: entries by what `_keys` matches with a device."""
+    """Read the table: its entries by key (see `_keys`)."""
     devices = json.loads(TABLE.read_text(encoding="utf-8"))["devices"]
     return {name: tuple(map(_entry, device["entries"])) for name, device in devices.items()}
 
@@ -208,7 +207,7 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def forget() -> None:
-    """Clear the caches, so that a table that tuning has written is read."""
+    """Clear the caches, so that a table written by tuning is read."""
     for function in (listed, small_problem, lookup):
         function.cache_clear()
     entries.cache_clear()

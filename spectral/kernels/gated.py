@@ -5,8 +5,8 @@ The gradients of gate and up,
 
     g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate),
 
-are written as one tensor in one pass: three elements are read and two written for each of g. A
-compiler that concatenates two results reads g and the gate for both. The reference is autograd's
+are written as one tensor in one pass: three elements are read and two written per element of g. A
+compiler that concatenates the two results reads g and the gate twice. The reference is autograd's
 gradient of `f(gate) * up`.
 """
 
@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Columns that a program takes at a time."""
+"""Columns per iteration of a program."""
 OF_A_WARP = 256
-"""Elements of a block per warp: eight of 16 bits, one load, for each thread."""
+"""Elements of a block per warp: each thread loads eight 16-bit elements at once."""
 ROOT = tl.constexpr(math.sqrt(8 / math.pi))
 CUBIC = tl.constexpr(0.044715)
 
@@ -65,13 +65,13 @@ def gated_kernel(  # type: ignore[no-untyped-def]
 def gradients(
     gradient: Tensor, wide: Tensor, scale: Tensor | None = None, *, tanh: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of `wide`, and of `scale` if it is given, from that of the result.
+    """Compute the gradients of `wide`, and of `scale` if it is given, from the output's gradient.
 
     Args:
         gradient: of `scale f(gate) up`, `[..., d]`.
-        wide: gate and up side by side, `[..., 2 d]`, of the dtype of `gradient`.
-        scale: factor on each row, `[...]`, None for 1.
-        tanh: whether f is the approximation of GELU, not SiLU.
+        wide: gate and up, concatenated, `[..., 2 d]`, of the dtype of `gradient`.
+        scale: factor of each row, `[...]`, None for 1.
+        tanh: whether f is the tanh approximation of GELU instead of SiLU.
     """
     gradient, wide = gradient.contiguous(), wide.contiguous()
     out = torch.empty_like(wide)

@@ -1,9 +1,9 @@
 """Triton kernel of the backward pass of attention heads: rotary positions, norms, and the layout.
 
-Attention gives the gradients of rotated queries and keys and of values, each a tensor; the linear
-that made the heads takes one, of each group its queries, key and value. The kernel turns the first
-two back, passes them through the heads' RMSNorms, if there are any, and writes that one: each
-gradient and each normed head is read once. The reference is `heads_gradients` of
+Attention returns three gradients: of rotated queries, rotated keys, and values. The QKV projection
+needs one tensor, with the queries, key and value of each group next to each other. The kernel
+undoes the rotations, passes gradients through the heads' RMSNorms, if any, and writes that tensor:
+each gradient and each normalized head is read once. The reference is `heads_gradients` of
 models/blocks/self_attention.py.
 """
 
@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 HEADS = 16
-"""Heads that a program takes at a time."""
+"""Heads per iteration of a program."""
 TOKENS = 8
-"""Tokens of a program, whose sums of a gain's gradient are one row."""
+"""Tokens per program, which writes one row of partial sums of a gain's gradient."""
 WARPS = 4
 
 
@@ -28,9 +28,9 @@ def turn_back(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the heads of a token, `each` of every group; add what a gain's gradient sums up.
+    """Write the heads of a token, `each` per group, and add to the sums of a gain's gradient.
 
-    The two halves of a head are apart, as one is turned into the other.
+    The two halves of a head are separate, as the rotation mixes them.
     """
     half = size // 2
     i = tl.arange(0, HALF)[None, :]
@@ -75,7 +75,7 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of `TOKENS` tokens, `[groups, (ratio + 2) size]` of each."""
+    """Write the gradients of `TOKENS` tokens, `[groups, (ratio + 2) size]` per token."""
     half, width = size // 2, (ratio + 2) * size
     i = tl.arange(0, HALF)[None, :]
     queried, low_queried = tl.zeros((1, HALF), WIDE), tl.zeros((1, HALF), WIDE)
@@ -121,15 +121,17 @@ def heads_kernel(  # type: ignore[no-untyped-def]
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, turns: Tensor, epsilon: float, *normed: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute the gradient `[s, b, groups, (heads of one + 2) d]` of what the linear gave.
+    """Compute the gradient `[s, b, groups, (heads per group + 2) d]` of the QKV projection's
+    output.
 
     Args:
         query: gradient `[s, b, heads, d]` of the rotated queries.
         key, value: gradients `[s, b, groups, d]` of rotated keys, and of values.
         turns: cosines and signed sines `[s, 1 or b, 1, 1, 2 d]` of the positions.
         epsilon: of the norms.
-        normed: queries `[s, b, groups, heads of one, d]` and keys `[s, b, groups, 1, d]` before
-            their norms, and the two gains `[d]`, whose gradients follow; none without norms.
+        normed: queries `[s, b, groups, heads per group, d]` and keys `[s, b, groups, 1, d]` before
+            their norms, and the two gains `[d]`, whose gradients are returned next; empty without
+            norms.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (s, b, heads, size), groups = query.shape, key.shape[2]

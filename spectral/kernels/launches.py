@@ -1,7 +1,7 @@
-"""Launches of Triton kernels observed instead of made, on machines without a GPU.
+"""Records of Triton kernel launches on machines without a GPU, in place of the launches.
 
-A launch says what it would read and write, how many FLOPs it would do, and what its kernel would be
-compiled for; `compile_for` compiles that.
+A record contains the tensors a launch would read and write, its FLOPs, and the specialisation of
+its kernel, which `compile_for` compiles.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +27,12 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "gated_kernel": ("out", "of_scale"),
     "heads_kernel": ("out", "q_sums", "k_sums"),
 }
-"""Per kernel the arguments that it writes; of one that is not here, all are taken for written."""
+"""Arguments that each kernel writes; a kernel that is not listed counts as writing all."""
 CHANGED: Final[Mapping[str, tuple[str, ...]]] = {
     "momentum_kernel": ("grad", "mean"),
     "update_kernel": ("weight",),
 }
-"""Per kernel the arguments that it reads as well as writes."""
+"""Arguments that each kernel both reads and writes."""
 
 FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
     "symmetric_kernel": lambda a, programs: 2 * programs * a["BLOCK"] ** 2 * a["depth"],
@@ -43,7 +43,7 @@ FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
         * sum(a[f"a{i}"].shape[0] * a[f"depth{i}"] for i in range(4))
     ),
 }
-"""Per kernel its FLOPs, of its arguments and the number of programs; of others 0."""
+"""FLOPs of each kernel, from its arguments and the number of programs; 0 for other kernels."""
 
 TYPES: Final = {
     torch.float64: "fp64",
@@ -61,7 +61,7 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: kernel, its arguments by name, number of programs, and Triton's options."""
+    """One launch: kernel, arguments by name, number of programs, and Triton's options."""
 
     kernel: Any
     arguments: Mapping[str, Any]
@@ -75,29 +75,29 @@ class Launch:
 
     @property
     def written(self) -> list[Tensor]:
-        """The tensors that it writes."""
+        """The tensors that the kernel writes."""
         names = WRITTEN.get(self.name, tuple(self.arguments))
         return [x for name in names if isinstance(x := self.arguments[name], Tensor)]
 
     @property
     def changed(self) -> list[Tensor]:
-        """The tensors that it reads and writes."""
+        """The tensors that the kernel both reads and writes."""
         return [self.arguments[name] for name in CHANGED.get(self.name, ())]
 
     @property
     def read(self) -> list[Tensor]:
-        """The tensors that it is given and does not only write."""
+        """The tensors that the kernel reads."""
         return [x for x in self.arguments.values() if isinstance(x, Tensor)]
 
     @property
     def flops(self) -> float:
-        """FLOPs of its products."""
+        """FLOPs of the kernel's products."""
         count = FLOPS.get(self.name)
         return 0.0 if count is None else float(count(self.arguments, self.programs))
 
     @cached_property
     def specialisation(self) -> tuple[Any, ...]:
-        """What Triton compiles it for, hashable: two launches alike share a compiled kernel."""
+        """Hashable key of the specialisation: launches with equal keys share a compiled kernel."""
         types, constants, aligned = self._signature()
         return (
             self.name,
@@ -108,9 +108,9 @@ class Launch:
         )
 
     def compile_for(self, capability: int) -> Any:
-        """What Triton makes of it for GPUs of compute capability `capability`, e.g. 90.
+        """Compile the kernel for GPUs of compute capability `capability`, e.g. 90.
 
-        Raises what Triton raises for what it cannot compile.
+        Raises Triton's error for a kernel that does not compile.
         """
         types, constants, aligned = self._signature()
         source = ASTSource(
@@ -123,8 +123,7 @@ class Launch:
         return triton.compile(source, target=target, options=dict(self.options))
 
     def _signature(self) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
-        """Types of the arguments, values of those that are constants, and places of those that are
-        multiples of 16, as Triton specialises a launch."""
+        """Return argument types, values of constants, and positions of multiples of 16."""
         types: dict[str, str] = {}
         constants: dict[str, Any] = {}
         aligned: list[int] = []
@@ -140,7 +139,7 @@ class Launch:
 
 
 def _type(value: Any) -> str:
-    """Triton's name of an argument's type; constexpr for what it makes a constant of."""
+    """Return Triton's name of an argument's type; constexpr for constants."""
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
     if value is None or (type(value) is int and value == 1):
@@ -155,16 +154,14 @@ def _type(value: Any) -> str:
 
 
 def _is_aligned(value: Any) -> bool:
-    """Whether an argument is a multiple of 16: a number, or the address of memory that begins
-    aligned, as the device's does."""
+    """Whether a number or address is a multiple of 16; device memory begins aligned."""
     if isinstance(value, Tensor):
         return value.storage_offset() * value.element_size() % ALIGNMENT == 0
     return type(value) is int and value % ALIGNMENT == 0
 
 
 def observe(on_launch: Callable[[Launch], None]) -> None:
-    """Give every launch of a Triton kernel to `on_launch` instead of a GPU, for the life of this
-    process."""
+    """Pass every Triton launch of this process to `on_launch` instead of a GPU."""
 
     def run(kernel: Any, *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         options: dict[str, Any] = {key: named.pop(key) for key in OPTIONS if key in named}

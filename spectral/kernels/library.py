@@ -1,9 +1,9 @@
 """Products of stacks of matrices by the library (cuBLAS, MKL).
 
-These are the CPU path, and the reference that every kernel is tested against. Products that a CPU
-has no instructions for go through float32, as a GPU accumulates them: torch's own take 10 to 50
-times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD EPYC with AVX2), and err as much. That
-is float16, and where torch uses no AVX-512, as on most laptops, bfloat16.
+They are the CPU path, and the reference of every kernel's test. Dtypes without CPU instructions
+(float16, and bfloat16 where torch uses no AVX-512, as on most laptops) are multiplied in float32,
+as a GPU accumulates them: torch's own products take 10 to 50 times as long (torch 2.13, one thread,
+128 to 1,024 rows, AMD EPYC with AVX2), with errors as large.
 """
 
 import math
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 SLOW_ON_CPU = {torch.float16}
-"""Dtypes whose products a CPU takes through float32."""
+"""Dtypes that a CPU multiplies in float32."""
 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
     SLOW_ON_CPU.add(torch.bfloat16)
 BLOCKS = 4
-"""Blocks of rows in which a CPU computes a large symmetric product, with 10/16 of its FLOPs."""
+"""Blocks of rows in a CPU's large symmetric product; four take 10/16 of its FLOPs."""
 LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
-"""Rows from which that pays, by dtype; see `symmetric`."""
+"""Rows from which blocks are faster, by dtype; see `product`."""
 
 
 def product(
@@ -32,20 +32,20 @@ def product(
     diagonal: float = 0.0,
     symmetric: bool = False,
 ) -> Tensor:
-    """Compute `A B`, or `alpha A B + beta C`, and `+ diagonal I`, for stacks in one call.
+    """Compute `A B`, or `alpha A B + beta C`, plus `diagonal I`, for stacks in one call.
 
-    Without `b` it is that of `A A^T`. A single matrix takes the faster unbatched call.
+    Without `b`, B is `A^T`. A single matrix takes the faster unbatched call.
 
-    A result that is `symmetric` `[batch, n, n]` is computed, on a CPU and if it is large, by blocks
-    of rows: of each the columns up to the block's end, which are then mirrored, so that it is
-    exactly symmetric. What is differentiated is always the whole product.
+    On a CPU, a large `symmetric` result `[batch, n, n]` is computed in blocks of rows up to the
+    diagonal and mirrored, so it is exactly symmetric. A differentiated product is always computed
+    whole.
 
-    Processor time of X X^T by blocks over that of the whole (torch 2.13, one thread) in float32, on
-    an AMD EPYC with AVX2 and in brackets on an Intel Xeon with AVX-512: 0.90 (0.90) at 512 x 512,
-    0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76) at 2048 x 2048. float64
-    gains as much. At 384 x 384 it is 1.0 to 1.2, at 256 x 256 1.8. Two blocks are slower, and so
-    are eight below 1,024 rows. Where a processor has instructions for bfloat16, blocks take 1.5 to
-    4 times as long as the whole.
+    Processor time of X X^T by blocks, relative to the whole product (torch 2.13, one thread) in
+    float32, on an AMD EPYC with AVX2 and in brackets on an Intel Xeon with AVX-512: 0.90 (0.90) at
+    512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76) at 2048 x 2048.
+    float64 gains as much. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8 at 256 x 256. Two blocks are
+    slower, and so are eight below 1,024 rows. Where a processor has instructions for bfloat16,
+    blocks take 1.5 to 4 times as long as the whole.
     """
     other = a.mT if b is None else b
     if is_slow(a):
@@ -73,19 +73,19 @@ def product(
 
 
 symmetric = partial(product, symmetric=True)
-"""`product` where the result is symmetric."""
+"""`product` with a symmetric result."""
 
 
 def _pays_by_blocks(a: Tensor, b: Tensor) -> bool:
     """Return whether the symmetric product of `a` and `b` is faster by blocks of rows."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return False
-    # The shape is not read on other devices: a traced one may be unknown.
+    # The shape is not read on other devices: a traced shape may be unknown.
     return a.device.type == "cpu" and a.shape[1] >= LEAST_ROWS.get(a.dtype, math.inf)
 
 
 def _mirror_(x: Tensor) -> None:
-    """Copy the lower triangle of `x` `[batch, n, n]` to the upper one, almost without scratch."""
+    """Copy the lower triangle of `x` `[batch, n, n]` to the upper, with little extra memory."""
     n = x.shape[-1]
     if n <= 64:
         x.tril_().add_(x.tril(-1).mT)
@@ -97,5 +97,5 @@ def _mirror_(x: Tensor) -> None:
 
 
 def is_slow(x: Tensor) -> bool:
-    """Return whether the library multiplies such matrices slower than wider ones."""
+    """Return whether the library multiplies matrices of this dtype slower than float32."""
     return x.device.type == "cpu" and x.dtype in SLOW_ON_CPU

@@ -1,8 +1,8 @@
-"""Triton kernels of the small problems of each matrix: one program does all of one, in float64.
+"""Triton kernels of small problems: one program solves the problem of one matrix, in float64.
 
 Their library forms, `_top_eigenvector` and `orthonormal` of `spectral.singular_triplets` and `root`
-of `spectral.tangent_model`, are seven to forty operations on a few numbers or vectors each, which a
-device spends on launching them.
+of `spectral.tangent_model`, are each seven to forty operations on a few numbers or vectors, whose
+time is mostly launches.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ SMALLEST = 16
 """Least side of a product of tiles."""
 WARPS = 4
 STAGES = 1
-"""Loads ahead; with more the few vectors do not fit the registers."""
+"""Software pipeline stages; with more, the vectors do not fit the registers."""
 COLUMNS = 32
-"""Columns of a few vectors that are multiplied at a time."""
+"""Columns of the vectors per product."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -38,7 +38,7 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
         x = x / tl.maximum(tl.max(x), TINY)
         for _ in range(SQUARINGS):
             x = tl.dot(x, x, out_dtype=tl.float64)
-    # All columns are parallel: take the longest. Its squares may overflow until it is divided.
+    # All columns are parallel: use the longest. Its squares may overflow until it is normalized.
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
     longest = tl.argmax(diagonal, axis=0)
     column = tl.sum(tl.where(i[None, :] == longest, x, 0.0), axis=1)
@@ -101,7 +101,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
         rows = tl.load(source + first * x_col, mask=inside, other=0.0).to(tl.float64)
         gram = tl.dot(rows, tl.trans(rows), gram, out_dtype=tl.float64)
     diagonal = i[:, None] == i[None, :]
-    # Row by row of the Cholesky factor, whose inverse arises next to it.
+    # Compute the Cholesky factor row by row, together with its inverse.
     rest = gram + tl.where(diagonal, DEPENDENT, 0.0)
     inverse = tl.where(diagonal, 1.0, 0.0).to(tl.float64)
     for k in range(count):
@@ -167,8 +167,8 @@ def root(
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
     """Orthonormalise the rows of `x` `[batch, count, n]`, float32 or float64, in float64.
 
-    `dependent` is added to the diagonal of their Gram matrix; a row of which less than half a unit
-    of length is left becomes zero. The result has the dtype of `x`.
+    `dependent` is added to the diagonal of their Gram matrix; a row whose remaining length is below
+    0.5 becomes zero. The result has the dtype of `x`.
     """
     batch, count, n = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -5,12 +5,12 @@
 
 One program computes one tile on or below the diagonal and writes it and its mirror image, so a
 product costs half the FLOPs of a general one. Products are accumulated in float32 and rounded once.
-The result of a matrix does not depend on the number of matrices in the batch.
+A matrix's result does not depend on the size of the batch.
 
 `grams` computes X X^T for stacks of matrices of equal row count and different column counts, up to
-`STACKS` of them in one launch. What follows works on `X X^T`, which no longer depends on the
-columns, and is one batch. Addresses, column counts and strides of the stacks are arguments of the
-launch, so there is no table in device memory to fill or wait for, and a CUDA graph holds them.
+`STACKS` of them in one launch. The later steps work on `X X^T`, whose shape does not depend on the
+columns, as one batch. Addresses, column counts and strides of the stacks are arguments of the
+launch, so no table in device memory must be filled, and a CUDA graph captures them.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from torch import Tensor
 from .dispatch import QUACK, Tile
 
 MAX_EXTENT = 2**31
-"""Offsets within one matrix are 32-bit; those of matrices within a stack are 64-bit."""
+"""Offsets within one matrix are 32-bit; offsets of matrices within a stack are 64-bit."""
 
 
 @triton.jit
 def tile_of(index):  # type: ignore[no-untyped-def]
     """Return row and column of the `index`-th tile of a lower triangle, counted row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    # The root may be off by one for large triangles.
+    # The square root may be off by one for large triangles.
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
     row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
     return row, index - row * (row + 1) // 2
@@ -164,7 +164,7 @@ def by_quack(
 
 
 def check_operands(a: Tensor, b: Tensor) -> None:
-    """Raise ValueError for matrices that no kernel of a symmetric product can take."""
+    """Raise ValueError for operands that the symmetric kernels do not support."""
     if a.ndim != 3 or a.shape != b.shape:
         raise ValueError(
             f"a and b must both be [batch, n, depth], got {tuple(a.shape)} and {tuple(b.shape)}"
@@ -220,7 +220,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     rows = row * BLOCK + tl.arange(0, BLOCK)
     cols = col * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    # All stacks but the matrix's own count as having no columns, so their addresses are not read.
+    # All stacks except the matrix's own get zero columns, so their addresses are not read.
     d0 = tl.where(matrix < end0, depth0, 0)
     d1 = tl.where((matrix >= end0) & (matrix < end1), depth1, 0)
     d2 = tl.where((matrix >= end1) & (matrix < end2), depth2, 0)

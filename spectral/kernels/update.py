@@ -1,17 +1,17 @@
-"""Triton kernels of the first and the last pass of a matrix rule.
+"""Triton kernels of the first and the last elementwise pass of a matrix rule.
 
-The first takes the mean of the gradient, and what to step along,
+The first pass computes the mean of the gradient and the direction of the step,
 
-    M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov's look ahead, else M,
+    M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov's look-ahead, else M,
 
 in one pass over both: per element it moves 16 bytes for float32 G and M. The reference is
 `MomentumRule.accumulate` by the library, which takes two to three passes of 12 bytes.
 
-The last decays and updates the weights, and returns the norm of the update,
+The last pass decays and updates the weights, and returns the norm of the update,
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program,
 
-in one pass over W and D. A retraction, which scales W before, is part of the same pass. Per element
+in one pass over W and D. A retraction, which scales W first, is part of the same pass. Per element
 it moves 10 bytes for a float32 W and a 16-bit D. Learning rates and decay of each matrix, and the
 predicate, are read on the device.
 """
@@ -36,7 +36,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     inside = place < numel
     g = tl.load(grad + place, mask=inside, other=0.0)
     m = tl.load(mean + place, mask=inside, other=0.0)
-    # A selection, not a product: NaN of a skipped step must not reach the mean.
+    # Select instead of multiplying: NaN of a skipped step must not reach the mean.
     g = tl.where(tl.load(active) != 0, g, m)
     m += share * (g - m)
     tl.store(mean + place, m, mask=inside)
@@ -46,13 +46,11 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
 
 
 def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nesterov: bool) -> None:
-    """Average a gradient into its mean, in place, and write to `grad` what to step along.
+    """Average a gradient into its mean in place, and write the direction of the step to `grad`.
 
     Args:
-        grad, mean: of equal shapes, float32, contiguous.
-        decay: of the mean.
-        active: bool, 0-d, on the same device. If it is False, the mean stays, and takes the place
-            of the gradient.
+        grad, mean: of equal shapes, float32, contiguous. decay: of the mean. active: bool, 0-d, on
+        the same device. If it is False, the mean is unchanged and overwrites the gradient.
         nesterov: step along the mean of the gradient and its mean.
     """
     if grad.numel():
@@ -88,7 +86,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     if CAUTIOUS:
         decayed = tl.where(((w > 0) & (d < 0)) | ((w < 0) & (d > 0)), w, decayed)
     new = decayed - d * tl.load(step + matrix)
-    # A selection, not a product: NaN of a skipped unit must not reach the weights.
+    # Select instead of multiplying: NaN of a skipped unit must not reach the weights.
     taken = tl.load(active + matrix) != 0
     new = tl.where(taken, new, w)
     tl.store(weight + matrix * numel + place, new, mask=inside)
@@ -105,8 +103,8 @@ def update_(
 ) -> Tensor:
     """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
 
-    `weight <- factor weight - step direction`. With `scale`, all weights are multiplied by it
-    before, `active` or not.
+    `weight <- factor weight - step direction`. With `scale`, all weights are first multiplied by
+    it, `active` or not.
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.
@@ -114,7 +112,7 @@ def update_(
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         scale: as `factor`, or None.
-        cautious: multiply by `factor` only where weight and direction have not opposite signs.
+        cautious: multiply by `factor` only where weight and direction do not have opposite signs.
 
     Raises:
         ValueError: a weight of too many elements.
@@ -124,7 +122,7 @@ def update_(
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
     gate = active.expand(batch).contiguous().view(torch.uint8)
-    squares = weight.new_empty(batch, parts)  # each written by its program
+    squares = weight.new_empty(batch, parts)  # each program writes its own entry
     if weight.numel():
         update_kernel[(batch * parts,)](
             weight, direction, squares, factor if scale is None else scale, factor, step,

@@ -34,10 +34,10 @@ ENTRY_POINTS = "spectrain.rules"
 
 
 class Registry(UserDict[str, type[Rule]]):
-    """Rules by name. Rules of installed packages are loaded when the names are listed, or a name is
-    missing: such a package may be what imports this one.
+    """Rules by name. Rules of installed packages are loaded only when the names are listed or a
+    name is missing, because such a package may import this one.
 
-    `left_out` has, by name, why a rule of an installed package cannot be used.
+    `left_out` maps the name of an unusable rule of an installed package to the reason.
     """
 
     loading = False
@@ -69,7 +69,7 @@ class Registry(UserDict[str, type[Rule]]):
 
     def load(self) -> None:
         """Register the rules of installed packages, with a warning for each unusable one."""
-        if self.loading:  # by a package that lists the rules while it is imported
+        if self.loading:  # called by a package that lists the rules while it is imported
             return
         self.loading = True
         try:
@@ -101,11 +101,11 @@ RULES = Registry(
 
 
 def register_rule(name: str, rule: type[Rule]) -> None:
-    """Make a rule known to optimizers and configs by a name.
+    """Register a rule under a name, for optimizers and configs.
 
     Raises:
         ValueError: another rule has the name.
-        TypeError: `rule` is not a class derived from `Rule`, or lacks what one must have.
+        TypeError: `rule` is not a class derived from `Rule`, or does not satisfy its requirements.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"rule {name!r} must be a class derived from {__name__}.Rule, got {rule!r}")

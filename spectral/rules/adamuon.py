@@ -21,7 +21,7 @@ from .normuon import EPSILON, NorMuonRule
 
 @dataclass(frozen=True, kw_only=True)
 class AdaMuonRule(NorMuonRule):
-    """Muon on signs whose update's entries are divided by the roots of means of their squares."""
+    """Muon on signs; each entry of the update is divided by its root mean square over steps."""
 
     scale: Scale = "align_adam_rms"
     """How the update depends on the unit's shape (docs/spectral.md), by default as in the paper."""
@@ -33,8 +33,8 @@ class AdaMuonRule(NorMuonRule):
         return super().init_state(weight) | {"square": torch.zeros_like(weight)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along msign(sign(momentum)), evened out; see `Rule.update`."""
-        # What is not finite has a sign, or none, and must be seen.
+        """Decay, then step along the normalized msign(sign(momentum)); see `Rule.update`."""
+        # `sign` would hide infinities and NaN, which must be detected.
         signs = [torch.where(s.grad.isfinite(), s.grad.sign(), torch.nan) for s in stacks]
         return super().update([s._replace(grad=x) for s, x in zip(stacks, signs, strict=True)])
 
@@ -43,7 +43,7 @@ class AdaMuonRule(NorMuonRule):
         return direction.square()
 
     def norm_of(self, direction: Tensor) -> Tensor:
-        """Return the Frobenius norm of exact polar factors, for each of the batch."""
+        """Return the Frobenius norm of an exact polar factor, once per matrix of the batch."""
         return direction.new_full(direction.shape[:1], math.sqrt(min(direction.shape[1:])))
 
 

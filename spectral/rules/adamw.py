@@ -1,7 +1,7 @@
-"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization"), by PyTorch's fused step.
+"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization") with PyTorch's fused step.
 
-A fused step has no guard. Finite gradients leave finite moments, and those make bounded
-steps: the optimizer looks at the gradients, and a checkpoint is checked when it is read.
+The fused step checks nothing. Finite gradients keep moments finite and steps bounded: the optimizer
+checks the gradients, and a checkpoint is checked when it is read.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..batching import grouped
 from .base import Report, Rule, Stack, State, Step, decay_, require, require_fraction
 
 ENTRIES = ("momentum", "variance", "step")
-"""Of the state."""
+"""Keys of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class AdamWRule(Rule):
         }
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
+        """Decay and step the weights, one call per group of equal rates; see `Rule.update`."""
         for members in grouped(stacks, lambda stack: stack.step.rates).values():
             entries = [[stack.state[name] for stack in members] for name in ENTRIES]
             lists = [[s.weight for s in members], [s.grad for s in members], *entries]
@@ -58,7 +58,7 @@ class AdamWRule(Rule):
         return [{} for _ in stacks]
 
     def advance_(self, lists: Sequence[list[Tensor]], step: Step) -> None:
-        """Take PyTorch's fused step of units of one dtype and device, without a rate per unit.
+        """Run PyTorch's fused step on units of one dtype, device and rate.
 
         `lists` are weights, gradients, means, variances and step counters, one of each per unit.
         """
@@ -70,8 +70,7 @@ class AdamWRule(Rule):
             weight_decay = 0.0
         shapes = [weight.shape for weight in weights]
         if any([x.shape for x in moments] != shapes for moments in lists[2:4]):
-            raise ValueError("moments must have the shape of their weight")  # not seen by torch
-        # PyTorch would make a tensor of a number for each, and read a tensor without `alpha`.
+            raise ValueError("moments must have the shape of their weight")  # torch does not check
         taken = torch.ones((), device=counts[0].device) if active is None else active.float()
         torch._foreach_add_(counts, taken, alpha=1)
         dense = [[x.contiguous() for x in tensors] for tensors in lists[:4]]

@@ -1,8 +1,8 @@
-"""Interface of update rules: pure batched steps on stacked parameters, with their state.
+"""Interface of update rules: pure, batched steps on stacked parameters and their state.
 
 The one-process optimizer and the distributed one call the same rules through `spectral.stepping`,
-so the mathematics exists once. Routing, planning and monitoring learn about a rule from its methods
-alone. `RULES` is the registry by which configs and optimizers name rules.
+so the mathematics exists once. Routing, planning and monitoring use only a rule's methods. `RULES`
+is the registry by which configs and optimizers name rules.
 """
 
 import difflib
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
     @property
     def rates(self) -> tuple[object, object]:
-        """A key that steps with equal rates share, without reading a tensor."""
+        """A key shared by steps with equal rates, computed without reading a tensor."""
         return rate_key(self.lr), rate_key(self.weight_decay)
 
 
@@ -62,8 +62,8 @@ class Stack(NamedTuple):
 
     Attributes:
         weight: `[batch, ...]`, one row per unit.
-        grad: the gradient, or what `Rule.accumulate` made of it; may be overwritten.
-        state: of the rule.
+        grad: the gradient, or the result of `Rule.accumulate`; may be overwritten.
+        state: the rule's state.
         step: rates and predicate.
     """
 
@@ -73,25 +73,24 @@ class Stack(NamedTuple):
     step: Step
 
     def part(self, units: slice) -> "Stack":
-        """Return some units of the stack, views."""
+        """Return some units of the stack as views."""
         state = {name: value[units] for name, value in self.state.items()}
         return Stack(self.weight[units], self.grad[units], state, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """One update rule. Its fields are its hyper-parameters and double as a config section."""
+    """One update rule. Its fields are its hyper-parameters and its config section."""
 
     whole_matrix: ClassVar[bool]
-    """True: needs whole matrices `[batch, rows, cols]`. False: elementwise, any slice."""
+    """True: the rule needs whole matrices `[batch, rows, cols]`. False: it is elementwise."""
     reads_weight: ClassVar[bool] = True
     """False: a step reads the weight only to decay it and to subtract the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError or TypeError for a field that makes no sense; a subclass calls its
-        parents'."""
+        """Raise ValueError or TypeError for an invalid field; subclasses call the parent's."""
         check_fields(type(self), vars(self))
 
     @property
@@ -127,48 +126,49 @@ class Rule(ABC):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Return what `update` works on, in the buffers of `grads`; here `grads` themselves.
+        """Return the input of `update` in the buffers of `grads`; here `grads` themselves.
 
-        Elementwise, so it may run on any slice of a matrix; it reads and writes only the entries of
-        the states named in `elementwise_state`.
+        It is elementwise, so it may run on any slice of a matrix; of the states it reads and writes
+        only the entries named in `elementwise_state`.
         """
         return list(grads)
 
     @abstractmethod
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Take the second half of a step, from what `accumulate` returned.
+        """Run the second half of a step on the result of `accumulate`.
 
-        Whoever steps calls both within `torch.no_grad()`.
+        The caller runs both under `torch.no_grad()`.
 
-        Updates weights and states in place and returns figures of each stack, `[batch]` each. A
-        rule that computes its direction from norms reports `refused`, 1 for each unit whose step is
-        not sound: it keeps its weight, so a finite weight stays finite whatever `grad` and state
-        hold. An elementwise rule may rely on finite gradients, which the optimizer has seen.
+        Updates weights and states in place and returns figures `[batch]` of each stack. A rule that
+        computes its direction from norms reports `refused`, 1 for each unit whose step is not
+        sound: such a unit keeps its weight, so a finite weight stays finite for any `grad` and
+        state. An elementwise rule may rely on finite gradients, which the optimizer checks.
 
-        The stacks have one dtype, device and predicate; on a device with kernels they may be of
-        several shapes with equal shorter sides, and elsewhere a rule of matrices gets one.
+        The stacks share a dtype, device and predicate. On a device with kernels a rule of matrices
+        may get several shapes with equal shorter sides, elsewhere one stack.
         """
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step on a unit of logical `shape`, here of elementwise passes.
+        """Count the FLOPs of one step on a unit of logical `shape`; here those of elementwise
+        passes.
 
-        Placement and plans rest on it; see `costs_are_counted`.
+        Placement and plans use it; see `costs_are_counted`.
         """
         return float(ELEMENTWISE_FLOPS * prod(shape))
 
     @classmethod
     def costs_are_counted(cls) -> bool:
-        """Whether `cost` is of this rule: a rule of whole matrices does more than `Rule.cost`."""
+        """Whether `cost` counts all FLOPs: `Rule.cost` is too small for whole matrices."""
         return not cls.whole_matrix or cls.cost is not Rule.cost
 
     def radius_of(self, shape: Sequence[int]) -> float | None:
-        """Return the spectral norm to which the rule holds a `[rows, cols]` unit, None for none."""
+        """Return the spectral norm that the rule enforces on a `[rows, cols]` unit, or None."""
         return None
 
     def scale_of(self, shape: Sequence[int]) -> float | None:
         """Return the factor between learning rate and update of a `[rows, cols]` unit.
 
-        The spectral norm of an update is `lr` times this. None for a rule without such a factor.
+        The spectral norm of an update is `lr` times this. None if the rule has no such factor.
         """
         return None
 
@@ -184,9 +184,9 @@ def take_step(
     weight_decay: Rate = 0.0,
     active: Tensor | None = None,
 ) -> Report:
-    """Step one stack by `rule` in place and return its report; arguments as of `Stack`.
+    """Step one stack by `rule` in place and return its report; arguments as in `Stack`.
 
-    Raises ValueError for a rate that is a tensor of another shape than `[]`.
+    Raises ValueError for a rate that is a tensor with dimensions.
     """
     check_rates(lr, weight_decay)
     (momentum,) = rule.accumulate([grad], [state], active)
@@ -195,7 +195,7 @@ def take_step(
 
 
 def check_rates(lr: Rate, weight_decay: Rate) -> None:
-    """Raise ValueError for rates that are tensors of another shape than `[]`."""
+    """Raise ValueError for rates that are tensors with dimensions."""
     for name, rate in (("lr", lr), ("weight_decay", weight_decay)):
         if isinstance(rate, Tensor) and rate.ndim:
             raise ValueError(f"{name} must be a number or 0-d, got shape {tuple(rate.shape)}")
@@ -210,7 +210,7 @@ def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
 
 
 def class_problems(kind: type[Rule]) -> Iterator[str]:
-    """Yield what a class lacks to be a rule, each the end of a sentence that names it."""
+    """Yield the requirements of a rule that a class does not satisfy, as predicates of its name."""
     if abstract := kind.__abstractmethods__:
         yield f"must have the method {sorted(abstract)[0]}"
     if "__dataclass_fields__" not in vars(kind):
@@ -235,7 +235,7 @@ def class_problems(kind: type[Rule]) -> Iterator[str]:
 def _annotations(kind: type[Rule]) -> list[tuple[Field[Any], Any]]:
     try:
         hints = get_type_hints(kind)
-    except NameError:  # of what only type checkers import
+    except NameError:  # names that only type checkers import
         return []
     return [(field, hints[field.name]) for field in fields(kind)]
 
@@ -252,13 +252,12 @@ def require_fraction(name: str, value: float) -> None:
 
 
 def rate_key(rate: Rate) -> object:
-    """Return what equal rates have in common: the number, or the identity of the tensor."""
+    """Return the key of equal rates: the number, or the identity of the tensor."""
     return id(rate) if isinstance(rate, Tensor) else rate
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
-    """Return the rate of stacks with one each: one for all if they share it, else one per unit,
-    `[sum of batches]`."""
+    """Return the rate of all stacks: the shared rate, else one per unit `[sum of batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     pairs = zip(stacks, rates, strict=True)
@@ -274,7 +273,8 @@ def decay_(
 ) -> None:
     """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
 
-    With the `direction` that is subtracted afterwards, only where it has not the opposite sign.
+    With a `direction`, which is subtracted afterwards, decay only where it does not have the
+    opposite sign.
     """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
@@ -292,14 +292,14 @@ def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | No
     if active is not None:
         direction.masked_fill_(~_broadcast(active, direction), 0)
     if isinstance(size, Tensor):
-        # A device scalar cannot be `alpha`; `direction` is ours to scale.
+        # A device scalar cannot be `alpha`; `direction` may be overwritten.
         weight.sub_(direction.mul_(size))
     else:
         weight.sub_(direction, alpha=size)
 
 
 def _broadcast(active: Tensor, x: Tensor) -> Tensor:
-    """Shape a predicate, 0-d or `[batch]`, to broadcast over `x` `[batch, ...]`."""
+    """Reshape a predicate, 0-d or `[batch]`, to broadcast over `x` `[batch, ...]`."""
     return active.view(-1, *(1,) * (x.ndim - 1)) if active.ndim else active
 
 
@@ -317,7 +317,7 @@ def taken(active: Tensor | None, sound: Tensor) -> Tensor:
 
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and in inactive steps."""
+    """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and for inactive steps."""
     return (~sound if active is None else torch.gt(active, sound)).float()
 
 
@@ -330,14 +330,14 @@ WORDS: Final[dict[Any, str]] = {
     Tensor: "a 0-d tensor",
     NoneType: "None",
 }
-"""What messages call the types that values may have."""
+"""Names of types in error messages."""
 
 
 def check_value(name: str, annotation: Any, value: object) -> None:
-    """Raise TypeError for a value of another type than the annotation, and ValueError for one that
-    is none of its literals or a number that is not finite.
+    """Raise TypeError for a value of the wrong type, and ValueError for a value that is not one of
+    the annotation's literals or not finite.
 
-    A bool is no number, and a float no integer. Annotations of other types than `WORDS` accept all.
+    A bool is not a number, and a float is not an integer. Types outside `WORDS` accept any value.
     """
     types, literals = _accepted(annotation)
     if literals:
@@ -353,7 +353,7 @@ def check_value(name: str, annotation: Any, value: object) -> None:
 
 @cache
 def _accepted(annotation: Any) -> tuple[tuple[Any, ...], tuple[object, ...]]:
-    """Return the types that an annotation joins, and its literals, with None if it is one."""
+    """Return the types of a union and its literals, including None."""
     joined = get_origin(annotation) in (Union, UnionType)
     types = get_args(annotation) if joined else (annotation,)
     literals = [x for kind in types if get_origin(kind) is Literal for x in get_args(kind)]
@@ -377,7 +377,7 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """Return the end of a message that suggests what resembles a name, nothing if nothing does."""
+    """Return the end of a message that suggests the closest name, empty if none is close."""
     names = {str(x): x for x in known}
     close = difflib.get_close_matches(str(name), [*names], n=1)
     return f"; did you mean {names[close[0]]!r}?" if close else ""

@@ -45,7 +45,7 @@ from .base import (
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumRule(Rule):
-    """A rule of whole matrices with momentum: a subclass writes `update`, from the mean."""
+    """A rule of whole matrices with momentum; subclasses implement `update`."""
 
     whole_matrix: ClassVar[bool] = True
     elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -70,9 +70,9 @@ class MomentumRule(Rule):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Update the means and return what to step along; see `Rule.accumulate`."""
+        """Update the means and return the directions of steps; see `Rule.accumulate`."""
         means = [state["momentum"] for state in states]
-        # Without a predicate the library joins all tensors, of which there may be many small ones.
+        # Without a predicate the library handles many small tensors in one call.
         if active is not None and kernels.updates([*grads, *means]):
             from ..kernels.update import average_
 
@@ -85,7 +85,7 @@ class MomentumRule(Rule):
             for pair in cache_slices(grad, mean)
         ]
         gate = unless_all(active)
-        # All together; a CPU does all of some while they are in its cache.
+        # All at once on a GPU; a CPU finishes a few tensors while they are in its cache.
         limit = CACHE_ELEMENTS.get(grads[0].device.type)
         count = len(slices) if limit is None else max(1, limit // max(1, slices[0][0].numel()))
         for first in range(0, len(slices), count):
@@ -102,7 +102,7 @@ class MomentumRule(Rule):
 
 
 def momentum_of(rule: MomentumRule, grad: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """Return the new mean M and what a rule steps along, of one gradient `[rows, cols]`."""
+    """Return the new mean M and the direction of the step for one gradient `[rows, cols]`."""
     mu, G = rule.momentum, grad
     M = mu * state["momentum"] + (1 - mu) * G
     return M, mu * M + (1 - mu) * G if rule.nesterov else M
@@ -132,11 +132,11 @@ class MsignRule(Rule):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of msign's products, None for that of the weight."""
+        """Dtype of msign's products, None for the weight's dtype."""
         return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step: elementwise passes, and `matrix_cost` of a matrix."""
+        """Count the FLOPs of one step: elementwise passes and, for a matrix, `matrix_cost`."""
         elementwise = super().cost(shape)
         if len(shape) < 2:
             return elementwise
@@ -153,7 +153,7 @@ class MsignRule(Rule):
         return msign_cost(short, long, steps=self.steps, dtype=dtype, schedule=self.schedule)
 
     def polars(self, matrices: Sequence[Tensor]) -> list[Polar]:
-        """Return the polar factors of stacks `[batch, rows, cols]`, which are used up."""
+        """Return the polar factors of stacks `[batch, rows, cols]`, which are overwritten."""
         dtype = self.dtype or matrices[0].dtype
         polynomials = coefficients(self.schedule, self.steps, dtype)
         return polars_of([normalized_(x, dtype) for x in matrices], polynomials, dtype)
@@ -181,10 +181,10 @@ class PolarRule(MomentumRule, MsignRule):
         retraction: Tensor | None = None,
         decays: bool = False,
     ) -> Report:
-        """Do `weight -= lr scale direction`, after the decay if it `decays`.
+        """Compute `weight -= lr scale direction`, after the decay if `decays`.
 
         Units whose direction did not stay bounded, or that are not `sound` `[sum of batches]`, keep
-        their weights. All weights are multiplied by `retraction` `[sum of batches]` before. Reports
+        their weights. First all weights are multiplied by `retraction` `[sum of batches]`. Reports
         `update_rms` and `refused` of all units, `[sum of batches]`.
         """
         weights = [stack.weight for stack in stacks]
@@ -210,7 +210,7 @@ class PolarRule(MomentumRule, MsignRule):
         return {"update_rms": rms, "refused": refused(active, sound)}
 
     def _scales(self, weights: Sequence[Tensor]) -> list[float]:
-        """Return what `lr` times the direction is multiplied by, of each stack."""
+        """Return the scale of each stack's update."""
         return [self.update_scale(w.shape[1:]) for w in weights]
 
     def _update_by_kernel(
@@ -243,7 +243,7 @@ class PolarRule(MomentumRule, MsignRule):
         return concat(squares).sqrt()
 
     def _update(self, stack: Stack, polar: Polar, gate: Tensor, *, decays: bool) -> Tensor:
-        """Update one stack by the library and return the directions' norms `[batch]`."""
+        """Update one stack without kernels and return the directions' norms `[batch]`."""
         lr, weight_decay, _ = stack.step
         scale = self.update_scale(stack.weight.shape[1:])
         norms, first = [], 0
@@ -262,7 +262,7 @@ class PolarRule(MomentumRule, MsignRule):
         return self.update_scale(shape)
 
     def update_scale(self, shape: Sequence[int]) -> float:
-        """Return what `lr` times the direction is multiplied by, for a `shape` `[rows, cols]`."""
+        """Return the factor of `lr` times the direction for a `shape` `[rows, cols]`."""
         return self.scale_factor * SCALES[self.scale](*shape)
 
 
@@ -285,7 +285,7 @@ class MuonRule(PolarRule):
 
         Reports `update_rms` and `refused`.
         """
-        momenta = [stack.grad for stack in stacks]  # what `accumulate` has made of gradients
+        momenta = [stack.grad for stack in stacks]  # the result of `accumulate`
         report = self.apply(stacks, self.polars(momenta), decays=True)
         return split_report(report, stacks)
 
@@ -314,7 +314,7 @@ def reference(
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
     """
     W = weight
-    M, B = momentum_of(rule, grad, state)  # B: with Nesterov's look ahead
+    M, B = momentum_of(rule, grad, state)  # B: with Nesterov's look-ahead
     Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
     D = rule.update_scale(W.shape) * Phi
     decays = W * D >= 0 if rule.cautious_decay else torch.ones_like(W)

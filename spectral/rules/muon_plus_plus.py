@@ -53,7 +53,7 @@ class MuonPlusPlusRule(RadiusRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.dual_solver()  # which refuses what makes no sense
+        self.dual_solver()  # which refuses invalid fields
         threshold = self.correlation_threshold
         require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")
         require(
@@ -68,7 +68,7 @@ class MuonPlusPlusRule(RadiusRule):
         return super().settings() | {"tolerance": tolerance}
 
     def init_state(self, weight: Tensor) -> State:
-        """Create momentum, the two largest singular pairs, rho, and whether it has rescaled.
+        """Create the momentum, the two largest singular pairs, rho, and a flag of past rescaling.
 
         The last two are `[batch]`.
         """
@@ -81,7 +81,7 @@ class MuonPlusPlusRule(RadiusRule):
         return state
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, step along the projected or tangent direction; see `Rule.update`.
+        """Decay, then step along the projected or tangent direction; see `Rule.update`.
 
         Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is
         (sigma_1 - sigma_2) / sigma_1 before the update; gap_exceeded is 1 where the step is longer
@@ -126,7 +126,7 @@ class MuonPlusPlusRule(RadiusRule):
         """Refresh both singular pairs; reports sigma, radius, gap and gap_exceeded.
 
         Also returns whether each unit is sound `[batch]`: the squares of its norm and of its cached
-        vectors are finite. One that is not forgets its vectors.
+        vectors are finite. The vectors of an unsound unit are reset.
         """
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)
         second, second_u, second_v = self.competitor(weight, (sigma, u, v), state)
@@ -158,7 +158,7 @@ class MuonPlusPlusRule(RadiusRule):
         return self.solver(self.tolerance, max_evaluations=self.max_evaluations)
 
     def solve(self, stack: Stack) -> tuple[Polar, Report]:
-        """Find D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and figures of the solve.
+        """Return D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and figures of the solve.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
@@ -184,7 +184,7 @@ class MuonPlusPlusRule(RadiusRule):
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, active: Tensor | None) -> Report:
-        """Report the `correlation` of the updated weight; with correlation_rescale rescale once."""
+        """Report the updated weight's `correlation`; with correlation_rescale, rescale once."""
         rows, cols = weight.shape[-2:]
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:

@@ -51,18 +51,17 @@ class RadiusRule(PolarRule):
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
-        """Return the solver for tangent directions; `options` are those that do not say how msign
-        is computed."""
+        """Return the solver for tangent directions; the rule provides msign's options."""
         options |= {"schedule": self.schedule, "steps": self.steps, "dtype": self.dtype}
         return Solver(tolerance=self.accepted(tolerance), **options)
 
     def problem(self, stack: Stack) -> TangentProblem:
-        """Return what to solve for the units of a stack, whose gradient is used up."""
+        """Return the tangent problem of a stack, whose gradient is overwritten."""
         grad = normalized_(stack.grad, torch.promote_types(stack.grad.dtype, torch.float32))
         return TangentProblem(grad, stack.state["u"], stack.state["v"])
 
     def solver_cost(self, short: int, long: int, evaluations: float) -> float:
-        """Count the FLOPs of a solve with so many `evaluations` of msign."""
+        """Count the FLOPs of a solve with `evaluations` evaluations of msign."""
         msign, dtype = self.msign_cost(short, long), self.dtype or torch.float32
         return tangent_cost(short, long, evaluations=evaluations, msign=msign, dtype=dtype)
 
@@ -100,7 +99,7 @@ class MuonSphereRule(RadiusRule):
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`.
 
-        And nearby `[batch, NEARBY, shorter side]`, which the first step fills.
+        Also nearby `[batch, NEARBY, shorter side]`, which the first step fills.
         """
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())
@@ -126,12 +125,12 @@ class MuonSphereRule(RadiusRule):
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK)
 
     def track(self, stacks: Sequence[Stack]) -> tuple[Report, Tensor, Tensor]:
-        """Decay, refresh u, v and nearby, and find the way to the sphere.
+        """Decay, refresh u, v and nearby, and compute the retraction to the sphere.
 
         All figures are `[sum of batches]`. Reports `sigma` and `radius`. Also returns whether each
-        unit is sound, which is that the squares of its norm and of its cached vectors are finite,
-        and the factor that retracts its weight. A unit that is not sound stays where it is, with
-        the factor 1, and forgets its vectors, so that its next step starts cold.
+        unit is sound (the squares of its norm and of its cached vectors are finite) and the factor
+        that retracts its weight. An unsound unit keeps its weight (factor 1), and its vectors are
+        reset, so its next step starts cold.
         """
         for stack in stacks:
             decay_(stack.weight, *stack.step)
@@ -172,7 +171,7 @@ class MuonSphereRule(RadiusRule):
 
 
 def _vectors(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the singular vectors of the shorter and of the longer side, and the nearby ones."""
+    """Return the singular vectors of the shorter and the longer side, and the nearby vectors."""
     u, v, nearby = (stack.state[name] for name in ("u", "v", "nearby"))
     return (v, u, nearby) if is_tall(stack.weight) else (u, v, nearby)
 

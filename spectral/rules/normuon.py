@@ -1,4 +1,4 @@
-"""NorMuon: Muon with a second moment of each neuron's part of the update.
+"""NorMuon: Muon with a second moment per neuron of the update.
 
 Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
 msign(M) have very different norms; dividing them by the roots of their mean squares evens out the
@@ -20,7 +20,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class NorMuonRule(MuonRule):
-    """Muon whose update's rows are divided by the roots of means of their squares."""
+    """Muon; each row of the update is divided by its root mean square over steps."""
 
     beta2: float = 0.95
     """Decay of the mean square of a row of the update, in [0, 1)."""
@@ -34,13 +34,13 @@ class NorMuonRule(MuonRule):
         return super().init_state(weight) | {"square": weight.new_zeros(weight.shape[:2])}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along the rows of msign(momentum), evened out; see `Rule.update`."""
+        """Decay, then step along msign(momentum) with normalized rows; see `Rule.update`."""
         polars = self.polars([stack.grad for stack in stacks])
         even = [self._even(stack, polar) for stack, polar in zip(stacks, polars, strict=True)]
         return split_report(self.apply(stacks, even, decays=True), stacks)
 
     def _even(self, stack: Stack, polar: Polar) -> Polar:
-        """Keep the mean squares of a stack that takes its step; return its direction."""
+        """Update the mean squares of a stack and return its normalized direction."""
         direction = polar.direction.to(stack.state["square"].dtype)
         square = stack.state["square"].view(*direction.shape[:2], -1)
         mean = torch.lerp(square, self.squares(direction), 1 - self.beta2)
@@ -53,11 +53,11 @@ class NorMuonRule(MuonRule):
         return Polar(divided.mul_(size[:, None, None]), bounded)
 
     def squares(self, direction: Tensor) -> Tensor:
-        """Return whose means the direction `[batch, rows, cols]` is divided by the roots of."""
+        """Return the squares of `direction` `[batch, rows, cols]` that are averaged over steps."""
         return direction.square().mean(-1, keepdim=True)
 
     def norm_of(self, direction: Tensor) -> Tensor:
-        """Return the Frobenius norms `[batch]` that directions are given."""
+        """Return the Frobenius norms `[batch]` of the normalized directions."""
         norm: Tensor = torch.linalg.vector_norm(direction, dim=(1, 2))
         return norm
 

@@ -49,7 +49,7 @@ class SpectralDescentRule(MsignRule):
         weight, momentum, _, (lr, weight_decay, active) = stack
         direction, sound = self.direction(momentum)
         dual_norm = (momentum * direction).flatten(1).sum(1)
-        # The step is as long as the gradient is large: its norm must be a number.
+        # The step is proportional to the gradient, so the norm must be finite.
         norm = dual_norm.abs() * torch.linalg.vector_norm(direction.flatten(1), dim=1)
         sound = sound & norm.isfinite()
         direction.mul_(dual_norm.view(-1, *(1,) * (weight.ndim - 1)))

@@ -19,7 +19,7 @@ from .muon_sphere import MuonSphereRule, retracted
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
-"""Mean msign evaluations of a solve to 2e-4 that stops early, for the cost."""
+"""Mean msign evaluations of an early-exit solve to 2e-4, for `cost`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class SpectralSphereRule(MuonSphereRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.solver_on(torch.device("cpu"))  # which refuses what makes no sense
+        self.solver_on(torch.device("cpu"))  # which refuses invalid fields
 
     @property
     def waiting_field(self) -> str | None:
@@ -75,7 +75,7 @@ class SpectralSphereRule(MuonSphereRule):
         return self.track_cost(short, long) + self.solver_cost(short, long, evaluations)
 
     def solver_on(self, device: torch.device) -> Solver:
-        """Return the solver for a device, with what acts instead of each null."""
+        """Return the solver for a device, with the value of each null filled in."""
         early = device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else None
         return self.solver(
