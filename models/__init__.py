@@ -1,6 +1,6 @@
-"""What is trained: model families from megatron-core blocks, and the units of their weights.
+"""Models: families built from megatron-core blocks, and the units of their weights.
 
-Optimizers, checkpoints and process groups of a run are not known here. Start with families.py, the
-table of families; units.py and decoder_units.py declare which matrices a model has, without the
-engine; dense.py, gemma2.py and moe.py build it.
+Nothing here depends on the optimizers, checkpoints or process groups of a run. Start with
+families.py, the table of families; units.py and decoder_units.py declare the matrices of a model
+without the engine; dense.py, gemma2.py and moe.py build it.
 """

@@ -1,4 +1,4 @@
-"""The model section of a run config: the shape of a model and how it is initialised."""
+"""The model section of a run config: the shape and initialisation of a model."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -26,14 +26,14 @@ Rows = Annotated[int, Field(ge=1, le=1 << 26)]
 Parts = Annotated[int, Field(ge=1, le=1 << 14)]
 
 MOST_IN_ALL_LAYERS: Final = 1 << 18
-"""Heads, and experts, of all layers together, each of which has separate matrices."""
+"""Largest total number of heads, and of experts, over all layers; all have separate matrices."""
 
 
 LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")
 
 
 class InitConfig(Section):
-    """How weights are initialised."""
+    """Initialisation of weights."""
 
     std: Positive | None = 0.02
     """Standard deviation of the normal draw of every matrix; null = the deviation of spectral muP,
@@ -41,21 +41,21 @@ class InitConfig(Section):
     spectral: bool = True
     """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
-    """Formula of the spectral norm that matrices begin with; see docs/spectral.md."""
+    """Formula of the initial spectral norm of matrices; see docs/spectral.md."""
     radius_scaler: Positive = 1.0
     """Factor on the radius, the paper's c."""
     depth_scaled: bool = False
-    """Divide the std of residual outputs as `depth_scaling` says; has no effect with `spectral`."""
+    """Divide the std of residual outputs as in `depth_scaling`; has no effect with `spectral`."""
     depth_scaling: Literal["layers", "layer"] = "layers"
     """layers: o and down by sqrt(2 * layers); layer: o, up and down of layer l, counted from 0, by
-    sqrt(2 * (l + 1)), as the PC paper."""
+    sqrt(2 * (l + 1)), as in the PC paper."""
     embedding_std: Positive = 0.02
     """Standard deviation of the embedding rows."""
     head_std: AtLeast0 = 0.02
     """Standard deviation of the output head rows."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that no key goes without effect."""
+        """Check that every key has an effect."""
         if self.spectral:
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
@@ -64,7 +64,7 @@ class InitConfig(Section):
 
 
 class MoEConfig(Section):
-    """Which layers are mixtures of experts, and how tokens are routed to them."""
+    """Mixture-of-experts layers and their routing."""
 
     experts: Parts
     """Number of routed experts in a layer."""
@@ -77,21 +77,21 @@ class MoEConfig(Section):
     shared_gate: bool = False
     """Scale the shared experts' output by a learned sigmoid score of the token."""
     dense_layers: Whole = 0
-    """Number of first layers with a dense feed-forward block of width `ffn` instead of experts."""
+    """Number of first layers whose feed-forward block is dense, of width `ffn`, without experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """Score function of the router; the scores of the chosen experts are scaled to sum to 1."""
     expert_groups: Parts = 1
     """Number of equal groups of experts; a token's experts come from its best `top_groups`."""
     top_groups: Parts = 1
-    """Groups that a token may use: those with the largest sum of their `top_k / top_groups` best
-    scores."""
+    """Groups that a token may use: the groups with the largest sum of their `top_k / top_groups`
+    best scores."""
     routed_scale: Positive | None = None
-    """Factor on the sum of routed experts; null = the SSO paper's factor, which matches variances.
+    """Factor of the sum of routed experts; null = the SSO paper's factor, which matches variances.
     """
     expert_bias: bool = True
-    """Balance the load without a loss, by a bias on the scores that choose experts."""
+    """Balance the load without a loss, by a bias added to the scores that choose experts."""
     expert_bias_rate: AtLeast0 = 1e-3
-    """Change of an expert's bias, up or down, in an optimizer step."""
+    """Change of an expert's bias, up or down, per optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
     """Coefficient of the load-balancing loss over each sequence; 0 = none."""
     global_aux_loss: AtLeast0 = 0.0
@@ -100,11 +100,11 @@ class MoEConfig(Section):
     z_loss: AtLeast0 = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
-    """How the experts of a rank are multiplied: sequential: one by one; grouped: in grouped matrix
-    products; auto: grouped for bf16 on GPUs. Checkpoints are the same."""
+    """Products of a rank's experts: sequential: one by one; grouped: in grouped matrix products;
+    auto: grouped for bf16 on GPUs. Checkpoints are the same."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the experts and the routing by themselves."""
+        """Check the keys of experts and routing against each other."""
         groups, used, experts = self.expert_groups, self.top_groups, self.experts
         yield "expert_groups", experts % groups, f"must divide experts = {experts}"
         yield "top_groups", used > groups, f"must be at most expert_groups = {groups}"
@@ -123,20 +123,19 @@ class LatentConfig(Section):
     """Multi-head latent attention: queries, keys and values are computed from narrow latents."""
 
     query_rank: Size | None = None
-    """Width of the query latent; null computes queries from the residual stream itself."""
+    """Width of the query latent; null computes queries directly from the residual stream."""
     kv_rank: Size
     """Width of the latent of keys and values."""
     nope_head_dim: Size
     """Size of the part of a query or key head that is not rotated by positions."""
     rope_head_dim: Annotated[Size, Field(multiple_of=2)]
-    """Size of the part with rotary positions, which all heads share in keys."""
+    """Size of the part with rotary positions; in keys all heads share this part."""
     value_head_dim: Size
     """Size of a value head."""
 
 
 class RopeScalingConfig(Section):
-    """How the rotary frequencies of a model are changed for longer sequences than those that it was
-    first trained on."""
+    """Change of rotary frequencies for sequences longer than those of the first training."""
 
     kind: Literal["linear", "llama3", "yarn"]
     """linear: divide all frequencies by `factor`; llama3: divide slow frequencies, as in Llama 3.1
@@ -146,20 +145,20 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Count | None = None
     """Length of the sequences of the first training, in tokens; null with linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies with fewer turns than this over that length are slow; else null."""
+    """llama3: frequencies with fewer turns than this over that length are slow; otherwise null."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies with more turns than this are unchanged; else null."""
+    """llama3: frequencies with more turns than this are unchanged; otherwise null."""
     beta_slow: Positive = 1.0
     """yarn: frequencies with fewer turns than this over that length are slow."""
     beta_fast: Positive = 32.0
     """yarn: frequencies with more turns than this are unchanged."""
     truncate: bool = True
-    """yarn: whether the dimensions between which frequencies become slow are rounded."""
+    """yarn: round the boundaries of the dimensions between which frequencies become slow."""
     attention_factor: Positive | None = None
-    """yarn: factor on rotated queries and on rotated keys; null = 0.1 ln(factor) + 1."""
+    """yarn: factor of rotated queries and of rotated keys; null = 0.1 ln(factor) + 1."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that the kind's keys are there, and no others."""
+        """Check that exactly the keys of the kind are given."""
         kinds: dict[str, tuple[str, ...]] = dict.fromkeys(LLAMA3_KEYS, ("llama3",))
         kinds["original_max_position_embeddings"] = "llama3", "yarn"
         for key, needed in kinds.items():
@@ -177,14 +176,14 @@ class RopeScalingConfig(Section):
 
     @property
     def turned_scale(self) -> float:
-        """Factor on rotated queries, and on rotated keys."""
+        """Factor of rotated queries and of rotated keys."""
         if self.kind != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * log(self.factor) + 1.0
 
 
 class ModelConfig(Section):
-    """The shape of a model, and what its family leaves to the config."""
+    """The shape of a model, and the choices that its family leaves to the config."""
 
     family: str = "llama"
     """Model family; docs/models.md lists them."""
@@ -210,15 +209,15 @@ class ModelConfig(Section):
     vocab_multiple: Rows = 128
     """Embedding and head rows are padded up to a multiple of this."""
     tie_embeddings: bool = False
-    """Whether the output head is the embedding itself, one matrix of role embedding: optimizer.head
-    and init.head_std have no effect then."""
+    """Use the embedding as the output head: one matrix of role embedding; optimizer.head and
+    init.head_std then have no effect."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScalingConfig | None = None
     """Change of the rotary frequencies; null = none. Not for families with latent attention."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Linear layers of attention with biases: qkv: queries, keys and values, as in Qwen2; all: the
-    output too. Biases begin at 0."""
+    """Linear layers of attention with biases: qkv: queries, keys and values, as in Qwen2; all: also
+    the output. Biases begin at 0."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
@@ -232,20 +231,19 @@ class ModelConfig(Section):
     """Tokens that a token attends to in layers 0, 2, 4, ..., itself included; null = all previous
     tokens. Only some families use it."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, for families that have it; null = none."""
+    """Multi-head latent attention, for families with it; null = none."""
     moe: MoEConfig | None = None
-    """Mixture-of-experts layers, for families that have them; null = none."""
+    """Mixture-of-experts layers, for families with them; null = none."""
     init: InitConfig = InitConfig()
-    """How weights are initialised."""
+    """Initialisation of weights."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """Library of attention and linear layers: PyTorch, or Transformer Engine if it is installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel of the sdpa attention: auto: a kernel of PyTorch; the others: FlashAttention's
-    packages of these names, in bf16 on GPUs, which auto does not choose because they were not
-    timed."""
+    """Kernel of the sdpa attention: auto: a kernel of PyTorch; otherwise the FlashAttention package
+    of that name, in bf16 on GPUs, which auto does not choose because it was not timed."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the shape, whatever family has it."""
+        """Check the shape for any family."""
         heads, moe = self.heads, self.moe
         for key, count in (("heads", heads), ("moe.experts", 0 if moe is None else moe.experts)):
             rule = f"times model.layers must be at most {MOST_IN_ALL_LAYERS}"
@@ -274,12 +272,12 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value heads, the default filled in."""
+        """Number of key/value heads, with the default filled in."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """Size of one query and key head, the default filled in."""
+        """Size of one query and key head, with the default filled in."""
         if self.latent is not None:
             return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
@@ -291,11 +289,11 @@ class ModelConfig(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Size of the part of a head that is rotated by its position."""
+        """Size of the part of a head with rotary positions."""
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     def mixture(self, layer: int) -> MoEConfig | None:
-        """The experts of layer `layer`, None if its feed-forward block is dense."""
+        """The config of layer `layer`'s experts, None if its feed-forward block is dense."""
         return None if self.moe is None or layer < self.moe.dense_layers else self.moe
 
     @property
@@ -309,7 +307,7 @@ class ModelConfig(Section):
         return self.attention_softcap is not None or self.sliding_window is not None
 
     def window(self, layer: int) -> int | None:
-        """The tokens that a token attends to in layer `layer`, None for all before it."""
+        """Number of tokens that a token attends to in layer `layer`, None for all before it."""
         return None if layer % 2 else self.sliding_window
 
     @property
@@ -324,7 +322,7 @@ Score = Literal["sigmoid", "softmax"]
 
 
 def scale_of(moe: MoEConfig) -> float:
-    """Return the factor on the sum of routed experts, the paper's where the config has null."""
+    """Return the factor of the sum of routed experts; null in the config means the paper's."""
     if moe.routed_scale is None:
         return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
     return moe.routed_scale
@@ -336,9 +334,9 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "
 
     With y = sum_shared e + M sum_topk g e and equal, independent expert outputs, M is the mean of
     sqrt(shared) / sqrt(sum g^2) over gates g made from N(0, 1) logits ("Controlled LLM Training on
-    Spectral Sphere", Listing 1): 1.998 for sigmoid scores, 4 of 64 experts and 1 shared. It is
-    simulated with 20,000 draws and rounded to 3 decimals, about its error. Without shared experts
-    there is nothing to match and it is 1.
+    Spectral Sphere", Listing 1): 1.998 for sigmoid scores, 4 of 64 experts and 1 shared. M is
+    simulated with 20,000 draws and rounded to 3 decimals, about its error. Without shared experts M
+    is 1.
     """
     if shared_experts == 0:
         return 1.0
@@ -346,6 +344,6 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "
     logits = torch.randn(20_000, experts, generator=generator, dtype=torch.float64)
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
     gates = scores.topk(top_k, dim=1).values
-    if top_k > 1:  # a single one keeps its score
+    if top_k > 1:  # a single expert keeps its score
         gates /= gates.sum(dim=1, keepdim=True)
     return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)

@@ -1,4 +1,4 @@
-"""The units of a decoder, from its config alone: no engine, no process group, no memory."""
+"""The units of a decoder, declared from its config without engine, process groups or memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ from models.units import (
 def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list[Unit]:
     """Return the router, the routed and the shared experts of layer `layer` on one rank.
 
-    Each expert is a gated feed-forward block of its own, named by its index in the whole layer,
-    whatever rank holds it. Every expert-parallel rank holds as many neighbouring experts.
+    Each expert is a separate gated feed-forward block, named by its index in the whole layer on any
+    rank. Every expert-parallel rank holds equally many consecutive experts.
     """
     prefix = f"layers.{layer}."
     units = []
@@ -52,9 +52,9 @@ def moved(
     kind: str,
     domain: Literal["dense", "expert"],
 ) -> list[Unit]:
-    """Return the units of a layer's gated block as those of the block `place` of that layer.
+    """Rename the units of a layer's gated block to units of the block `place` of that layer.
 
-    Names get `place` after the layer's `prefix`, roles get `kind` in front.
+    `place` is inserted in names after the layer's `prefix`, and `kind` is prepended to roles.
     """
     new = f"{prefix}{place}."
     return [
@@ -75,9 +75,9 @@ def attention_units(
 ) -> list[Unit]:
     """Return the q, k, v and o units of layer `layer` on one rank.
 
-    Megatron's fused weight has a part for each key head: its query heads, the key head, the value
-    head. With `model.qk_norm` there are also the gains `[head_size]`, one of all query heads and
-    one of all key heads. Raises ValueError for `qkv_units` that are not in QKVUnits.
+    Megatron's fused weight consists of one part per key head: its query heads, the key head, the
+    value head. With `model.qk_norm` there are also two gains `[head_size]`, one for all query heads
+    and one for all key heads. Raises ValueError for `qkv_units` that are not in QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
@@ -107,9 +107,9 @@ def latent_attention_units(
 
     Matrices into a latent (q_a, kv_a) are whole on every tensor-parallel rank: they are small, and
     ranks then exchange latents instead of the residual stream. Matrices out of a latent are cut by
-    heads: each head's part of q_b is a unit, and its keys' and its values' parts of kv_b are two. A
-    head has separate keys, so the `qkv_units` group and head are the same. Raises ValueError for
-    `qkv_units` that are not in QKVUnits.
+    heads: each head's part of q_b is one unit, and its parts of kv_b for keys and values are two.
+    Every head has separate keys, so the `qkv_units` group and head are the same. Raises ValueError
+    for `qkv_units` that are not in QKVUnits.
     """
     latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
     assert latent is not None

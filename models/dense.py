@@ -1,9 +1,9 @@
 """The builder of the dense families: a pre-norm decoder with RMSNorm, rotary positions,
 grouped-query attention with or without query-key norms, and a feed-forward block.
 
-`transformer_config` is Megatron's config of a model, `build` makes the Megatron model, and
-`parameter_names` says which of its tensors is which parameter that models/decoder_units.py
-declares. Every builder that a family names has these three.
+`transformer_config` returns Megatron's config of a model, `build` creates the Megatron model, and
+`parameter_names` maps its tensors to the parameters declared in models/decoder_units.py. Every
+builder of a family has these three functions.
 """
 
 import re
@@ -93,8 +93,8 @@ def transformer_config(
     recompute: Recompute = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's config of this model: it draws no weights, and fusions of Apex or
-    Transformer Engine are off."""
+    """Return Megatron's config of this model, without initial weights and without fusions of Apex
+    or Transformer Engine."""
     scalar, virtual = model.query_pre_attn_scalar, layout.virtual_pipeline
     return TransformerConfig(
         num_layers=model.layers,
@@ -132,10 +132,10 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
-        # Batched sends between the same two ranks swap activations and gradients when the
-        # interleaved schedule runs on two stages, so it uses separate, overlapped ones.
+        # With batched sends between the same two ranks, the interleaved schedule on two stages
+        # swaps activations and gradients, so it uses separate, overlapped sends.
         batch_p2p_comm=virtual == 1,
-        # A device-wide wait after each send, against a fault of NCCL that is long mended.
+        # This would wait for the device after each send because of an old NCCL bug that is fixed.
         batch_p2p_sync=False,
         overlap_p2p_comm=virtual > 1,
         deallocate_pipeline_outputs=False,
@@ -150,10 +150,11 @@ def layer_spec(
     core_attention: Any = None,
     row_linear: type[RowParallelLinear] = RowParallelLinear,
 ) -> ModuleSpec:
-    """Return the spec of a layer of Megatron's own linears around our RMSNorm and core attention.
+    """Return the spec of a layer with Megatron's linears and this project's RMSNorm and core
+    attention.
 
-    `core_attention` None is that of `model.attention_kernel`; `row_linear` is the last linear of
-    attention and of the feed-forward block.
+    `core_attention` None means the one of `model.attention_kernel`; `row_linear` is the last linear
+    of attention and of the feed-forward block.
     """
     if model.latent is None:
         core = core_attention or plain_attention(model)
@@ -210,7 +211,7 @@ def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlock
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the Megatron model of a chunk; `options` are `assemble`'s."""
+    """Return the Megatron model of a chunk; `options` are as for `assemble`."""
     return assemble(model, config, block_spec(model, len(chunk.layers)), chunk, **options)
 
 
@@ -224,8 +225,7 @@ def assemble(
     virtual_stage: int | None = None,
     **loss: Any,
 ) -> GPTModel:
-    """Return the Megatron model of a chunk whose layers are those of `spec`, its weights not
-    initialised.
+    """Return the Megatron model of a chunk with the layers of `spec`, without initial weights.
 
     Args:
         sequence_length: the longest sequence.
@@ -255,7 +255,7 @@ def assemble(
             tp_group=built.pg_collection.tp,
         )
         built.setup_embeddings_and_output_layer()
-    if model.attention_backend != "sdpa":  # whose attention takes the engine's own angles
+    if model.attention_backend != "sdpa":  # its attention uses the engine's own angles
         return built
     built.rotary_pos_emb = RotaryEmbedding(
         kv_channels=model.rotary_size,
@@ -269,7 +269,7 @@ def assemble(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Return the declared name of each parameter of a chunk, by its name in Megatron's model.
+    """Map the names of a chunk's parameters in Megatron's model to declared names.
 
     Raises ValueError for a parameter that is not in the dense families.
     """

@@ -1,7 +1,7 @@
-"""The installed engine: what differs between releases of megatron-core, and what Triton needs.
+"""The installed engine: differences between releases of megatron-core, and Triton's requirements.
 
-The engine is asked, not its number. The releases from the first to the last of `TESTED` are used as
-they are. An older one is refused, a newer one used with a warning.
+Features are detected, not derived from the version. Releases within `TESTED` are used silently. An
+older release is refused, a newer one is used with a warning.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from packaging.version import Version
 from torch import Tensor
 
 TESTED: Final = ("0.16.1", "0.19.2")
-"""Oldest and newest release that the tests run with."""
+"""Oldest and newest tested release."""
 
 ADVISERS: Final = (
     "models.gpt.gpt_model",
     "transformer.transformer_layer",
 )
-"""Modules of the engine that log advice."""
+"""Modules of the engine that log advice to users."""
 
 
 class EngineError(RuntimeError):
@@ -41,7 +41,7 @@ class EngineError(RuntimeError):
 def engine_version() -> str:
     """Return the version of megatron-core; raises EngineError if it is not installed.
 
-    Without the suffix that newer releases take from the git checkout they are used in.
+    The suffix that newer releases take from the surrounding git checkout is removed.
     """
     try:
         return Version(importlib.import_module("megatron.core.package_info").__version__).public
@@ -52,7 +52,7 @@ def engine_version() -> str:
 
 
 def check_engine() -> str | None:
-    """Return what to say of a release that is newer than the tested ones, None for a tested one.
+    """Return a warning for a release that is newer than the tested ones, else None.
 
     Raises EngineError for a release that is too old.
     """
@@ -66,14 +66,14 @@ def check_engine() -> str | None:
 
 
 def import_engine() -> None:
-    """Import megatron-core, quietly and in two thirds of the time: call it before what imports it.
+    """Import megatron-core, silently and in two thirds of the time; call it before other imports of
+    it.
 
-    From here on its import's warnings of optional packages that are missing are silenced, and
-    the word of PyTorch's builds for CUDA on where a CUDA toolkit lies if the machine has no GPU,
-    such as a login node, and that of newer torch on collectives that the engine calls by an older
-    name. Functions that the engine compiles are compiled at their first call: at import that would
-    load the compiler, for functions that most models never call. Raises EngineError if the engine
-    is not installed.
+    It silences warnings about missing optional packages, the message of PyTorch's CUDA builds about
+    a missing CUDA toolkit on machines without a GPU (such as a login node), and newer torch's
+    warning about collectives that the engine calls by older names. Functions that the engine
+    compiles are compiled at their first call: compiling at import would load the compiler for
+    functions that most models never call. Raises EngineError if the engine is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     older = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
@@ -88,10 +88,10 @@ def import_engine() -> None:
 
 
 def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `compiler`, which is torch.compile, for functions that it is to compile later.
+    """Return a variant of `compiler` (torch.compile) that compiles functions at their first call.
 
-    They are compiled when they are called first, unless a compiled function calls them, of which
-    they become a part. Everything else is compiled at once.
+    If a compiled function calls them first, they become a part of it. Other objects are compiled
+    immediately.
     """
 
     def compile_later(model: Any = None, **options: Any) -> Any:
@@ -113,9 +113,9 @@ def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Context in which the engine gives no advice on how it should be used.
+    """Suppress the engine's advice on its use within a context.
 
-    Newer releases tell users to take another model class.
+    Newer releases tell users to use another model class.
     """
     loggers = [logging.getLogger(f"megatron.core.{name}") for name in ADVISERS]
     before = [logger.level for logger in loggers]
@@ -129,11 +129,11 @@ def without_advice() -> Iterator[None]:
 
 
 def take_losses() -> dict[str, Tensor]:
-    """Return what the engine has noted of each balancing loss `[layers]`, and clear its notes."""
+    """Return the engine's record of each balancing loss `[layers]`, and clear it."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        # Its own clear() would keep rooms for the layers of the model that noted first.
+        # Its clear() would keep entries for the layers of the first model.
         notes: Any = get_moe_metrics_tracker().metrics
         taken = {name: entry.values.clone() for name, entry in notes.items()}
     except ImportError:
@@ -150,7 +150,7 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return what is missing to compile a module of Python as Triton does, None if nothing."""
+    """Return what is missing for Triton to compile a Python extension, None if nothing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

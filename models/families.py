@@ -1,7 +1,7 @@
 """The model families: their parts, the code that builds them, and the sizes of their models.
 
-A family is one record of `FAMILIES`; no other file names families. A record knows nothing of the
-engine: its builder, which does, is imported when a model is first asked for, not when a config is
+A family is one record of `FAMILIES`; no other file names families. Records do not depend on the
+engine: their builders, which do, are imported when a model is first built, not when a config is
 read.
 """
 
@@ -38,42 +38,41 @@ class Family:
     """One model family."""
 
     name: str
-    """Its name in `model.family`."""
+    """The family's name in `model.family`."""
     about: str
-    """What sets it apart, for docs/models.md."""
+    """Description for docs/models.md."""
     builder: str = "models.dense"
     """Module with the functions `transformer_config`, `build` and `parameter_names`; see
     models/dense.py."""
     same_layers_as: str | None = None
-    """The family whose layers it has, shaped otherwise; null if its layers are its own."""
+    """The family with the same layers in another shape; null if there is none."""
     activation: str | None = "swiglu"
-    """The feed-forward block that all its models have, None if `model.activation` decides."""
+    """The feed-forward block of all models of the family, None if `model.activation` decides."""
     qk_norm: bool | None = False
-    """Whether its query and key heads are normalised, None if `model.qk_norm` decides."""
+    """Whether query and key heads are normalised, None if `model.qk_norm` decides."""
     mixture: bool = False
-    """Whether its layers are mixtures of experts."""
+    """Whether the layers are mixtures of experts."""
     latent: bool = False
-    """Whether its attention is multi-head latent attention."""
+    """Whether attention is multi-head latent attention."""
     zero_centered_gains: bool = False
-    """Whether norms multiply by 1 + gain, with gains that begin at 0, instead of by gains that
-    begin at 1."""
+    """Whether norms multiply by 1 + gain (initially 0) instead of by the gain (initially 1)."""
     post_norms: bool = False
-    """Whether the outputs of attention and of the feed-forward block are normalised too."""
+    """Whether the outputs of attention and of the feed-forward block are also normalised."""
     scaled_embedding: bool = False
     """Whether the embedding is multiplied by the square root of the width."""
     attention_bias: bool = True
-    """Whether `model.attention_bias` may be other than none."""
+    """Whether `model.attention_bias` may differ from none."""
     keys: tuple[str, ...] = ()
-    """The keys of `OWN_KEYS` that its models may set."""
+    """The keys of `OWN_KEYS` that models of the family may set."""
     attention_backends: tuple[str, ...] = ("sdpa", "transformer_engine")
-    """What `model.attention_backend` may be."""
+    """Allowed values of `model.attention_backend`."""
     hugging_face: tuple[Architecture, ...] = ()
-    """Classes of transformers that compute some of its models; none: it cannot be exported."""
+    """Classes of transformers that compute models of the family; empty: no export."""
     limits: Callable[[ModelConfig], Iterable[Check]] = lambda model: ()
-    """Checks what else of a model the family cannot have."""
+    """Further checks of a model's settings."""
 
     def checks(self, model: ModelConfig) -> Iterator[Check]:
-        """Check what of `model` does not belong to the family."""
+        """Check that the settings of `model` belong to the family."""
         of, backends = f"for family {self.name}", self.attention_backends
         for key, required in (("qk_norm", self.qk_norm), ("activation", self.activation)):
             other = required not in (None, getattr(model, key))
@@ -102,8 +101,8 @@ class Family:
         head: bool = True,
         **split: Any,
     ) -> list[Unit]:
-        """Return the units of some layers, the embedding and the head, each if it is there too;
-        `split` are the fields of `Split`."""
+        """Return the units of some layers, and of the embedding and the head if present; `split`
+        are the fields of `Split`."""
         chunk = ChunkSpec(tuple(layers), embedding, head)
         gain_start = 0.0 if self.zero_centered_gains else 1.0
         return decoder_units(
@@ -111,10 +110,10 @@ class Family:
         )
 
     def roles(self, model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
-        """Return the roles of the units of `model`, in forward order but for that of gains."""
+        """Return the roles of the units of `model` in forward order, except for gains."""
         layers = {0, 0 if model.moe is None else model.moe.dense_layers}
         units = self.units(
-            replace(model, vocab_size=1),  # of any size: it may not be known yet
+            replace(model, vocab_size=1),  # any size: it may still be unknown
             layers=sorted(layers),
             qkv_units=qkv_units,
             split_gate_up=split_gate_up,
@@ -124,7 +123,7 @@ class Family:
 
     @property
     def code(self) -> Any:
-        """The module `builder`."""
+        """The imported module `builder`."""
         return import_module(self.builder)
 
 
@@ -198,7 +197,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_checks(model: ModelConfig) -> Iterator[Check]:
-    """Check that `model` belongs to its family, and that there is one of that name."""
+    """Check that the family of `model` exists and that `model` belongs to it."""
     if model.family in FAMILIES:
         yield from FAMILIES[model.family].checks(model)
     else:
@@ -227,10 +226,9 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
     """Return the size of `model` and the training FLOPs of one token in a sequence of
     `sequence_length`, or in documents of such an attended length.
 
-    Forward and backward of every active matrix but an embedding that is not tied to the head (a
-    lookup): 6 FLOPs per element.
-    Causal attention scores and their values: 6 * heads * (key + value size) per layer and key, of
-    those keys alone that the mask lets through.
+    Forward and backward of every active matrix take 6 FLOPs per element; an embedding that is not
+    tied to the head (a lookup) takes none. Attention scores and their values take 6 * heads * (key
+    + value size) per layer and visible key.
     """
     units = all_units(model)
     active = active_by_role(model, units)
@@ -246,16 +244,17 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
 
 
 def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
-    """Return how many keys a token sees in layer `layer`, the mean over the sequence.
+    """Return the mean number of keys that a token sees in layer `layer`, over the sequence.
 
-    Half of the sequence under the causal mask; with a window w of s tokens `w - w^2 / (2 s)`.
+    It is half of the sequence under the causal mask; with a window w of s tokens it is `w - w^2 /
+    (2 s)`.
     """
     window = min(model.window(layer) or sequence_length, sequence_length)
     return window - window**2 / (2 * sequence_length)
 
 
 def active_by_role(model: ModelConfig, units: Sequence[Unit]) -> Counter[str]:
-    """Return the elements of each role that one token uses."""
+    """Return the number of elements of each role that one token uses."""
     counts: Counter[str] = Counter()
     for unit in units:
         counts[unit.role] += unit.numel

@@ -1,8 +1,8 @@
-"""Gemma 2: a decoder whose attention and feed-forward block are each normed before and after.
+"""Gemma 2: a decoder with norms before and after attention and the feed-forward block.
 
-Scores and logits may be capped, and every other layer may see a window of the sequence. What else
-sets it apart (gains around 1, the scaled embedding) its record says; see models/families.py.
-Source: "Gemma 2: Improving Open Language Models at a Practical Size".
+Scores and logits may be capped, and every other layer may see a window of the sequence. Its other
+features (gains around 1, the scaled embedding) are in its record in models/families.py. Source:
+"Gemma 2: Improving Open Language Models at a Practical Size".
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model of a chunk; as `models.dense.build`."""
+    """Return the model of a chunk; see `models.dense.build`."""
     specs = [layer_spec(model, layer) for layer in chunk.layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return dense.assemble(model, config, block, chunk, **options)

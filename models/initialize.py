@@ -1,4 +1,4 @@
-"""Initial weights, which depend on a unit's name and the seed, and on no rank or layout."""
+"""Initial weights, which depend only on a unit's name and the seed, not on ranks or layout."""
 
 import hashlib
 import math
@@ -20,12 +20,12 @@ RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
-"""Elements of the matrices whose norms are computed at a time: half a GiB in float64."""
+"""Elements of matrices whose norms are computed together: half a GiB in float64."""
 THREADS = 8
-"""Units that a rank draws at a time, at most."""
+"""Largest number of units that a rank draws at a time."""
 
 Compute = Callable[[Sequence[Unit]], Tensor]
-"""Units to a figure of each."""
+"""A function from units to one figure per unit."""
 
 
 def initialize_(
@@ -41,14 +41,14 @@ def initialize_(
 ) -> None:
     """Fill every unit of `parameters` in place.
 
-    With `given` by the whole units `[*shape]` that it returns, else by new ones: a cut unit is
-    drawn whole, normalised whole and then cut, so that any tensor-parallel size gives the same
-    model. Gains have their start value. Matrices are N(0, std^2); with `init.spectral` each is
-    rescaled to the spectral norm of its sphere ("Controlled LLM Training on Spectral Sphere",
-    section 4), except the vocabulary's.
+    `given` returns whole units `[*shape]`; without it units are drawn. A cut unit is drawn whole,
+    normalised whole and then cut, so that any tensor-parallel size gives the same model. Gains get
+    their start value. Matrices are N(0, std^2); with `init.spectral` all except the embedding and
+    the head are rescaled to the spectral norm of their sphere ("Controlled LLM Training on Spectral
+    Sphere", section 4).
 
-    `tensor` is (rank, size) of the ranks that share a unit. `together(units, compute)` is
-    `compute(units)`, float64 `[units]`; ranks that have the same units may each compute a part.
+    `tensor` is (rank, size) within the ranks that share a unit. `together(units, compute)` returns
+    `compute(units)`, float64 `[units]`; ranks with the same units may divide the work.
     """
     some = next(iter(parameters.values()))
     with torch.no_grad():
@@ -81,8 +81,8 @@ def initialize_(
 def spectral_norms(
     units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int, device: torch.device
 ) -> Tensor:
-    """The spectral norms `[units]` of what is drawn for matrices, float64 on `device`, good to
-    about 1e-9; units of one shape together, as many as `STACK` elements allow."""
+    """Return the spectral norms `[units]` of drawn matrices, float64 on `device`, accurate to about
+    1e-9; up to `STACK` elements of one shape are computed together."""
     norms = torch.zeros(len(units), dtype=torch.float64, device=device)
     by_shape = grouped(range(len(units)), lambda i: units[i].shape)
     for (rows, cols), members in by_shape.items():
@@ -96,8 +96,8 @@ def spectral_norms(
 
 
 def draws(units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int) -> Iterator[Tensor]:
-    """Draw units as `draw` does, one after the other or, where this rank has several processors of
-    its host, in threads: they would otherwise take a minute for 8B parameters."""
+    """Draw units as `draw` does, in threads if this rank has several processors of its host: one
+    thread would take a minute for 8B parameters."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = max(1, min(THREADS, (os.cpu_count() or 1) // ranks))
     with ThreadPoolExecutor(count) as threads:
@@ -117,7 +117,7 @@ def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
 
 
 def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) -> float:
-    """Return the standard deviation of the draw `drawn`, one of those of `unit`."""
+    """Return the standard deviation of `drawn`, one of the draws of `unit`."""
     if unit.role in VOCABULARY:
         return init.embedding_std if unit.role == "embedding" else init.head_std
     if init.std is None:
@@ -127,7 +127,7 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
         return init.std
     if init.depth_scaling == "layers":
         return init.std / (math.sqrt(2 * layers) if unit.role in RESIDUAL_OUTPUTS else 1.0)
-    # Gate and up may be one unit, but they are two draws.
+    # Gate and up may be one unit, but are two draws.
     residual = unit.role in (*RESIDUAL_OUTPUTS, *UPS) or drawn.endswith(".up")
     layer = unit.layer
     return init.std / (math.sqrt(2 * (layer + 1)) if residual and layer is not None else 1.0)
@@ -135,7 +135,7 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
 
 def normal_(part: Tensor, name: str, seed: int, deviation: float = 1.0) -> Tensor:
     """Fill `part` from N(0, deviation^2) with the key (seed, name), and return it: float32 on the
-    CPU, whatever device trains."""
+    CPU for any training device."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return part.normal_(0.0, deviation, generator=generator)

@@ -1,8 +1,8 @@
-"""How ranks share a model: sizes of the axes, layers of a chunk, positions of a sequence.
+"""Layouts of a model over ranks: sizes of the axes, layers of a chunk, positions of a sequence.
 
 Context parallelism cuts a sequence into `2 * size` chunks, and rank r holds chunks r and `2 * size
-- 1 - r`: under the causal mask a late chunk costs more than an early one, so that every rank has
-the same work. Megatron cuts batches and rotary embeddings in this way too.
+- 1 - r`: as a late chunk costs more than an early one under the causal mask, every rank has the
+same work. Megatron cuts batches and rotary embeddings in this way too.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ QKVUnits = Literal["head", "group", "component", "fused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Number of ranks on each axis, and how the pipeline is cut.
+    """Number of ranks on each axis, and the division of the pipeline.
 
     tensor             ranks that share each dense matrix
     pipeline           ranks that share the layers
@@ -55,7 +55,7 @@ class ChunkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How weights are split into units, and which of them a rank holds.
+    """The division of weights into units, and a rank's share of them.
 
     qkv_units       units of a fused attention weight
     split_gate_up   whether gate and up are two units
@@ -77,8 +77,8 @@ class Split:
 def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
     """Return the positions of a sequence of `length` tokens on context rank `rank` of `size`.
 
-    One range for one rank, else two of `length / (2 * size)` positions each, in ascending order.
-    Raises ValueError if the length does not divide.
+    There is one range for one rank, else two ranges of `length / (2 * size)` positions in ascending
+    order. Raises ValueError if the length does not divide.
     """
     if size == 1:
         return [range(length)]
@@ -102,9 +102,9 @@ def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 
 
 def in_sequence_order(parts: Tensor, size: int) -> Tensor:
-    """Return the whole sequence `[s, ...]` of the parts of all `size` context ranks.
+    """Return the whole sequence `[s, ...]` from the parts of all `size` context ranks.
 
-    `parts` has them in the order of ranks along the first dimension.
+    `parts` contains the parts in the order of ranks along the first dimension.
     """
     early, late = parts.unflatten(0, (size, 2, -1)).unbind(1)  # [size, s / (2 size), ...]
     return torch.cat([early, late.flip(0)]).flatten(0, 1)

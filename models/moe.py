@@ -1,8 +1,8 @@
 """The builder of mixtures of experts: after the first dense layers, feed-forward blocks are a
 router, experts of which every token uses `top_k`, and shared experts that every token uses.
 
-Experts are separate matrices on every device, whether they are multiplied one by one or in grouped
-products. No token is dropped. Attention, embeddings and head are those of the dense families.
+Experts are separate matrices on every device, for products one by one and for grouped products. No
+token is dropped. Attention, embeddings and head are the same as in the dense families.
 """
 
 import re
@@ -59,7 +59,8 @@ def transformer_config(
         moe_shared_expert_gate=moe.shared_gate,
         moe_router_topk=moe.top_k,
         moe_router_score_function=moe.score,
-        # Softmax over the chosen logits is the renormalised softmax; a single one would stay 1.
+        # Softmax over the chosen logits is the renormalised softmax; for a single expert it would
+        # be 1.
         moe_router_pre_softmax=moe.top_k == 1,
         moe_router_num_groups=moe.expert_groups if moe.expert_groups > 1 else None,
         moe_router_group_topk=moe.top_groups if moe.expert_groups > 1 else None,
@@ -70,29 +71,29 @@ def transformer_config(
         moe_router_load_balancing_type=kinds,
         moe_aux_loss_coeff=coefficients,
         moe_z_loss_coeff=moe.z_loss or None,
-        moe_token_dispatcher_type="allgather",  # `build` puts another in its place
+        moe_token_dispatcher_type="allgather",  # `build` replaces it
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
 
 
 def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | float]:
-    """Return Megatron's names and coefficients of the load-balancing losses that are on."""
+    """Return Megatron's names and coefficients of the enabled load-balancing losses."""
     losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
     active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
     return (list(active), list(active.values())) if active else ("none", 0.0)
 
 
 def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
-    """Whether the experts' products are grouped: as `moe.backend` says, by itself where PyTorch has
-    kernels for it, which is for bfloat16 on GPUs."""
+    """Whether the experts' products are grouped, by `moe.backend`; auto groups where PyTorch has
+    kernels: bfloat16 on GPUs."""
     if moe.backend == "auto":
         return config.bf16 and not config.use_cpu_initialization
     return moe.backend == "grouped"
 
 
 def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
-    """Return the mixture-of-experts block of Megatron's own linears around our counting router."""
+    """Return the mixture-of-experts block of Megatron's linears and the counting router."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = GroupedExperts if grouped(moe, config) else SequentialMLP
     return ModuleSpec(
@@ -119,7 +120,7 @@ def block_spec(
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model of a chunk; as `models.dense.build`."""
+    """Return the model of a chunk; see `models.dense.build`."""
     spec = block_spec(model, config, chunk.layers)
     built = dense.assemble(model, config, spec, chunk, **options)
     sort_tokens_(built)
@@ -127,10 +128,10 @@ def build(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Return the declared name of each parameter of a chunk, by its name in Megatron's model.
+    """Map the names of a chunk's parameters in Megatron's model to declared names.
 
-    Experts get their index in the whole layer. Raises ValueError for a parameter that is not in the
-    family.
+    Experts are named by their index in the whole layer. Raises ValueError for a parameter that is
+    not in the family.
     """
 
     def in_layer(layer: int, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The pc section of a run config: which units are PC layers, and with which polynomial.
+"""The pc section of a run config: the units that are PC layers, and their polynomial.
 
 Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 5.
 """
@@ -21,7 +21,7 @@ PresetLevel = Annotated[Literal[0, 1, 2, 3, 4], ExactInt]
 
 
 class PolynomialConfig(Section):
-    """Which polynomial acts on the singular values."""
+    """Polynomial of the singular values."""
 
     kind: Literal["preset", "fitted", "over_flattening"] = "preset"
     """preset: the published polynomial of `level`; fitted: a polynomial fitted to the settings
@@ -69,7 +69,7 @@ class PCConfig(Section):
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Other levels for some roles or layers, each under a name of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
-    """Which polynomial acts on the singular values."""
+    """Polynomial of the singular values."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Power iterations that update the tracked spectral norm after each optimizer step."""
     spectral_norm: Literal["stream", "none"] = "stream"

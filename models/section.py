@@ -1,8 +1,8 @@
 """A section of the run config: a frozen dataclass with a sentence under each of its fields.
 
 pydantic reads the fields: types, which are strict, and bounds (`Annotated`, `Field`). The sentences
-are the manual (training/config/manual.py). What must hold between the fields of a section is in its
-`checks`, what must hold between sections in training/config/checks.py.
+are the manual (training/config/manual.py). Conditions between the fields of a section are in its
+`checks`, conditions between sections in training/config/checks.py.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 LARGEST_INTEGER: Final = 1 << 53
 LARGEST_FLOAT: Final = 1e100
-"""Bounds of numbers that have no other: far above any use, and still harmless to work with."""
+"""Bound of numbers without another bound: far above any use, but still safe in arithmetic."""
 
 Number = Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
@@ -29,7 +29,7 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 
 
 def _exact(value: object) -> object:
-    """Refuse what only equals an integer, such as true, which pydantic takes for a literal 1."""
+    """Refuse values that only equal an integer, such as true for a literal 1."""
     if type(value) is not int:
         raise PydanticCustomError("int_type", "an integer")
     return value
@@ -38,7 +38,7 @@ def _exact(value: object) -> object:
 ExactInt = BeforeValidator(_exact)
 
 Check = tuple[str, object, str]
-"""A key of a section, whether its value is wrong, and the rule, as in `must be at most 3`."""
+"""A key of a section, whether its value is wrong, and the rule, such as `must be at most 3`."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -52,13 +52,13 @@ class Section:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def checks(self) -> Iterator[Check]:
-        """Yield what must hold between the fields."""
+        """Yield the conditions between the fields."""
         yield from ()
 
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
-    """Yield `KEY RULE, got VALUE` for each key of a section that is wrong, unless its rule says the
-    value; `path` is where the section is in the config."""
+    """Yield `KEY RULE, got VALUE` for each wrong key of a section, without VALUE if the rule
+    contains it; `path` is the section's position in the config."""
     for key, wrong, rule in checks:
         if wrong:
             value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"
@@ -80,14 +80,14 @@ def join(path: str, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` as YAML writes it, shortened; strings in quotes."""
+    """Return `value` in YAML, shortened, with strings in quotes."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return textwrap.shorten(repr(list(value) if isinstance(value, tuple) else value), 80)
 
 
 def named(word: str, options: Iterable[str]) -> str:
-    """Return `one of ..., got word`, with the option that is most like it."""
+    """Return `one of ..., got word`, with the closest option."""
     options = list(options)
     near = closest(word, options)
     hint = f"; did you mean {near}?" if near else ""
@@ -95,7 +95,7 @@ def named(word: str, options: Iterable[str]) -> str:
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
-    """Return the option most like `word` in any case of letters, or None if none is like it."""
+    """Return the option closest to `word`, ignoring case, or None if none is close."""
     in_lower_case = {option.lower(): option for option in options}
     near = difflib.get_close_matches(word.lower(), in_lower_case, n=1)
     return in_lower_case[near[0]] if near else None

@@ -1,11 +1,10 @@
-"""Units: which part of which parameter is one atomic module.
+"""Units: the parts of parameters that are atomic modules.
 
 A unit is the smallest matrix that must stay whole for a spectral operation: one attention head's q,
 k or v, a gate, an up, one down projection. Megatron keeps several of them in one fused parameter
 and cuts parameters over tensor-parallel ranks. A unit describes, as data, its view inside the local
-parameter without a copy, and the composition of the logical matrix from the pieces of all ranks.
-Initialisation, optimizers and monitors use nothing else, so that no other file knows that weights
-are fused.
+parameter, and the composition of the logical matrix from the pieces of all ranks. Initialisation,
+optimizers and monitors use nothing else, so no other file depends on how weights are fused.
 
 Declarations are pure functions of the config: they need no model, no process group, no memory.
 """
@@ -25,7 +24,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One atomic module of the model, as this tensor-parallel rank sees it.
+    """One atomic module of the model, from the view of this tensor-parallel rank.
 
     name         global and independent of any layout, e.g. `layers.3.q.5`
     parameter    global name of the parameter that holds it, e.g. `layers.3.attention.qkv`
@@ -65,7 +64,7 @@ class Unit:
 
     @property
     def is_copy(self) -> bool:
-        """Whether another pipeline stage counts, saves and reports it."""
+        """Whether another pipeline stage counts, saves and reports the unit."""
         return self.tied_stage == "last"
 
     @property
@@ -75,13 +74,13 @@ class Unit:
 
     @cached_property
     def layer(self) -> int | None:
-        """Global index of the layer it belongs to, None outside the layers."""
+        """Global index of the unit's layer, None outside the layers."""
         parts = self.name.split(".")
         return int(parts[1]) if parts[0] == "layers" else None
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the unit is a matrix, as spectral rules need one; a gain is not."""
+        """Whether the unit is a matrix, as spectral rules require; a gain is not."""
         return len(self.axes) > 1
 
     @property
@@ -98,9 +97,9 @@ class Unit:
         )
 
     def summed_over_tensor(self, sequence_parallel: bool) -> bool:
-        """Return whether its gradient is the sum of those of the tensor-parallel ranks.
+        """Return whether the gradient is the sum of the tensor-parallel ranks' gradients.
 
-        Under sequence parallelism a rank sees the tokens of its part of the sequence alone.
+        Under sequence parallelism a rank sees only the tokens of its part of the sequence.
         """
         by_tokens = self.replicated and sequence_parallel and not self.whole_gradient
         return self.partial_over_tensor or by_tokens
@@ -165,9 +164,10 @@ def matrix_unit(
     tensor_size: int,
     axis: int | None,
 ) -> Unit:
-    """Return the unit `[rows, cols]` that is all of a parameter.
+    """Return the unit `[rows, cols]` that is a whole parameter.
 
-    Tensor parallelism cuts it along `axis`: 0, its rows, or 1; None: every rank holds it whole.
+    Tensor parallelism cuts it along `axis`: 0 (rows) or 1 (columns); None: every rank holds it
+    whole.
     """
     return Unit(
         name=name,
@@ -185,7 +185,7 @@ def matrix_unit(
 def gain_unit(
     name: str, size: int, *, start: float = 1.0, partial_over_tensor: bool = False
 ) -> Unit:
-    """Return the gain `[size]` of a norm, which begins at `start`; every tensor rank has it all."""
+    """Return the gain `[size]` of a norm, initially `start`, whole on every tensor rank."""
     return Unit(
         name=name,
         parameter=name,
@@ -200,8 +200,7 @@ def gain_unit(
 
 
 def bias_unit(name: str, size: int, tensor_size: int | None) -> Unit:
-    """Return the bias `[size]` of a linear, cut over tensor-parallel ranks; None: every rank holds
-    all of it."""
+    """Return the bias `[size]` of a linear, cut over tensor ranks; None: whole on every rank."""
     cut = tensor_size or 1
     return Unit(
         name=name,
@@ -219,7 +218,7 @@ def bias_unit(name: str, size: int, tensor_size: int | None) -> Unit:
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
     """Check that the units claim every element of every parameter exactly once.
 
-    Raises ValueError naming the parameter that is unknown, unclaimed or claimed in part or twice.
+    Raises ValueError naming a parameter that is unknown, unclaimed, or claimed partly or twice.
     """
     claims: dict[str, list[Unit]] = {}
     for unit in units:
@@ -235,7 +234,8 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
     for name, parameter in parameters.items():
         if name not in claims:
             raise ValueError(f"parameter {name} is claimed by no unit")
-        # In host memory, a byte per element: a GPU has no room to spare, and would be waited for.
+        # In host memory, one byte per element: GPU memory is scarce, and this would wait for the
+        # GPU.
         count = torch.zeros(parameter.shape, dtype=torch.uint8)
         for unit in claims[name]:
             unit.view(count).add_(1)

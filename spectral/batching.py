@@ -1,8 +1,8 @@
-"""Batches: items with equal keys, stacks of matrices with equal rows, copies in few launches.
+"""Batches of items with equal keys and of stacks with equal rows, and copies in few launches.
 
-Stacks of matrices with equal rows and different columns are one batch: what does not depend on the
-columns is a tensor `[sum of batches, ...]`, computed once for all stacks; products with the
-matrices, `[batch, rows, cols]` each, are launched for each stack.
+Stacks of matrices with equal rows and different columns are one batch: quantities that do not
+depend on the columns are tensors `[sum of batches, ...]`, computed once for all stacks; products
+with the matrices `[batch, rows, cols]` are launched once per stack.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate what stacks have each, `[batch, ...]`, to `[sum of batches, ...]`."""
+    """Concatenate tensors `[batch, ...]`, one per stack, to `[sum of batches, ...]`."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
@@ -39,7 +39,7 @@ def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def split_figures(
     figures: Mapping[str, Tensor], stacks: Sequence[Tensor]
 ) -> list[dict[str, Tensor]]:
-    """Return the figures of each stack, of figures `[sum of batches]` of all matrices."""
+    """Split figures `[sum of batches]` of all matrices into the figures of each stack."""
     columns = [split_like(figure, stacks) for figure in figures.values()]
     return [dict(zip(figures, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -50,7 +50,7 @@ def images(x: Tensor, stacks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
-    """Compute `Y W^T` `[sum of batches, vectors, rows]`, of `Y` `[batch, vectors, cols]` each."""
+    """Compute `Y W^T` `[sum of batches, vectors, rows]` from each `Y` `[batch, vectors, cols]`."""
     if len(stacks) == 1:
         return torch.bmm(products[0], stacks[0].mT)
     count = sum(len(stack) for stack in stacks)
@@ -61,9 +61,9 @@ def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
 
 
 def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
-    """Return the number of each stack for each of its matrices, `[sum of batches]`.
+    """Repeat the number of each stack for its matrices: `[sum of batches]`.
 
-    In the dtype and on the device of the stacks; not to be written to.
+    The result has the dtype and device of the stacks and is read-only.
     """
     repeated = ((value,) * len(stack) for value, stack in zip(values, stacks, strict=True))
     return constant(tuple(chain.from_iterable(repeated)), stacks[0].dtype, stacks[0].device)
@@ -73,14 +73,14 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
 def copy_all_(pairs: Pairs) -> None:
-    """Copy to the first of each pair from the second; launched together."""
+    """Copy the second tensor of each pair to the first, launched together."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, sources = lists
         torch._foreach_copy_(targets, sources)
 
 
 def add_all_(pairs: Pairs) -> None:
-    """Add to the first of each pair the second, of the same dtype; launched together."""
+    """Add the second tensor of each pair, of the same dtype, to the first, launched together."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, terms = lists
         torch._foreach_add_(targets, terms)

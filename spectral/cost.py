@@ -1,8 +1,8 @@
-"""FLOPs of what rules are made of: the polar factor, singular triplets, elementwise work.
+"""FLOPs of the parts of rules: the polar factor, singular triplets, elementwise work.
 
 Products of matrices are counted as the code runs them (a multiply-add is two FLOPs). The small
-dense algebra of the Krylov spaces is left out, which matters only below about 100 rows. FLOPs are
-the currency of placement; how long they take is modelled by parallel/plan/devices.py.
+dense algebra of the Krylov spaces, which matters only below about 100 rows, is not counted.
+Placement balances FLOPs; parallel/plan/devices.py models their time.
 """
 
 import torch
@@ -43,10 +43,10 @@ def msign_cost(
 
 
 def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> float:
-    """Count the FLOPs of `steps` block Krylov steps with a block of so many `vectors`.
+    """Count the FLOPs of `steps` block Krylov steps with a block of `vectors` vectors.
 
-    All but the first take two products with the matrix. After each cycle the new vectors are
-    orthogonalised twice; in the end the basis and its image are multiplied by themselves.
+    All steps but the first take two products with the matrix. After each cycle the new vectors are
+    orthogonalised twice; at the end the Gram matrices of the basis and its image are computed.
     """
     size = basis_size(short, steps, vectors=vectors)
     passes = size // vectors - 1
@@ -66,10 +66,10 @@ def tangent_cost(
     msign: float,
     dtype: torch.dtype,
 ) -> float:
-    """Count the FLOPs of a tangent solve: its model and `evaluations` of price `msign`.
+    """Count the FLOPs of a tangent solve: its model and `evaluations` of `msign` FLOPs each.
 
     The model takes a Gram matrix, a factorisation per shift, and a projection on its basis. `dtype`
-    is that of msign's products.
+    is the dtype of msign's products.
     """
     shifts, resolvents, products = SPACES[dtype]
     model = gram_cost(short, long) + len(shifts) * factorization_cost(short)
@@ -93,6 +93,6 @@ def factorization_cost(rows: int) -> float:
 
 
 def gram_cost(rows: int, cols: int) -> float:
-    """Count the FLOPs of half of a symmetric product, as the model of a tangent solve makes it."""
+    """Count the FLOPs of half of a symmetric product, as in the model of a tangent solve."""
     parts = blocks_of(rows, TRIANGLE)
     return sum(product_flops(part.stop - part.start, cols, rows - part.start) for part in parts)

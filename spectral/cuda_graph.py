@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: recorded once, then launched by a single call of the host.
 
 A graph repeats the same kernels on the same memory. So parameters, state and gradients must stay in
-place, and learning rates and the predicate are tensors that are written in place. Scratch is in
-the graph's own memory pool, which is allocated once and lives as long as the graph.
+place, and learning rates and the predicate are tensors that are written in place. Scratch memory is
+in the graph's own pool, which is allocated once and lives as long as the graph.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from .optimizer import SpectralOptimizer
 from .parameter_state import rule_of
 
 WARM_UP = 2
-"""Ordinary calls before one is recorded: libraries, kernels and communicators initialise themselves
+"""Ordinary calls before the recording: libraries, kernels and communicators initialise themselves
 at their first use, which cannot be recorded."""
 
 
 class CapturedCall:
-    """A call without arguments that is recorded at its third time and replayed from then on.
+    """A call without arguments that is recorded the third time and replayed from then on.
 
-    Without CUDA it is simply called every time, so that a program can be tried anywhere.
+    Without CUDA it is called normally every time, so a program can be tried anywhere.
     """
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
@@ -53,7 +53,7 @@ class CapturedCall:
     def release(self) -> None:
         """Free the graph; the next calls warm up and record again.
 
-        Must be called before the process groups are destroyed whose collectives the graph holds.
+        Call it before destroying process groups whose collectives are in the graph.
         """
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
@@ -69,9 +69,9 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Record the call, which does not run it, and launch what was recorded."""
+        """Record the call, which does not run it, and launch the graph."""
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls must obey the rules of capture: NCCL has separate threads.
+        # Only this thread's calls must obey the rules of capture: NCCL uses other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.call()
         self.graph = graph
@@ -92,7 +92,7 @@ class CapturedStep:
         """Prepare to record the steps of `optimizer`.
 
         Raises ValueError if a step would wait for the device, or if a learning rate is not a tensor
-        on it.
+        on the device.
         """
         check_capturable(optimizer)
         self.optimizer = optimizer
@@ -114,7 +114,7 @@ class CapturedStep:
         self._captured()
 
     def release(self) -> None:
-        """Free the graph; the next call may find the gradients elsewhere."""
+        """Free the graph; gradients may have moved at the next call."""
         self._captured.release()
         self._gradients = None
 

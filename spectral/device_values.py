@@ -1,4 +1,4 @@
-"""Values on devices: constants that are copied once, and what the host may read without a wait."""
+"""Values on devices: constants that are copied once, and checks that never make the host wait."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,21 +18,21 @@ MOST_RESULTS = 4096
 
 
 class Constant(Protocol[P, R]):
-    """A function whose results are kept."""
+    """A function whose results are cached."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return the result, computed at the first call with these arguments."""
 
     def cache_clear(self) -> None:
-        """Forget all results."""
+        """Clear all results."""
 
 
 def constant_result(function: Callable[P, R]) -> Constant[P, R]:
-    """Keep the results of a function, and mark it as `torch.compiler.assume_constant_result` does.
+    """Cache the results of a function, and mark it as `torch.compiler.assume_constant_result` does.
 
-    That one imports the compiler, which takes as long as all of torch. Tensors among the results
-    are copied to their device once: a step that copied them would wait for the copy and could not
-    be recorded as a CUDA graph. They are not to be written to.
+    That decorator imports the compiler, which takes as long as importing torch. Tensors among the
+    results are copied to their device once: a step that copied them would wait for the copy and
+    could not be recorded as a CUDA graph. They are read-only.
     """
     cached = lru_cache(MOST_RESULTS)(function)
 
@@ -47,25 +47,25 @@ def constant_result(function: Callable[P, R]) -> Constant[P, R]:
 
 @constant_result
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor; not to be written to."""
+    """Return numbers as a tensor, which is read-only."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 SMALL = 2**12
-"""Bytes up to which copying a tensor takes less time than a call for its norm."""
+"""Largest size in bytes at which copying a tensor takes less time than computing its norm."""
 
 
 def is_known(*tensors: Tensor) -> bool:
-    """Return whether reading values does not wait: on a CPU, outside of a compiled graph."""
-    # A fake tensor, for one, has no value.
+    """Return whether values can be read without a wait: on a CPU, outside compiled graphs."""
+    # A fake tensor, for example, has no value.
     plain = {*map(type, tensors)} <= {Tensor} and all(x.is_cpu for x in tensors)
     return plain and not torch.compiler.is_compiling()
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None where the host knows at no cost that all of it is True.
+    """Return `predicate`, or None if the host can see without a wait that it is all True.
 
-    With None, passes over memory that only keep what they find are left out.
+    None skips passes over memory that would only restore old values.
     """
     if predicate is None or not is_known(predicate):
         return predicate
@@ -73,9 +73,9 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return whether the host knows without a wait that all elements are finite.
+    """Return whether the host can see without a wait that all elements are finite.
 
-    By norms, which NaN and infinity do not leave finite; those of huge numbers may not be either. A
+    It uses norms, which NaN and infinity make nonfinite; huge numbers may overflow them as well. A
     norm takes half the time of extremes, and a twentieth of that of `isfinite`.
     """
     if not is_known(*tensors):
@@ -89,12 +89,12 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return whether all elements are finite, a 0-d bool on `device`, None for that of the first.
+    """Return whether all elements are finite, a 0-d bool on `device` (None: of the first tensor).
 
-    By the extremes, which no size of the others makes overflow, as it would a norm.
+    It uses the extremes, which cannot overflow as a norm can.
     """
     device = tensors[0].device if device is None else device
-    filled = [tensor for tensor in tensors if tensor.numel()]  # others have no extremes
+    filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no extremes
     if not filled:
         return torch.ones((), dtype=torch.bool, device=device)
     if device.type == "cpu":

@@ -1,8 +1,8 @@
-"""How a parameter is divided into matrices, and each of them as an optimizer steps it.
+"""Division of a parameter into matrices, and the units that an optimizer steps.
 
 A spectral rule steps one matrix `[rows, cols]` at a time, `rows` being outputs: one head's query, a
 gate, one expert's down projection. Models keep several of them in one parameter, or transposed. A
-division describes, as data, where each matrix is.
+division states, as data, where each matrix is.
 """
 
 from bisect import bisect_left
@@ -22,23 +22,22 @@ from .local_part import local_of
 from .rules.base import Rule
 
 Box = tuple[range, ...]
-"""A part of a tensor: a range of places on each of its axes, whose step may exceed 1."""
+"""A part of a tensor: one range of indices per axis, whose step may exceed 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Places of the matrices in a parameter.
+    """Positions of the matrices in a parameter.
 
     Attributes:
         rows: numbers of rows of successive matrices, a pattern that repeats along the outputs;
             empty if the parameter is one matrix (of each entry of a stack, group and stride).
-        transposed: the parameter is `[in, out]` and not `[out, in]`. With more axes, which are
-            those of a transposed convolution, the matrix is `[out, in * ...]`.
-        stacked: the first axis counts matrices, as the experts of a layer.
-        stride: matrix j contains the outputs j, j + stride, ..., as an interleaved gate and up do;
-            `rows` divides these outputs.
-        groups: number of consecutive parts of the parameter's first axis (after that of a stack)
-            that contain separate matrices, as the groups of a transposed convolution.
+        transposed: the parameter is `[in, out]` instead of `[out, in]`. With more axes (a
+        transposed convolution) the matrix is `[out, in * ...]`. stacked: the first axis numbers
+        matrices, such as the experts of a layer. stride: matrix j contains the outputs j, j +
+        stride, ..., as in an interleaved gate and up; `rows` divides these outputs. groups: number
+        of consecutive parts of the parameter's first axis (after that of a stack)
+            that contain separate matrices, such as the groups of a transposed convolution.
     """
 
     rows: tuple[int, ...] = ()
@@ -49,12 +48,12 @@ class Division:
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Self:
-        """Read the `units` of a parameter group, None for one matrix a parameter.
+        """Parse the `units` of a parameter group; None means one matrix per parameter.
 
         Raises:
-            TypeError: what is no mapping.
-            ValueError: an unknown key; rows that are no list of positive integers; a stride or
-                groups that are no positive integer; transposed or stacked that are no truth value.
+            TypeError: `units` is not a mapping. ValueError: an unknown key; `rows` is not a list of
+            positive integers; `stride` or `groups` is not a positive integer; `transposed` or
+            `stacked` is not a bool.
         """
         if value is None:
             return cls()
@@ -74,7 +73,7 @@ class Division:
         return cls(**{**value, **counts, "rows": tuple(map(int, rows))})
 
     def settings(self) -> dict[str, Any]:
-        """Return what `of` reads, as plain values."""
+        """Return the argument of `of`, as plain values."""
         return asdict(self) | {"rows": list(self.rows)}
 
     def boxes(self, shape: Iterable[int]) -> list[Box]:
@@ -127,8 +126,8 @@ class Division:
     def matrix(self, part: Tensor) -> Tensor:
         """Return the part of a parameter that one matrix occupies as `[rows, cols]`.
 
-        A view where there is one. A vector stays `[n]`, and a number becomes `[1]`; further axes
-        are joined with the second.
+        It is a view if possible. A vector stays `[n]`, and a number becomes `[1]`; further axes are
+        joined with the second.
         """
         if part.ndim == 0:
             return part.view(1)
@@ -139,7 +138,7 @@ class Division:
         return part.flatten(1) if part.ndim > 2 else part
 
     def part(self, matrix: Tensor, shape: Iterable[int]) -> Tensor:
-        """Return a matrix as the part of a parameter, of `shape`, that it occupies."""
+        """Reshape a matrix to the part of a parameter, of `shape`, that it occupies."""
         shape = tuple(shape)
         if self.transposed:
             inputs, outputs, *rest = shape[int(self.stacked) :]
@@ -152,12 +151,12 @@ def _is_count(value: Any) -> bool:
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Return the part `box` of a tensor, a view."""
+    """Return the part `box` of a tensor as a view."""
     return tensor[tuple(slice(p.start, p.stop, p.step) for p in box)]
 
 
 def span_of(start: int, length: int) -> range:
-    """Return the consecutive places from `start` on."""
+    """Return the range of consecutive indices from `start` on."""
     return range(start, start + length)
 
 
@@ -172,7 +171,7 @@ def numel_of(box: Box) -> int:
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
-    """Return what a part of a tensor has in common with one of step 1, None if nothing."""
+    """Return the intersection of a part of a tensor with a part of step 1, None if empty."""
     common = tuple(
         places[bisect_left(places, whole.start) : bisect_left(places, whole.stop)]
         for places, whole in zip(box, contiguous, strict=True)
@@ -181,7 +180,7 @@ def intersection(box: Box, contiguous: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return `box` by its place within `outer`, whose step each of its own is a multiple of."""
+    """Return `box` in the indices of `outer`, whose steps divide those of `box`."""
 
     def within(places: range, whole: range) -> range:
         start, step = (places.start - whole.start) // whole.step, places.step // whole.step
@@ -191,9 +190,9 @@ def relative(box: Box, outer: Box) -> Box:
 
 
 class Entry(NamedTuple):
-    """Where a unit's part of an entry of the state lies, of one that belongs to units as a whole.
+    """The position of a unit's part in a state entry that belongs to units as a whole.
 
-    Such an entry is kept flat, one unit after the other.
+    Such an entry is flat, one unit after the other.
     """
 
     start: int
@@ -201,11 +200,11 @@ class Entry(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Where it is in the entry."""
+        """The part's position in the entry."""
         return (span_of(self.start, self.shape.numel()),)
 
     def of(self, value: Tensor) -> Tensor:
-        """Return the unit's part, a view."""
+        """Return the unit's part as a view."""
         if value.numel() == self.shape.numel():
             return value.view(self.shape)
         return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
@@ -213,9 +212,9 @@ class Entry(NamedTuple):
 
 @cache
 def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Size]:
-    """Return the shapes of the state of a unit that belong to it as a whole.
+    """Return the shapes of the state entries that belong to a unit as a whole.
 
-    The others have an element for each of the weight.
+    All other entries have the shape of the weight.
     """
     state = rule.init_state(torch.empty(1, *shape, dtype=dtype, device="meta"))
     elementwise = (
@@ -228,7 +227,8 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that is stepped as one: under an elementwise rule, all that is here.
+    """A part of a parameter that is stepped as one; under an elementwise rule, the whole local
+    part.
 
     division   of the parameter
     box        where the unit is in the parameter
@@ -262,28 +262,28 @@ class SteppedUnit:
         return self.shape, self.parameter.dtype, self.parameter.device
 
     def matrix(self, part: Tensor) -> Tensor:
-        """Return the part of the parameter in `box` as the unit, a view where there is one."""
+        """Reshape the parameter's part in `box` to the unit, as a view if possible."""
         return self.division.matrix(part)
 
     def part(self, unit: Tensor) -> Tensor:
-        """Return the unit as the part of the parameter in `box`, a view where there is one."""
+        """Reshape the unit to the parameter's part in `box`, as a view if possible."""
         return self.division.part(unit, sizes_of(self.box))
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the unit's part of a tensor like the parameter, a view where there is one."""
+        """Return the unit's part of a tensor shaped like the parameter, as a view if possible."""
         return self.matrix(narrowed(tensor, self.box))
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Copy the unit to its part of a tensor like the parameter, unless it is there."""
+        """Copy the unit to its part of a tensor shaped like the parameter, unless it is a view."""
         if value.data_ptr() != self.read(tensor).data_ptr():
             narrowed(tensor, self.box).copy_(self.part(value))
 
     def entry(self, name: str, value: Tensor) -> Tensor:
-        """Return the unit's part of an entry of the state, a view where there is one."""
+        """Return the unit's part of an entry of the state, as a view if possible."""
         return self.entries[name].of(value) if name in self.entries else self.read(value)
 
     def write_entry(self, name: str, entry: Tensor, value: Tensor) -> None:
-        """Copy the unit's part of an entry of the state to it, unless it is there."""
+        """Copy the unit's part to an entry of the state, unless it is a view of it."""
         if name not in self.entries:
             self.write(entry, value)
         elif (part := self.entries[name].of(entry)).data_ptr() != value.data_ptr():

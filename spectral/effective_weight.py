@@ -39,9 +39,9 @@ class _Refusal(torch.autograd.Function):
 
 
 def wide_matrices(w: Tensor) -> Tensor:
-    """Return matrices `[..., rows, cols]` in at least float32; raises ValueError for what is none.
+    """Return matrices `[..., rows, cols]` in at least float32; raises ValueError for other tensors.
 
-    Level 4 of a PC layer in bfloat16, for one, has an error of 3 to 4% in the spectral norm.
+    In bfloat16, for example, level 4 of a PC layer has an error of 3 to 4% in the spectral norm.
     """
     if w.ndim < 2 or not w.is_floating_point():
         raise ValueError(
@@ -51,7 +51,7 @@ def wide_matrices(w: Tensor) -> Tensor:
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
-    """Return `gradient` such that differentiating it by `inputs` raises RuntimeError.
+    """Return `gradient` such that differentiating it with respect to `inputs` raises RuntimeError.
 
     torch's own `once_differentiable` raises only where the incoming gradient has a graph; elsewhere
     the second derivative is silently zero. `name` is the function named in the message.
@@ -70,7 +70,7 @@ fitted; they diverge beyond it."""
 
 
 class EffectiveWeightGradient(NamedTuple):
-    """Gradients of a loss by W and gamma."""
+    """Gradients of a loss with respect to W and gamma."""
 
     weight: Tensor  # [..., rows, cols]
     gamma: Tensor  # [...], one per matrix
@@ -80,10 +80,10 @@ class EffectiveWeightGradient(NamedTuple):
 class Preconditioner:
     """Preconditioning of weights: the map to PC(W), its gradient, and the state next to W.
 
-    `effective` and `vjp` take matrices `[..., rows, cols]` with their top singular pair `u`
-    `[..., rows]` and `v` `[..., cols]`, constants, and `gamma` `[...]` or a number; the other
-    methods stacks, `[batch, rows, cols]`. Half precision is computed in float32 and rounded at the
-    end.
+    `effective` and `vjp` take matrices `[..., rows, cols]` with their top singular pair `u` `[...,
+    rows]` and `v` `[..., cols]`, which are constants, and `gamma` `[...]` or a number; the other
+    methods take stacks `[batch, rows, cols]`. Half precision is computed in float32 and rounded at
+    the end.
 
     Attributes:
         level: preset 0 to 4, coefficients, or the name of a composite (see `stages`).
@@ -91,8 +91,8 @@ class Preconditioner:
         norm_recovery: multiply by s again, without gradient. False: PC(W) = gamma g(W / s).
         spectral_norm: "stream" takes s from the cached pair; "none" does not normalise,
             PC(W) = gamma g(W).
-        init_compensation: gamma starts where PC(W) has the Frobenius norm of W, instead of at 1.
-        epsilon: added to s, so that a zero matrix gives zero.
+        init_compensation: choose the initial gamma so that PC(W) has the Frobenius norm of W,
+        instead of 1. epsilon: added to s, so that a zero matrix gives zero.
 
     Raises ValueError for an unknown level or `spectral_norm`.
     """
@@ -200,7 +200,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def tracked_norm(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Compute s = u^T W v, `[batch]`, which the map takes for the spectral norm."""
+        """Compute s = u^T W v, `[batch]`, which the map uses as the spectral norm."""
         tracked: Tensor = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
         return tracked
 
@@ -209,27 +209,27 @@ class Preconditioner:
         """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
         That is s_exact / s, or s_exact without normalisation. s_exact comes from a cold start, so
-        it finds values that the tracked pair may miss. Where the figure is outside `[0, DOMAIN]`,
-        on which the map is defined, `u` and `v` are replaced in place by the pair that was found.
+        it is right where the tracked pair is not. Where the figure is outside the map's domain `[0,
+        DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
         """
         exact, new_u, new_v = cold_start(w)
         if self.spectral_norm == "none":
             return exact
         tracked = self.tracked_norm(w, u, v)
         seen = torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
-        # A tracked value of the wrong sign, or none, is outside as well.
+        # A negative or zero tracked value is outside as well.
         outside = ~((seen >= 0) & (seen <= DOMAIN))[:, None]
         u.copy_(torch.where(outside, new_u, u))
         v.copy_(torch.where(outside, new_v, v))
         return seen
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs per step of a PC layer on a unit of `shape`, without those of its rule.
+        """Count the FLOPs per step of a PC layer on a unit of `shape`, without its rule.
 
-        These are PC(W), its transposed Jacobian, and the refreshed singular pair. With m <= n the
-        sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1 of m^3; the
-        Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and 2 k - 2
-        of m^3.
+        The parts are PC(W), its transposed Jacobian, and the refresh of the singular pair. With m
+        <= n the sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1 of
+        m^3; the Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and
+        2 k - 2 of m^3.
         """
         short, long = sorted(shape)
         flops = triplet_cost(short, long, steps=self.steps)
@@ -239,7 +239,7 @@ class Preconditioner:
             powers = len(stage) - 1
             if powers:
                 flops += 6 * wide + 4 * (powers - 1) * square
-            if powers and i + 1 < len(composed):  # the next one's argument, again for the Jacobian
+            if powers and i + 1 < len(composed):  # the next argument, again for the Jacobian
                 flops += 2 * wide + (powers - 1) * square
         return flops
 
@@ -281,7 +281,7 @@ def _checked(w: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
-    """Shape gamma as `[..., 1, 1]` (or `[]`) in the dtype of the polynomial."""
+    """Reshape gamma to `[..., 1, 1]` (or `[]`) in the dtype of the polynomial."""
     gamma = torch.as_tensor(gamma, dtype=w.dtype, device=w.device)
     if gamma.ndim and gamma.shape != w.shape[:-2]:
         raise ValueError(f"gamma must be a scalar or {list(w.shape[:-2])}, got {list(gamma.shape)}")

@@ -2,8 +2,8 @@
 
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
 C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper uses both E and
-its root (lemma D.6) as the penalty; `power` chooses. `normalize` makes one coefficient of the
-penalty mean the same at every width. Add the penalty to the loss, or its gradient to the loss's.
+its root (lemma D.6) as the penalty; `power` chooses. With `normalize` a penalty coefficient is
+comparable across widths. Add the penalty to the loss, or its gradient to the loss's gradient.
 """
 
 from typing import Any, Literal
@@ -23,7 +23,7 @@ def gram_penalty_and_grad(
     """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
 
     Where the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4.
-    The difference is exact up to rounding of its first term; below that it counts as zero. A zero
+    The difference is exact up to rounding of its first term; below that it is set to zero. A zero
     matrix has penalty and gradient zero. Half precision is computed in float32.
 
     Args:
@@ -104,7 +104,7 @@ def gram_penalty(
 ) -> Tensor:
     """Compute the penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
 
-    Arguments and ValueError as in `gram_penalty_and_grad`, whose closed form is the backward.
+    Arguments and ValueError as in `gram_penalty_and_grad`, whose closed form is the backward pass.
     Raises RuntimeError when it is differentiated twice.
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
-"""IEEE products: float32 means float32, whatever a process or its environment has set.
+"""IEEE float32 products, whatever the settings of the process or its environment.
 
-TF32 has 11 bits where float32 has 24, and bfloat16, to which `torch.autocast` rounds the factors of
-products, has 8. msign's singular values and the solver of the Spectral Sphere then miss their
-tolerances silently. A process gets TF32 from `torch.set_float32_matmul_precision("high")` or from
-TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1. Both are meant for the forward pass; the mathematics of an
-optimizer runs inside `ieee_products()`.
+TF32 has 11 bits of precision, bfloat16, to which `torch.autocast` rounds factors, has 8, and
+float32 has 24. With fewer bits msign's singular values and the solver of the Spectral Sphere
+silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both are meant for the forward pass; the mathematics
+of an optimizer runs inside `ieee_products()`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ MATMUL: tuple[Any, ...] = tuple(
     for place in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     if hasattr(place, "fp32_precision")
 )
-"""Where PyTorch keeps the precision of float32 products, on GPUs and on CPUs; torch 2.6 nowhere but
-for the older call."""
+"""PyTorch's settings of the precision of float32 products, on GPUs and CPUs; torch 2.6 has only the
+older call."""
 REDUCTIONS = [
     name
     for name in (
@@ -28,7 +28,7 @@ REDUCTIONS = [
         "allow_fp16_reduced_precision_reduction",
         "allow_fp16_accumulation",
     )
-    if hasattr(torch.backends.cuda.matmul, name)  # the last came with torch 2.7
+    if hasattr(torch.backends.cuda.matmul, name)  # the last is new in torch 2.7
 ]
 """Settings of 16-bit products on GPUs that sum in less than float32."""
 
@@ -37,7 +37,7 @@ AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is switched off."""
 
 _lock = Lock()
-_inside = 0  # calls of all threads: the settings belong to the process
+_inside = 0  # covers the calls of all threads, as the settings are those of the process
 _restore: Callable[[], None] | None = None
 
 
@@ -48,9 +48,9 @@ def without_autocast(device: torch.device) -> torch.autocast:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Context in which float32 products are IEEE and 16-bit products sum in float32.
+    """Run a block with IEEE float32 products and 16-bit products that sum in float32.
 
-    The settings of before hold again afterwards, however they were made. Threads may enter it
+    The previous settings are restored afterwards, whichever call made them. Threads may enter it
     together: the last to leave restores them.
     """
     global _inside, _restore
@@ -75,7 +75,7 @@ def _set_ieee() -> Callable[[], None]:
     legacy = _legacy_precision()
     precisions = [place.fp32_precision for place in MATMUL]
     reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
-    # The older call sets every place; cuBLAS refuses places that disagree with it.
+    # The older call sets all settings; cuBLAS refuses settings that disagree with it.
     torch.set_float32_matmul_precision("highest")
     for name in REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
@@ -91,14 +91,14 @@ def _set_ieee() -> Callable[[], None]:
 
 
 def is_ieee() -> bool:
-    """Return whether products of float32 are IEEE now, on GPUs and on CPUs."""
+    """Return whether float32 products are IEEE now, on GPUs and on CPUs."""
     precisions = [place.fp32_precision for place in MATMUL]
     precisions = precisions or [torch.get_float32_matmul_precision()]
     return {*precisions} <= {"none", "ieee", "highest"}
 
 
 def _legacy_precision() -> str:
-    """The precision of the older call, which PyTorch does not tell where the newer was used too."""
+    """Return the precision of the older call; PyTorch refuses if the newer call was used."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:

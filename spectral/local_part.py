@@ -1,4 +1,4 @@
-"""This rank's part of parameters and gradients that may be sharded, without torch.distributed."""
+"""This rank's part of parameters and gradients, which may be sharded, without torch.distributed."""
 
 import sys
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
-    """Whether a tensor is a DTensor. None exists before somebody has imported its module."""
+    """Whether a tensor is a DTensor, without importing the module of DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, the memory itself; all of a plain tensor."""
+    """Return this rank's part of a tensor without a copy; a plain tensor is returned whole."""
     # In this order: detaching a DTensor takes ten times as long.
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
@@ -33,10 +33,10 @@ def local_gradient(parameter: Tensor) -> Tensor:
 def gradients_of(
     parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
 ) -> list[Tensor]:
-    """Return the gradients of the parameters that have one, this rank's parts if `sharded`.
+    """Return the gradients of parameters with one, only this rank's parts if `sharded`.
 
-    `shapes` are those of the parameters. Raises ValueError for gradients that no step can be taken
-    with.
+    `shapes` are the parameters' shapes. Raises ValueError for gradients that cannot be used in a
+    step.
     """
     each = [p.grad for p in parameters]
     grads = [grad for grad in each if grad is not None]
@@ -50,12 +50,12 @@ def gradients_of(
     if not sharded:
         return grads
     if [*map(is_dtensor, grads)] != [*map(is_dtensor, parameters)]:
-        raise ValueError("the gradient of a DTensor, and of no other, must be a DTensor")
+        raise ValueError("a gradient must be a DTensor if and only if its parameter is")
     return [*map(local_of, grads)]
 
 
 def _check(grad: Tensor, shape: torch.Size) -> None:
-    """Raise ValueError for a gradient with which a parameter of a shape cannot be stepped."""
+    """Raise ValueError for a gradient that does not fit a parameter of the given shape."""
     if grad.layout is not torch.strided:
         raise ValueError(f"gradients must be dense, got {grad.layout}")
     if grad.shape != shape:
@@ -66,9 +66,9 @@ def _check(grad: Tensor, shape: torch.Size) -> None:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, gathered from the ranks that share it; gradients flow back.
+    """Return the whole tensor, gathered from the ranks that share it; gradients flow back.
 
-    Every rank continues with the whole tensor, so the gradients that come back are equal on all.
+    Every rank continues with the whole tensor, so the incoming gradients are equal on all ranks.
     """
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
@@ -88,8 +88,7 @@ def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def placed_as(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that every rank has as a tensor with the placements of `like`; gradients
-    flow back."""
+    """Distribute a replicated tensor with the placements of `like`; gradients flow back."""
     if not is_dtensor(like):
         return whole
     replicated = type(like).from_local(whole, like.device_mesh, run_check=False)

@@ -3,8 +3,8 @@
 Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
 from an exact decomposition in at least float32, which waits for a GPU, so these functions belong to
 logging steps; `correlation` may run in any step. A zero matrix has ranks, norms and correlations 0;
-a matrix with NaN has NaN. For several figures of one matrix, the functions that end in `_of` take
-its singular values. `stable_rank_of_gram` and `nuclear_norm` consist of products alone, and neither
+a matrix with NaN has NaN. For several figures of one matrix, the functions whose names end in `_of`
+take its singular values. `stable_rank_of_gram` and `nuclear_norm` use only products, and neither
 waits.
 """
 
@@ -19,7 +19,7 @@ from .singular_triplets import cold_start
 TOP_STEPS = 24
 """Block Krylov steps that find the largest eigenvalue of a Gram matrix."""
 POLAR_STEPS = 16
-"""Steps of msign that map singular values from 1e-6 of the Frobenius norm on to 1."""
+"""Steps of msign that map singular values above 1e-6 of the Frobenius norm to 1."""
 
 
 def singular_values(w: Tensor) -> Tensor:
@@ -68,8 +68,9 @@ def stable_rank_of(values: Tensor) -> Tensor:
 def stable_rank_of_gram(gram: Tensor) -> Tensor:
     """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, to 1e-3 of it.
 
-    It is the trace over the largest eigenvalue, which a Krylov space finds: never above it, and
-    below it by less than 1e-6 unless the largest eigenvalues are within 1% of each other.
+    It is the trace over the largest eigenvalue from a Krylov space, which is never above the true
+    value, and below it by less than 1e-6 unless the largest eigenvalues are within 1% of each
+    other.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)
@@ -79,7 +80,7 @@ def stable_rank_of_gram(gram: Tensor) -> Tensor:
 def nuclear_norm(w: Tensor) -> Tensor:
     """Compute ||W||_* = <W, msign(W)> `[...]` in at least float32.
 
-    To 1e-5 of it, less the singular values below 1e-6 of the Frobenius norm.
+    The relative error is 1e-5; singular values below 1e-6 of the Frobenius norm are not counted.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     direction = msign(wide, steps=POLAR_STEPS)
@@ -179,8 +180,8 @@ def noise_of(products: Tensor) -> Noise:
 def correlation(w: Tensor) -> Tensor:
     """Estimate the correlation rho `[...]` of the entries of W, at most 1.
 
-    rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). Unbiased for entries of the model
-    W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z, so the
+    rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). It is unbiased for entries of the
+    model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z, so the
     estimate scatters like the square of a Gaussian however large the matrix, and it detects only
     spikes with constant entries. 0 for a zero matrix and for a single entry. Source: "Towards a
     Principled Muon under muP", eq. 4.13.

@@ -12,7 +12,7 @@ CONVOLUTIONS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 RENAMED = ("weight", "weight_g", "weight_v", "weight_orig")
-"""Names of a layer's weight: its own, and those of the hooks of weight_norm and spectral_norm."""
+"""Names of a layer's weight: its own, and the names that weight_norm and spectral_norm use."""
 
 
 class Weight(NamedTuple):
@@ -32,12 +32,12 @@ class Weight(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Whether this is the weight of a layer, and no bare parameter."""
+        """Whether this is the weight of a layer and not a bare parameter."""
         return self.own in RENAMED
 
     @property
     def own_name(self) -> str:
-        """The name that identifies its use: of the layer, or of the weight."""
+        """The name that identifies the use: the layer's or the weight's."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property
@@ -47,18 +47,18 @@ class Weight(NamedTuple):
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the name of a class. FSDP2 and parametrizations derive classes of longer names."""
+    """Return the name of a class, without the prefixes of FSDP2 and parametrizations."""
     return type(module).__name__.removeprefix("FSDP").removeprefix("Parametrized")
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module looks its outputs up in its weight."""
+    """Whether a module's outputs are rows of its weight."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
-    """Yield every trainable parameter once, in the order of the model, at its place in an embedding
-    if it has one."""
+    """Yield every trainable parameter once, in the order of the model, and at its place in an
+    embedding if an embedding shares it."""
     modules = dict(model.named_modules())
     order = sorted(modules.items(), key=lambda item: not is_embedding(item[1]))
     places: dict[int, tuple[str, str]] = {}
@@ -82,7 +82,7 @@ def _weight(
 
 
 class Layer(NamedTuple):
-    """A module that takes inputs of one size: a linear layer, a convolution or a norm."""
+    """A module with inputs of one size: a linear layer, a convolution or a norm."""
 
     name: str
     module: nn.Module
@@ -91,7 +91,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, name: str, module: nn.Module) -> "Layer | None":
-        """Return a module as a layer, None if it is none."""
+        """Return a module as a layer, None if it is not a layer."""
         if isinstance(module, CONVOLUTIONS):
             return cls(name, module, module.in_channels, module.out_channels)
         if isinstance(module, nn.RNNBase):
@@ -111,7 +111,7 @@ class Layer(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether it has a matrix, as norms and depthwise convolutions do not."""
+        """Whether the layer has a matrix; norms and depthwise convolutions do not."""
         depthwise = isinstance(self.module, CONVOLUTIONS) and 1 < self.inputs == self.module.groups
         return not depthwise and "orm" not in kind_of(self.module)
 
@@ -124,12 +124,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class Layers:
-    """The layers of a model in its order, those of each module in a slice of them."""
+    """The layers of a model in its order; the layers of each module are a slice."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []
         self.slices: dict[nn.Module, slice] = {}
-        self.lists: list[tuple[str, slice, int]] = []  # with the inputs of their modules together
+        self.lists: list[tuple[str, slice, int]] = []  # together with the inputs of their modules
         self._add("", model)
 
     def _add(self, name: str, module: nn.Module) -> None:
@@ -146,19 +146,19 @@ class Layers:
                 self.lists.append((name, self.slices[module], sum(sizes)))
 
     def within(self, module: nn.Module) -> list[Layer]:
-        """Return the layers of a module, its own included."""
+        """Return the layers of a module, including the module itself."""
         return self.layers[self.slices[module]]
 
     def before(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
-        """Return the layers of `outer` before those of `inner`, which is a part of it."""
+        """Return the layers of `outer` before its part `inner`."""
         return self.layers[self.slices[outer].start : self.slices[inner].start]
 
     def after(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
-        """Return the layers of `outer` behind those of `inner`, which is a part of it."""
+        """Return the layers of `outer` after its part `inner`."""
         return self.layers[self.slices[inner].stop : self.slices[outer].stop]
 
     def branches(self, inner: nn.Module, outer: nn.Module, inputs: int) -> str:
-        """Return a list behind `inner` whose modules take so many inputs in parts, "" if none."""
+        """Return a module list after `inner` whose modules divide so many inputs, "" if none."""
         start, stop = self.slices[inner].stop, self.slices[outer].stop
         inside = (x for x in self.lists if start <= x[1].start and x[1].stop <= stop)
         return next((name for name, _, total in inside if total == inputs), "")

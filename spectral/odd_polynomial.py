@@ -1,4 +1,4 @@
-"""Odd polynomials as maps of singular values: published sets, a fit, application and its gradient.
+"""Odd polynomials as maps of singular values: published sets, a fit, and the map with its gradient.
 
 g(x) = a_0 x + a_1 x^3 + ... acts on a matrix as g(X) = X p(X^T X) = p(X X^T) X, with
 p(y) = a_0 + a_1 y + ..., by Horner's rule on the smaller Gram matrix. Source: "PC Layer: Polynomial
@@ -39,7 +39,7 @@ no PC layer."""
 
 
 def stages(level: Level) -> tuple[Stage, ...]:
-    """Return the odd polynomials, applied first to last, that a level stands for.
+    """Return the odd polynomials of a level, in the order of their application.
 
     `level` is a preset 0 to 4, the name of an entry of `COMPOSITES`, or coefficients of x, x^3,
     x^5, ... Raises ValueError for anything else.
@@ -53,7 +53,7 @@ def stages(level: Level) -> tuple[Stage, ...]:
             raise ValueError(f"level must be one of {sorted(PRESETS)}, got {level}")
         return (PRESETS[level],)
     if len(level) == 0:
-        raise ValueError("level must hold at least one coefficient, got none")
+        raise ValueError("level must contain at least one coefficient, got none")
     return (tuple(float(c) for c in level),)
 
 
@@ -156,7 +156,8 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> tuple[Tensor, Tensor]:
-    """Compute <grad, g(X)> `[..., 1, 1]` and its gradient at X, for one odd polynomial.
+    """Compute <grad, g(X)> `[..., 1, 1]` and its gradient with respect to X, for one odd
+    polynomial.
 
     `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, with K = X^T grad, B = X^T X
     and Horner iterates P_i, the value is <K, P_0> and, with D = sum_i (B^i K) P_{i+1}^T, the

@@ -2,10 +2,10 @@
 
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
-Every hyper-parameter of a group's rule is a plain value in the group, so schedulers and state_dict
-see all of them. Matrices of equal shape and rates are stepped together. A group's `units` says how
-its parameters are divided into matrices (`spectral.division`); without it each parameter is one,
-and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
+Every hyper-parameter of a group's rule is a plain value in the group, where schedulers and
+state_dict see it. Matrices of equal shape and rates are stepped together. A group's `units` divides
+its parameters into matrices (`spectral.division`); without it each parameter is one matrix, and
+whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see
 `spectral.sharded.shared_matrices`.
@@ -61,45 +61,41 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Entry of a saved state for what other programs keep under numbers and tensors, which torch takes
-for parameters, and under this name."""
+"""Entry of a saved state for other programs' entries under this name and under numbers and tensors,
+which torch would treat as parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
-    """An optimizer whose groups each follow one of `rules.RULES`.
+    """An optimizer whose groups follow rules of `rules.RULES`, one rule per group.
 
-    With parameters that several ranks share, every rank makes the optimizer and steps it together
-    with the others.
+    If several ranks share parameters, all of them create the optimizer and call its methods
+    together.
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups
-            `{"params": ..., "rule": name, "lr": ..., "units": ..., <fields of the rule>}`.
-        rule: the rule of groups that name none.
-        lr: of groups that name none, may be a 0-d tensor; None: the default of the rule, as of any
-            group of another rule.
-        weight_decay: decoupled decay, times lr, of groups that name none.
-        nonfinite: what happens on a NaN or infinite gradient: "raise" FloatingPointError before
-            anything has changed, which waits for the device, or "skip" the whole step on the device
-            and count it in `skipped_steps`, a 0-d tensor.
-        master_weights: step a float32 copy of every 16-bit parameter, kept in the state, and round
-            it to the parameter. Without it such a parameter loses every update below its own
-            rounding: half of Muon's at a rate of 2e-3.
+        params: parameters, the result of `split_parameters`, or groups `{"params": ..., "rule":
+        name, "lr": ..., "units": ..., <fields of the rule>}`. rule: the rule of groups without one.
+        lr: learning rate of groups without one, a number or a 0-d tensor; None: the default of the
+        rule, which groups of other rules always use. weight_decay: decoupled decay, times lr, of
+        groups without one. nonfinite: on a NaN or infinite gradient, "raise" FloatingPointError
+        before anything changes, which waits for the device, or "skip" the whole step on the device
+        and count it in `skipped_steps`, a 0-d tensor. master_weights: step a float32 copy of every
+        16-bit parameter, kept in the state, and round it to the parameter. Without it such a
+        parameter loses every update below its rounding: half of Muon's updates at a rate of 2e-3.
         replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
-            Each matrix is then orthogonalised by one of them. None: `split_parameters` of a DDP
-            model says it, else every rank steps its own.
+            Each matrix is then orthogonalised by one of them. None: the ranks of a split DDP model;
+            otherwise every rank steps all of its matrices.
         exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
-            updates back; None keeps theirs. bfloat16 halves the bytes of Muon. Without shared
-            matrices nothing is sent.
-        options: fields of the default rule.
+        updates back; None keeps their dtype. bfloat16 halves the bytes of Muon. Without shared
+        matrices nothing is sent. options: fields of the default rule.
 
     Raises:
-        ValueError: unknown rule, invalid field, or a parameter that its rule cannot take.
-        TypeError: an option that the rule does not have, where the nearest is suggested; a value of
-            another type than the option's.
+        ValueError: an unknown rule, an invalid field, or a parameter that its rule does not
+        support. TypeError: an option that the rule does not have (the message suggests the
+        nearest), or a value of the wrong type.
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
-    _chosen: Mapping[str, Any] = MappingProxyType({})  # fields that the user gave
+    _chosen: Mapping[str, Any] = MappingProxyType({})  # fields given by the user
     _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
     _exchange_dtype: torch.dtype | None = None
 
@@ -147,7 +143,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         }
         _check_rates(defaults, least=0.0)
         self._chosen = options if lr is None else {"lr": defaults["lr"], **options}
-        if "beta1" in defaults:  # where schedulers that cycle the momentum look for it
+        if "beta1" in defaults:  # read by schedulers that cycle the momentum
             defaults.setdefault("momentum", defaults["beta1"])
         self._reset_figures()
         self._replicas = replicas
@@ -160,7 +156,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Figures of the last step, per chunk of equal parameters; and 0-d counts on their devices.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64)
-        # Of the parameters that several ranks share, made when they are first needed.
+        # The matrices that several ranks share, created when they are first needed.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
         self._snapshot: Snapshot | None = None  # of the last step
@@ -169,11 +165,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of momenta, weights and state that this rank has sent to others."""
+        """Bytes of momenta, weights and state that this rank has sent to other ranks."""
         return self._matrices.ranks.sent if self._matrices is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; see `torch.optim.Optimizer`."""
+        """Return the attributes for a copy; see `torch.optim.Optimizer`."""
         self._rename()
         kept = {"_chosen": self._chosen, "_exchange_dtype": self._exchange_dtype}
         return {**super().__getstate__(), **kept}
@@ -194,7 +190,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
         stepped = {*self.state}
-        foreign = defaults.keys() - group.keys()  # torch adds these, which are of another rule
+        foreign = defaults.keys() - group.keys()  # torch adds these fields of another rule
         super().add_param_group(group)
         for key in foreign:
             group.pop(key, None)
@@ -211,9 +207,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def _rename(self) -> None:
-        """Give groups whose parameters others have removed or added the names of those they have.
+        """Update the names of groups whose parameters another program has removed or added.
 
-        Raises ValueError for one that never had a name.
+        Raises ValueError for a parameter that never had a name.
         """
         for group in self.param_groups:
             params, names = group["params"], group.get("param_names")
@@ -264,14 +260,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         )
 
     def _initialise(self, group: dict[str, Any]) -> None:
-        """Match the state of a group's parameters to them, and create what it lacks."""
+        """Match the state of a group to its parameters, and create missing entries."""
         rule, masters = rule_of(group), self.defaults["master_weights"]
         for parameter in group["params"]:
             follow(parameter, self.state[parameter], rule, masters=masters)
         self._complete(group, group["params"])
 
     def _complete(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
-        """Create the entries that states of a group's parameters lack, from the weights."""
+        """Create missing state entries of a group's parameters from the weights."""
         names = {*entry_names(rule_of(group))}
         incomplete = [p for p in parameters if not names <= self.state[p].keys()]
         for parameter, state in self._initial_states(group, incomplete).items():
@@ -282,7 +278,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _initial_states(
         self, group: dict[str, Any], parameters: Sequence[Tensor]
     ) -> dict[Tensor, State]:
-        """Return the state with which parameters of a group begin, without masters."""
+        """Return the initial state of a group's parameters, without masters."""
         rule, division = rule_of(group), Division.of(group["units"])
         shared = [p for p in parameters if self._is_shared(p, rule)]
         states = {
@@ -300,7 +296,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return states
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of the weight that is stepped: the master, if there is one."""
+        """Return this rank's part of the stepped weight: the master, if there is one."""
         return local_of(self.state[parameter].get(MASTER, parameter))
 
     def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
@@ -308,14 +304,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return rule.whole_matrix and (is_dtensor(parameter) or self._replicas is not None)
 
     def _share(self) -> Snapshot:
-        """Bring state and owners up to date with the parameters, which may have been replaced.
+        """Update state and owners to the current parameters, which may have been replaced.
 
-        Raises ValueError or TypeError, before anything has changed, where a state is not that of
-        its parameter and rule.
+        Raises ValueError or TypeError, before anything changes, for a state that does not fit its
+        parameter and rule.
         """
         before = self._snapshot
         if before is not None and before.holds(self.param_groups, self.state):
-            for parameter, master in before.masters:  # others may have written the parameter
+            for parameter, master in before.masters:  # other code may have written the parameter
                 follow_weight(parameter, master)
             return before
         self._rename()
@@ -339,7 +335,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _shared_matrices(
         self, members: Sequence[tuple[Tensor, Rule, Division]]
     ) -> "SharedMatrices | None":
-        """Return the matrices that several ranks step together, None if there are none.
+        """Return the matrices that several ranks step together, or None.
 
         Raises ValueError for parameters on several meshes.
         """
@@ -351,11 +347,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         parameters = [parameter for parameter, _, _ in members]
         check_one_mesh(parameters)
         ranks = self._all_ranks(parameters)
-        assert ranks is not None  # plain parameters are shared by replicas alone
+        assert ranks is not None  # only replicas share plain parameters
         return SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
 
     def _all_ranks(self, parameters: Sequence[Tensor]) -> "RankGroup | None":
-        """Return all ranks that share any parameter, None if there are none."""
+        """Return all ranks that share any parameter, or None."""
         if self._replicas is None and not any(map(is_dtensor, parameters)):
             return None
         from .sharded.ranks import ranks_of
@@ -365,12 +361,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `torch.optim.Optimizer` does.
 
-        What other programs keep under numbers, and tensors that are no parameters, is in the entry
-        "foreign" of the state, as torch would take it for that of parameters.
+        Other programs' entries under numbers, and under tensors that are not parameters, are in the
+        state's entry "foreign", because torch would treat them as parameters.
         """
         self._rename()
         parameters = {*listed_in(self.param_groups, "params")}
-        state: dict[Any, Any] = self.state  # other programs have keys of any kind
+        state: dict[Any, Any] = self.state  # keys of other programs may be of any type
         foreign = {
             key: value
             for key, value in state.items()
@@ -392,13 +388,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
 
         Hyper-parameters that an earlier version did not save are unchanged, or the rule's defaults
-        after a change of the rule. A state of momenta alone is enough: singular vectors
-        and the like are found again, and means of squares start at zero. Entries of other programs
-        are kept unchanged.
+        after a change of the rule. Momenta alone are a sufficient state: singular vectors and
+        similar entries are computed again, and means of squares start at zero. Entries of other
+        programs are kept unchanged.
 
         Raises:
-            ValueError: a state of other rules, units or shapes, or of another order of parameters,
-                or one that is not finite, on any rank; nothing has changed then.
+            ValueError: on any rank, a state of other rules, units, shapes or order of parameters,
+            or a nonfinite state; nothing is changed then.
         """
         settings = [dict(group) for group in self.param_groups]
         saved: dict[str, Any] = {}
@@ -411,14 +407,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         def restore(_: object) -> None:
             self._restore(saved, settings)
 
-        # Hooks of our own, so that those of others run before and afterwards.
+        # Internal hooks, so that users' hooks run before and after them.
         before = self.register_load_state_dict_pre_hook(check)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         with before, after:
             super().load_state_dict(state_dict)
 
     def _restore(self, saved: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> None:
-        """Fill in the state that was saved, and what an earlier version did not save."""
+        """Fill in the saved state, and entries that an earlier version did not save."""
         for group, before in zip(self.param_groups, settings, strict=True):
             same_rule = group["rule"] == before["rule"]
             for name, default in fields_of(group["rule"], exact=True).items():
@@ -437,7 +433,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.state.update(entries)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError on all ranks for a state that one cannot load."""
+        """Raise ValueError on all ranks for a state that one rank cannot load."""
         problem = next(saved_problems(self.param_groups, state_dict), None)
         parameters = listed_in(self.param_groups, "params")
         ranks, sound = self._all_ranks(parameters), problem is None
@@ -456,11 +452,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._step()
         return loss
 
-    @_disable_dynamo  # keeps torch.compile out, which broke on parts of it
+    @_disable_dynamo  # excluded from torch.compile, which fails on parts of it
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            rename_(group["rule"], group)  # what a scheduler or a loop has written
+            rename_(group["rule"], group)  # values written by a scheduler or a loop
             _check_rates(group)
         snapshot = self._share()
         active = self._gate(snapshot)
@@ -477,7 +473,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_matrices(
         self, rule: Rule, groups: Sequence[dict[str, Any]], active: Tensor | None
     ) -> None:
-        """Step the parameters of groups of a rule."""
+        """Step the parameters of all groups of one rule."""
         steps = {
             p: _step_of(group, p.device, active)
             for group in groups
@@ -514,9 +510,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_adamw(
         self, rule: AdamWRule, group: dict[str, Any], columns: Columns, active: Tensor | None
     ) -> None:
-        """Step the parameters of a group, all of one dtype and device in one call.
+        """Step the parameters of a group, with one call per dtype and device.
 
-        What is done for each of them is most of the time of a step of many small ones.
+        With many small parameters, most of the time is the work per parameter.
         """
         assert self._snapshot is not None  # of this step
         stepped: list[Tensor] = []
@@ -551,7 +547,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             parts = {
                 p: Stack(
                     self._weight(p),
-                    local_gradient(p).to(dtype, copy=True),  # for rules may overwrite gradients
+                    local_gradient(p).to(dtype, copy=True),  # as rules may overwrite gradients
                     {k: local_of(self.state[p][k]) for k in entry_names(rule)},
                     steps[p],
                 )
@@ -563,10 +559,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     local_of(parameter).copy_(part.weight)
 
     def _gate(self, snapshot: Snapshot) -> Tensor | None:
-        """Return None to step, or whether to step as a 0-d bool; counts skipped steps.
+        """Return None to step, or a 0-d bool that is False to skip; counts skipped steps.
 
-        All ranks that share parameters agree. Raises FloatingPointError on a gradient that is not
-        finite with `nonfinite="raise"`, and ValueError if ranks have gradients of other parameters.
+        All ranks that share parameters agree. Raises FloatingPointError on a nonfinite gradient
+        with `nonfinite="raise"`, and ValueError if ranks have gradients of different parameters.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
@@ -586,13 +582,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
 
 def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:
-    """Return with what the parameters of a group on a device are stepped."""
+    """Return the rates and predicate of a group's parameters on a device."""
     gate = None if active is None else active.to(device)
     return Step(group["lr"], group["weight_decay"], gate)
 
 
 def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) -> None:
-    """Raise ValueError for a parameter that the rule of its group cannot take."""
+    """Raise ValueError for a parameter that the rule of its group does not support."""
     names = group.get("param_names", [""] * len(group["params"]))
     for parameter, name in zip(group["params"], names, strict=True):
         if not parameter.is_floating_point():
@@ -621,20 +617,20 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
 
 
 def _are_float64(params: Iterable[Any]) -> bool:
-    """Whether a group's parameters, which may be pairs with names, are in float64."""
+    """Whether a group's parameters, or pairs of names and parameters, are float64."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError or TypeError for rates that are none or below `least`; no tensor is read.
+    """Raise ValueError or TypeError for invalid rates or rates below `least`; no tensor is read.
 
     A tensor of one element becomes 0-d.
     """
     for name in ("lr", "weight_decay"):
         rate = group[name]
         if isinstance(rate, Tensor) and rate.ndim and rate.numel() == 1:
-            group[name] = rate.view(())  # torch's optimizers take these as well
+            group[name] = rate.view(())  # torch's optimizers accept these as well
     check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
         check_value(name, Rate, group[name])

@@ -1,8 +1,8 @@
 """Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
 `DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest and narrowest steps of msign that
-train as well (docs/library.md has the evidence). Weights in float64, which somebody chose for their
-accuracy, keep the defaults of the rules, and so do the trainer's configs.
+train as well (docs/library.md has the evidence). Weights in float64, chosen for accuracy, keep the
+defaults of the rules, and so do the trainer's configs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 ALIASES: Final = {
     "betas": ("beta1", "beta2"),
-    "momentum": ("beta1",),  # schedulers that cycle it write it into all groups
+    "momentum": ("beta1",),  # schedulers that cycle the momentum write it into all groups
     "eps": ("epsilon",),
     "ns_steps": ("steps",),
     "cautious_wd": ("cautious_decay",),
 }
-"""Names that the optimizers of torch and dion have for fields."""
+"""Names of fields in the optimizers of torch and dion."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are not fields of its rule."""
 WHOLE: Final = ("nonfinite", "master_weights", "replicas", "exchange_dtype")
@@ -50,25 +50,25 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "maximize": ((False, None), "minimise the negative loss"),
     "amsgrad": ((False, None), "torch.optim.AdamW keeps the largest second moment"),
 }
-"""Options of torch's optimizers that are fixed here: which values they may have, and why."""
+"""Options of torch's optimizers that are fixed here: the allowed values and the reason."""
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' is torch's 'original', "
     "scale='align_adam_rms' its 'match_rms_adamw'",
     "ns_coefficients": "schedule='simple' has torch's coefficients, other schedules better ones",
     "eps": "it needs none: a zero matrix has a zero update",
 }
-"""What to do instead of the options of torch.optim.Muon."""
+"""Replacements of the options of torch.optim.Muon."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})
-"""Keys by which other libraries' groups, KellerJordan/Muon's and dion's, choose a rule."""
+"""Keys by which groups of other libraries (KellerJordan/Muon, dion) choose a rule."""
 
 
 def rate_of(rule: str) -> float:
-    """Return the default learning rate of a rule; AdamW's for a rule of another package."""
+    """Return the default learning rate of a rule; AdamW's rate for rules of other packages."""
     return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
 
 
 def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
-    """Return the fields of a rule and their defaults; with `exact` those of the rule itself.
+    """Return the fields of a rule and their defaults; with `exact`, the rule's own defaults.
 
     Raises ValueError for an unknown rule.
     """
@@ -78,11 +78,11 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 
 
 def rename_(rule: str, named: dict[str, Any]) -> None:
-    """Give options the names of the rule's fields, in place.
+    """Rename options to the rule's fields, in place.
 
-    Names of torch's become what `ALIASES` says, the last of them wins, and dtypes their names,
-    all as far as the rule has such fields. Raises TypeError for betas that are not two, and
-    ValueError for an unknown rule.
+    Names of torch are replaced as in `ALIASES` (the last one wins) and dtypes by their names, if
+    the rule has such fields. Raises TypeError for betas that are not two, and ValueError for an
+    unknown rule.
     """
     rule_fields = RULES[rule].__dataclass_fields__
     for alias in [name for name in named if name in ALIASES and name not in rule_fields]:
@@ -102,9 +102,9 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of a rule; the nearest is suggested.
 
-    Names of `FIXED` pass with the values that they may have there. With `foreign`, for a group,
-    names that resemble none pass, and those of `HOSTS`: other programs keep their own in groups.
-    What the whole optimizer is told does not.
+    Names of `FIXED` pass with their allowed values. With `foreign`, for a group, names in `HOSTS`
+    and names that resemble no field pass, because other programs keep keys in groups. Options of
+    the whole optimizer do not pass.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)

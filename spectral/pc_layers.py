@@ -6,8 +6,8 @@
     merge_(model)                                            # W becomes PC(W), for export
 
 PC(W) is a parametrization of the weight (torch.nn.utils.parametrize), computed in every forward
-pass, and has no state but gamma: the top singular pair comes from a cold start each time, so that
-recomputed activations, ranks and resumed runs see the same. See `spectral.effective_weight`.
+pass, and its only state is gamma: the top singular pair comes from a cold start each time, so that
+recomputed activations, ranks and resumed runs use the same pair. See `spectral.effective_weight`.
 """
 
 import sys
@@ -33,13 +33,13 @@ BLOCKS = (
     *("c_proj", "c_fc"),  # GPT-2
     *("dense", "dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX
 )
-"""Names of the layers that the paper preconditions: attention's output and the feed-forward."""
+"""Names of the layers that the paper preconditions: attention output and feed-forward."""
 
 
 class EffectiveWeight(nn.Module):
-    """The map from a weight to the weight to multiply by, each of its matrices preconditioned.
+    """The map from a weight to its effective weight, matrix by matrix.
 
-    Subclasses say which matrices a weight has, and where their top singular pairs come from.
+    Subclasses define the matrices of a weight and the source of their top singular pairs.
 
     preconditioners   of the matrices, in their order
     gamma             `[matrices]`, the scale of each
@@ -56,11 +56,11 @@ class EffectiveWeight(nn.Module):
         raise NotImplementedError
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return matrices as a tensor of the shape, and on the ranks, of `weight`."""
+        """Return matrices as one tensor of the shape and placements of `weight`."""
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the top singular pairs of some matrices, which are joined in `stack`."""
+        """Return the top singular pairs of some matrices, concatenated in `stack`."""
         return self.preconditioners[members[0]].cold_pair(stack.detach())
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class EffectiveWeight(nn.Module):
         for (_, preconditioner), members in groups.items():
             stack = torch.stack([matrices[i] for i in members])
             wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
-            # Without a list of indices, which would have to come to the device.
+            # Avoid a list of indices, which would have to be copied to the device.
             gamma = torch.cat([self.gamma[i : i + 1] for i in members]).to(wide.dtype)
             with without_autocast(wide.device):
                 new = preconditioner.effective(wide, *self.pairs(members, wide), gamma)
@@ -82,7 +82,7 @@ class EffectiveWeight(nn.Module):
 
 
 class DividedWeight(EffectiveWeight):
-    """The matrices of a parameter that a division names, each from a cold start.
+    """The matrices of a divided parameter, with singular pairs from cold starts.
 
     Ranks that share a weight by tensor parallelism gather it, and all compute all of PC(W).
     """
@@ -105,7 +105,7 @@ class DividedWeight(EffectiveWeight):
         return [self.division.matrix(narrowed(whole, box)) for box in self.boxes]
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return them with the placements of `weight`."""
+        """Return the matrices with the placements of `weight`."""
         whole = matrices[0].new_empty(weight.shape)
         for box, matrix in zip(self.boxes, matrices, strict=True):
             target = narrowed(whole, box)
@@ -113,7 +113,7 @@ class DividedWeight(EffectiveWeight):
         return placed_as(whole, weight)
 
     def get_extra_state(self) -> Tensor:
-        """Return the coefficients of the polynomial, by which a state of another is refused."""
+        """Return the coefficients of the polynomial, so that a state of another one is refused."""
         level = self.preconditioners[0].level
         return torch.tensor([c for stage in stages(level) for c in stage])
 
@@ -129,7 +129,7 @@ class DividedWeight(EffectiveWeight):
 
 
 class PCLinear(nn.Linear):
-    """A linear layer whose weight is preconditioned as one matrix; arguments as of nn.Linear."""
+    """A linear layer whose weight is preconditioned as one matrix; arguments as for nn.Linear."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, level: Level = 4
@@ -143,7 +143,7 @@ def preconditioned(
 ) -> list[str]:
     """Make PC layers of a model's linear layers, in place, and return their names.
 
-    A weight that holds several matrices (`split_parameters`) has each preconditioned by itself. The
+    The matrices of a weight (`split_parameters`) are preconditioned separately. The
     weight's own name becomes `parametrizations.weight.original`, until `merge_`.
 
     Args:
@@ -152,8 +152,8 @@ def preconditioned(
         level: of the polynomial, see `Preconditioner`.
 
     Raises:
-        ValueError: no layer has such a name; the weight of a layer is parametrized already, sharded
-            or that of another module too. Nothing has changed then.
+        ValueError: no layer matches; the weight of a layer is already parametrized, sharded, or
+        shared with another module. Nothing is changed then.
     """
     blocks = list(blocks)
     weights = {}
@@ -183,7 +183,7 @@ def merge_(model: nn.Module) -> None:
     """Replace the weight of every PC layer by PC(W) and make it an ordinary layer again.
 
     Tensor-parallel ranks call it together. Raises ValueError for a model that `fully_shard` has
-    sharded, and for a weight that another module has too.
+    sharded, and for a weight shared with another module.
     """
     if _is_sharded_by_fsdp(model):
         raise ValueError("merge_ needs a model before fully_shard: load the state into one")
@@ -192,20 +192,20 @@ def merge_(model: nn.Module) -> None:
             chain = module.parametrizations["weight"]  # type: ignore[index]
             if any(isinstance(part, EffectiveWeight) for part in chain):
                 _refuse_shared(model, chain.original)  # type: ignore[union-attr]
-                # A copy of the module has the same class, which loses its property `weight`.
+                # A copy of the module uses the same class, which loses its property `weight`.
                 kind = type(module)
                 module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
                 parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 
 
 def _is_sharded_by_fsdp(model: nn.Module) -> bool:
-    """Whether `fully_shard` has seen a part of the model."""
+    """Whether `fully_shard` was applied to a part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 def _refuse_shared(model: nn.Module, parameter: Tensor) -> None:
-    """Raise ValueError for a weight that several modules have."""
+    """Raise ValueError for a weight that several modules share."""
     sharers = [
         name.removesuffix(".parametrizations.weight")
         for name, module in model.named_modules()

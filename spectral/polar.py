@@ -5,9 +5,9 @@ with `A = X X^T`. The composition of all steps approximates the sign function, s
 `U V^T` of its thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions
 stay null.
 
-`SCHEDULES` has the coefficients of successive steps, with their sources, and what each floating
-point format can bear. Between the steps singular values reach almost 2, where the polynomials of
-Polar Express are steep: a rounding that lifts one above the end of its interval grows with every
+`SCHEDULES` contains the coefficients of successive steps with their sources, and the margins of
+16-bit formats. Between the steps singular values reach almost 2, where the polynomials of Polar
+Express are steep: if rounding lifts a value above the end of its interval, it grows with every
 further step, until nothing is finite. `Schedule.half_margin` and `GRAM_GAIN` keep rounding inside:
 no singular value exceeded 1.007 in a search over 480,480 adversarial matrices.
 """
@@ -31,13 +31,13 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Coefficients of successive steps, and how to continue when more steps are asked for.
+    """Coefficients of successive steps, and their continuation for more steps.
 
     Attributes:
-        coefficients: `(a, b, c)` of each step.
-        continuation: whether further steps repeat the last one or start over.
-        half_margin: factor by which, in 16 bits, all steps but the last let their input exceed its
-            interval: `p(s / margin)` instead of `p(s)`. Without it adversarial 2 x 4 matrices
+        coefficients: `(a, b, c)` of each step. continuation: further steps repeat the last one or
+        start over. half_margin: factor by which, in 16 bits, the input of all steps but the last
+        may exceed its interval: `p(s / margin)` instead of `p(s)`. Without it adversarial 2 x 4
+        matrices
             diverge in bfloat16 (plain form) and float16 (Gram form); with it singular values stay
             bounded even if every rounding is twice that of the format.
     """
@@ -86,8 +86,8 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # What the Muon of the public SSO code calls polar_express: steeper at zero (slope 20775 instead
-    # of 6363).
+    # The schedule polar_express of Muon in the public SSO code: steeper at zero (slope 20775
+    # instead of 6363).
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -108,12 +108,12 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 GRAM_GAIN = {torch.float16: 33.0, torch.float32: 400.0, torch.float64: 400.0}
-"""Bound on `M g` between two restarts of the Gram form, by dtype: M the largest singular value up
-to the first of them, g the product of the slopes at zero of the steps in between.
+"""Bound on `M g` between two restarts of the Gram form, by dtype: M is the largest singular value
+up to the first restart, g the product of the slopes at zero of the steps in between.
 
-A rounding e of the Gram matrix becomes `(M g)^2 e` in its null directions, and one of its factor
-`M g e` in all: at most 0.5 and 2% in float16. A dtype that is not listed is not used in Gram form:
-bfloat16 would have to restart at every step.
+A rounding error e of the Gram matrix becomes `(M g)^2 e` in its null directions, and an error e of
+its factor becomes `M g e` in all directions: at most 0.5 and 2% in float16. A dtype that is not
+listed is not used in Gram form: bfloat16 would have to restart at every step.
 """
 
 
@@ -154,40 +154,40 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
-    """Return the largest value that the steps make of a singular value in [0, 1]; 1 for none."""
+    """Return the largest image of a singular value in [0, 1] under the steps; 1 without steps."""
     s = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))
     return float(s.max())
 
 
-# Elements of matrices that are worked on at a time: one large matrix, or several small ones, whose
-# bfloat16 products are several times faster in batches, on CPU too. This bounds the scratch of a
-# step to a few matrices instead of a few stacks.
+# Elements of matrices that are processed at a time: one large matrix or several small ones, whose
+# bfloat16 products are several times faster in batches, also on a CPU. This bounds the scratch
+# memory of a step to a few matrices instead of a few stacks.
 WORKSPACE_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_WORKSPACE_ELEMENTS = 1 << 28
 # Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
 # the next. On a device without an entry one slice covers everything.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
-# An iteration is unbounded where a singular value is estimated to have exceeded what the
-# polynomials make of [0, 1] by this factor; ROUNDING is by how much all of them may.
+# An iteration is unbounded if a singular value is estimated to exceed the image of [0, 1] under the
+# polynomials by the factor EXCESS; ROUNDING is the factor allowed for all values together.
 EXCESS, ROUNDING = 1.5, 1.05
-# Norms between these have squares that float32 holds, with those of all entries that matter.
+# Between these bounds, float32 represents the squares of norms and of all relevant entries.
 SAFE = 1e-12, 1e15
 
 
 def workspace(device: torch.device) -> int:
-    """Return the elements of matrices that are worked on at a time."""
+    """Return the number of elements of matrices that are processed at a time."""
     return WORKSPACE_ELEMENTS.get(device.type, DEFAULT_WORKSPACE_ELEMENTS)
 
 
 def workspace_units(numel: int, device: torch.device) -> int:
-    """Return the number of units of `numel` elements that are worked on at a time, at least 1."""
+    """Return the number of units of `numel` elements that are processed at a time, at least 1."""
     return max(1, workspace(device) // max(1, numel))
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors of one batch along it into matching slices, of the first cache-sized."""
+    """Split tensors along their batch into matching slices; those of the first fit the cache."""
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:
         return iter([tensors])
@@ -208,16 +208,15 @@ def msign(
     infinity gives NaN.
 
     Args:
-        x: matrices `[..., rows, cols]` of any scale.
-        schedule: key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat its
-            last step (sets that converge) or start over (quintic, simple).
-        steps: number of quintic steps, at least 1.
-        dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
+        x: matrices `[..., rows, cols]` of any scale. schedule: key of `SCHEDULES`. Fewer steps use
+        a prefix of the schedule; more steps repeat its last step (convergent schedules) or start
+        over (quintic, simple). steps: number of quintic steps, at least 1. dtype: dtype of the
+        matrix products; None keeps that of `x`. Normalisation always uses at
             least float32.
 
     Raises:
-        ValueError: unknown schedule, steps < 1, a dtype that is not a floating point, or fewer than
-            two dimensions.
+        ValueError: an unknown schedule, steps < 1, a dtype that is not floating point, or fewer
+        than two dimensions.
     """
     work = x.dtype if dtype is None else dtype
     if not work.is_floating_point:
@@ -237,12 +236,12 @@ def msign(
 
 
 class Polar(NamedTuple):
-    """Polar factors, and whether the iteration that gave them stayed bounded.
+    """Polar factors, and whether their iteration stayed bounded.
 
-    `bounded` is False where something is not finite, or where a singular value is estimated to have
-    grown to `EXCESS` times what the polynomials make of any in [0, 1] before the last step. The
-    estimate comes from the Schatten-8 norm: of n rows, one singular value is seen to grow alone
-    when it exceeds 1.5 to 2.4 (n = 1 to 8,192), more together earlier.
+    `bounded` is False where a value is not finite, or where a singular value is estimated to have
+    grown before the last step to `EXCESS` times the largest image of [0, 1]. The estimate comes
+    from the Schatten-8 norm: among n rows, a single growing value is detected when it exceeds 1.5
+    to 2.4 (n = 1 to 8,192), several values earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -266,7 +265,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
             for i in rough.flatten().nonzero()[:, 0].tolist():
                 normalized(source[i : i + 1], out=target[i : i + 1])
         elif wide:
-            source.div_(_divisor(source))  # no scratch of its size
+            source.div_(_divisor(source))  # no scratch tensor of this size
             torch.div(source, _norm(source), out=target)
         else:
             normalized(source, out=target)
@@ -274,9 +273,9 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
-    """Write `x / divisor` to `out`, rounded once to its dtype; uses `x` up if that is wider."""
+    """Write `x / divisor` to `out`, rounded once to its dtype; overwrites a wider `x`."""
     if x.is_cpu and x.dtype.itemsize > out.dtype.itemsize:
-        out.copy_(x.div_(divisor))  # a pass that divides and rounds takes longer there
+        out.copy_(x.div_(divisor))  # one pass that divides and rounds is slower there
     else:
         torch.div(x, divisor, out=out)
 
@@ -287,7 +286,7 @@ def polars_of(
     """Compute the polar factors in `dtype` of stacks `[batch, rows, cols]` of Frobenius norm <= 1.
 
     Stacks with equal shorter sides share the products of the Gram form: work on `X X^T` does not
-    depend on the longer side. The list is used up, so that each iterate is freed as soon as the
+    depend on the longer side. The list is emptied, so that each iterate is freed as soon as the
     next exists.
     """
     tall = [is_tall(y) for y in stacks]
@@ -326,10 +325,10 @@ def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> T
 def _gram_form_(
     ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Replace stacks of the same rows by their polar factors; return whether each is bounded."""
+    """Replace stacks of equal rows by their polar factors; return whether each stayed bounded."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
         gram = kernels.gram(*ys)
-        factor: Tensor | None = None  # Q, where these steps map X to Q X
+        factor: Tensor | None = None  # the factor Q with which these steps map X to Q X
         for index in range(first, last):
             a, b, c = steps[index]
             step = kernels.polynomial(gram, b, c, a)
@@ -361,23 +360,24 @@ def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x / _divisor(x)
-    # In place if somebody follows the gradient, which `out` does not pass on.
+    # In place only without autograd, as `out` does not propagate gradients.
     return y.div_(_norm(y)) if out is None else torch.div(y, _norm(y), out=out)
 
 
 def _divisor(x: Tensor) -> Tensor:
-    """Largest magnitude per matrix `[..., 1, 1]`, 1 for a zero matrix."""
+    """Return the largest magnitude per matrix `[..., 1, 1]`, 1 for a zero matrix."""
     dims = (-2, -1)
     if x.is_cuda:
         peak = torch.linalg.vector_norm(x, ord=math.inf, dim=dims, keepdim=True)
-    else:  # on a CPU much faster
+    else:  # much faster on a CPU
         peak = torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())
     divisor: Tensor = peak.masked_fill(peak == 0, 1)
     return divisor
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Frobenius norm `[..., 1, 1]` of matrices whose largest magnitude is 1; 1 of a zero matrix."""
+    """Return Frobenius norms `[..., 1, 1]` of matrices of largest magnitude 1; 1 for a zero
+    matrix."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return norm.clamp_min(1)
 
@@ -386,7 +386,7 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     """Return whether the Gram form is stable and takes fewer FLOPs, for `rows <= cols`.
 
     FLOPs are counted for general products, without the symmetric kernels. Below aspect ratio 2 the
-    Gram form saves little and would hold more scratch than the plain form.
+    Gram form saves little and would use more memory than the plain form.
     """
     if 2 * rows > cols or dtype not in GRAM_GAIN:
         return False
@@ -404,7 +404,7 @@ def is_bounded(
     """Return whether iterates stayed bounded, `[batch]`, bool; see `Polar`. Overwrites `gram`.
 
     `gram` `[batch, rows, rows]` is R before the last of `steps`, and `p` is `shift I + b R + c R^2`
-    with its coefficients, from which comes the Schatten-8 norm.
+    with its coefficients; they give the Schatten-8 norm.
     """
     most, rows = largest_value(steps[:-1]), gram.shape[-1]
     limit = math.sqrt(rows * (ROUNDING * most) ** 8 + (EXCESS * most) ** 8)
@@ -413,13 +413,14 @@ def is_bounded(
     square = torch.sub(p, gram, alpha=b, out=None if gram.requires_grad else gram)
     if shift:
         square.diagonal(dim1=-2, dim2=-1).sub_(shift)
-    # Summed in float32, and rounded to the dtype at the end: several times faster on a CPU.
+    # Sum in float32 and round to the dtype at the end: several times faster on a CPU.
     norm: Tensor = torch.linalg.vector_norm(square, dim=(-2, -1))
     return norm <= abs(c) * limit
 
 
 def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Compute the polar factor of one matrix `[rows, cols]`: what `msign` equals, step by step.
+    """Compute the polar factor of one matrix `[rows, cols]` step by step, as the reference of
+    `msign`.
 
     Source: K. Jordan et al., "Muon" (2024); "The Polar Express" (arXiv 2505.16932) for `steps`.
     """

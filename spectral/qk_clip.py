@@ -1,7 +1,7 @@
-"""QK-clip: a bound on attention logits by the weights of queries and keys.
+"""QK-clip: bounded attention logits by scaled query and key weights.
 
-Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). For Muon, under which the
-spectral norms of these weights may grow; rules that hold a radius undo it at their next step.
+Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). It is meant for Muon, under
+which the spectral norms of these weights may grow; rules with a radius undo it at their next step.
 """
 
 import torch
@@ -21,16 +21,16 @@ def clip_qk_(
 ) -> Tensor:
     """Scale queries and keys in place so that no logit exceeds `threshold`; return the factors.
 
-    Call it after `optimizer.step()`. Heads of one key share a factor, `threshold` over their
-    largest logit where that is more and finite, else 1. Weights may be DTensors.
+    Call it after `optimizer.step()`. Heads that share a key share a factor: `threshold` over their
+    largest logit if that logit is larger and finite, else 1. Weights may be DTensors.
 
     Args:
         query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.
         logits: largest logit of each head in the last step `[heads]`, before softmax, over all
-            ranks, a plain tensor; or a bound of it, as the product of the largest norms of a head's
-            queries and keys divided by the root of their size.
+            ranks, a plain tensor; or an upper bound, such as the product of the largest norms of a
+            head's queries and keys divided by the root of their size.
         threshold: positive.
-        balance: exponent of the queries' part, in [0, 1]; the keys take the rest.
+        balance: exponent of the queries' share of the factor, in [0, 1]; the rest goes to the keys.
 
     Returns:
         The factor of the logits of each key `[groups]`.

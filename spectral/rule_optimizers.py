@@ -1,4 +1,4 @@
-"""The optimizer of each rule, with its arguments: what `help`, type checkers and editors show.
+"""The optimizer of each rule, with its arguments for `help`, type checkers and editors.
 
 Defaults are those of `options.DEFAULTS`; weights in float64 keep the defaults of the rule.
 """
@@ -22,9 +22,9 @@ Nonfinite = Literal["raise", "skip"]
 
 
 def signed(signature: Callable[P, None]) -> Callable[P, None]:
-    """Make an `__init__` that passes on what it is given, and looks like `signature`.
+    """Create an `__init__` that passes its arguments on and has the given `signature`.
 
-    A default that is not given stays distinct from an equal value that is.
+    An omitted argument stays distinct from an explicit one that equals the default.
     """
 
     @wraps(signature)

@@ -1,4 +1,4 @@
-"""Numbers that accompany the elements of tensors through their views.
+"""Numbers assigned to the elements of tensors, followed through views.
 
 A shadow belongs to a storage, which views share, so views of a tensor need no work. Along most axes
 of an activation its numbers do not change (the batch, the tokens), so a shadow has length 1 there.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 NONE = -1.0
-"""The number of an element that has none. Numbers are float64, which every operation moves."""
+"""The number of an unnumbered element. Numbers are float64, which every operation can move."""
 
 
 class Layout(NamedTuple):
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 class Shadow(NamedTuple):
-    """The numbers of a storage: `values`, which broadcast to a tensor of some layout there.
+    """The numbers of a storage: `values`, which broadcast to a tensor of a layout in the storage.
 
     Without values, an element's number is `start` and its distance from the layout's offset.
     """
@@ -45,7 +45,7 @@ class Shadow(NamedTuple):
     start: int = 0
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the numbers of a view of the storage, of length 1 on axes without change."""
+        """Return the numbers of a view of the storage, with length 1 on constant axes."""
         view = Layout.of(tensor)
         if self.values is None:
             return (_distances(self.layout, (), view) + self.start).double().to(tensor.device)
@@ -57,10 +57,10 @@ class Shadow(NamedTuple):
 
 @lru_cache(256)  # the layers of a model repeat
 def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
-    """Return how far elements of a view are from a layout's offset, `[1 or n, ...]`.
+    """Return the distances of a view's elements from a layout's offset, `[1 or n, ...]`.
 
-    In memory or, if `moving` is the shape of values that broadcast to the layout, among these. The
-    length is 1 along axes on which no distance changes.
+    Distances are in memory or, if `moving` is the shape of values that broadcast to the layout,
+    among these values. The length is 1 along axes on which no distance changes.
     """
     axes = [axis for axis, size in enumerate(moving) if size > 1]
     start = view.offset - layout.offset
@@ -93,7 +93,7 @@ def _within(stride: int, start: int, view: Layout) -> bool:
 
 
 class Shadows:
-    """The shadows of the storages that have one."""
+    """Shadows by storage."""
 
     def __init__(self) -> None:
         self.of: WeakKeyDictionary[Any, Shadow] = WeakKeyDictionary()
@@ -107,13 +107,13 @@ class Shadows:
         return self.of[tensor.untyped_storage()]
 
     def number(self, tensor: Tensor, start: int) -> int:
-        """Number the elements of a tensor as they are in memory, and count them."""
+        """Number the elements of a tensor in the order of memory and count them."""
         layout = Layout.of(tensor)
         self.of[tensor.untyped_storage()] = Shadow(layout, start=start)
         return sum((n - 1) * s for n, s in zip(*layout[1:], strict=True)) + 1
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return the number at each place of a tensor, None if it has none.
+        """Return the number of each element of a tensor, None without a shadow.
 
         Its length is 1 on axes along which numbers do not change.
         """
@@ -122,11 +122,11 @@ class Shadows:
         return None if numbers is None or bool((numbers < 0).all()) else numbers
 
     def write(self, tensor: Tensor, numbers: Tensor) -> None:
-        """Put numbers, which broadcast to the tensor, into its storage."""
+        """Write numbers, which broadcast to the tensor, for its storage."""
         storage, view = tensor.untyped_storage(), Layout.of(tensor)
         size = storage.nbytes() // tensor.element_size() * (1 + tensor.is_complex())
         numbers = numbers.view(*[1] * (len(view.sizes) - numbers.ndim), *numbers.shape)
-        if prod(view.sizes) < size:  # a part of it: the others stay
+        if prod(view.sizes) < size:  # only a part: keep the other numbers
             whole = numbers.new_full((size,), NONE)
             if storage in self.of:
                 whole.copy_(self.of[storage].read(tensor.as_strided((size,), (1,), 0)))
@@ -146,12 +146,12 @@ class Shadows:
 
 
 def condensed(numbers: Tensor) -> Tensor:
-    """Return one place of every axis along which no number changes; padding has none."""
+    """Reduce axes along which no number changes to length 1; padding has no numbers."""
     for axis in range(numbers.ndim if numbers.numel() > 1 else 0):
         if numbers.shape[axis] > 1:
             corners = (float(numbers.select(axis, i)[(0,) * (numbers.ndim - 1)]) for i in (0, -1))
             if 0 <= next(corners) != next(corners) >= 0:
-                continue  # as most axes do
+                continue  # as for most axes
             last = numbers.amax(axis, keepdim=True)
             if bool(((numbers == last) | (numbers < 0)).all()):
                 numbers = last
@@ -163,7 +163,7 @@ def tensors_in(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
     if values is None or isinstance(values, (int, float, str)):
-        return []  # at once: operations have many
+        return []  # fast path, as operations have many tensors
     if not isinstance(values, (list, tuple, Mapping)):
         values = vars(values) if is_dataclass(values) and not isinstance(values, type) else {}
     values = values if isinstance(values, (list, tuple)) else values.values()

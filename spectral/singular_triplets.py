@@ -1,14 +1,14 @@
 """Top singular triplets tracked from step to step, batched, without a host sync.
 
 Each call is a short block Krylov iteration from cached vectors and one fixed generic vector,
-followed by Rayleigh-Ritz, which takes the best vector of the space. A step is two passes over the
+followed by Rayleigh-Ritz, which selects the best vector of the space. A step is two passes over the
 matrix, however few the vectors, and converges with the square root of the spectral gap. The generic
-vector finds directions orthogonal to the cached ones. Of few rows a CPU takes the eigenvectors of
-the Gram matrix instead.
+vector finds directions orthogonal to the cached ones. For few rows a CPU computes the eigenvectors
+of the Gram matrix instead.
 
-`top_singular` caches the top vector. `top_pairs` can cache `NEARBY` vectors beside it, those of the
-next largest singular values. A direction that overtakes the top one is among them long before, so
-that a few passes find it, where from the top vector alone many do not.
+`top_singular` caches the top vector. `top_pairs` can also cache `NEARBY` vectors of the next
+largest singular values. A direction is among them long before it overtakes the top one, so a few
+passes find it, while many passes from the top vector alone do not.
 
 Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
 that reads the matrix once, while a product with a few columns is several times slower on CPU.
@@ -28,29 +28,29 @@ from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
 NEARBY = 6
-"""Vectors cached beside the top one. With it and the generic one they are a block of eight, which
-four steps extend to the 32 that one program makes orthonormal."""
+"""Vectors cached in addition to the top one. With the top and the generic vector they form a block
+of eight, which four steps extend to the 32 vectors that one program orthonormalises."""
 BLOCK = NEARBY + 2
 """Vectors of that block."""
 NEARBY_SQUARINGS = 4
 NEARBY_ROUNDS = 3
-"""Squarings of the projected matrix, the top vector taken out, and how often the last call's
-vectors are multiplied by it and made orthonormal. 32nd powers of singular values keep apart what
-float64 can tell; one product with higher powers leaves vectors that are rounding, of which no two
-layouts have the same."""
+"""Squarings of the projected matrix without its top vector, and products with the last call's
+vectors, which are orthonormalised again. 32nd powers of singular values separate all that float64
+can distinguish; one product with higher powers leaves rounding errors, which differ between
+layouts."""
 SQUARINGS = (7, 7, 7)
-"""Squarings of the projected matrix between its normalisations, which float64 holds. All together
-tell values 1e-6 apart."""
+"""Squarings of the projected matrix between its normalisations, within the range of float64. All
+squarings together distinguish values 1e-6 apart."""
 EXACT_ROWS = 64
-"""Up to how many rows an eigensolver of `W W^T` is faster on a CPU than the iteration."""
+"""Most rows at which an eigensolver of `W W^T` is faster on a CPU than the iteration."""
 SQUARES = 1e-25, 1e30
-"""Bounds of `||W||_F^2` within which float32 holds all that matters of `W W^T`."""
+"""Bounds of `||W||_F^2` within which float32 represents all relevant entries of `W W^T`."""
 TINY = 1e-300
 FAINT = 1e-20
-"""Share of a fixed vector in the start: nothing beside a cached unit vector, all beside zero."""
+"""Share of a fixed vector in the start: negligible next to a cached vector, all next to zero."""
 RIDGE = 1e-7
-"""Keeps the Gram matrix of a basis with zero rows positive, and what rounding left of dependent
-ones from being magnified."""
+"""Added to the diagonal of a basis's Gram matrix: keeps it positive with zero rows, and rounding
+errors in dependent rows from being magnified."""
 
 
 def top_singular(
@@ -63,11 +63,11 @@ def top_singular(
     vectors, so that `u v^T` is zero too.
 
     Args:
-        w: matrices `[batch, rows, cols]` of any shape; half precision is computed in float32.
-        u, v: vectors of the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
-            orthogonal to the answer, make a cold start. Only the one on the shorter side is read.
-        steps: number of block Krylov steps, each two passes over `w`. Ten suffice from the last
-            optimizer step's vectors, `COLD_STEPS` for a cold start.
+        w: matrices `[batch, rows, cols]` of any shape; half precision is computed in float32. u, v:
+        vectors of the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors orthogonal
+        to the answer, make a cold start. Only the vector of the shorter side is read. steps: number
+        of block Krylov steps, each two passes over `w`. Ten are enough from the last optimizer
+        step's vectors, `COLD_STEPS` from a cold start.
 
     Raises:
         ValueError: `steps < 1` or mismatched shapes.
@@ -96,14 +96,14 @@ class TopPairs(NamedTuple):
 def top_pairs(
     stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
 ) -> TopPairs:
-    """Compute `top_singular` of stacks together, with launches for each only where its columns are.
+    """Compute `top_singular` of stacks together, with one launch per stack only for work on
+    columns.
 
     Args:
-        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
-        cached: short vectors of the last call, `[matrices, rows]`, as for `top_singular`.
-        steps: number of block Krylov steps, at least 1.
-        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None: `cached` is
-            all that is kept from call to call.
+        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, of the same rows. cached: short
+        vectors of the last call, `[matrices, rows]`, as for `top_singular`. steps: number of block
+        Krylov steps, at least 1. nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or
+        zeros; None: only `cached` is kept from call to call.
     """
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype
@@ -123,8 +123,8 @@ def top_pairs(
 
 
 def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
-    """Compute the `count` top left singular vectors `[matrices, count, rows]`, zeros where there
-    are fewer, of a matrix that is zero, and of one that is not finite."""
+    """Compute the `count` top left singular vectors `[matrices, count, rows]`; missing vectors, and
+    all vectors of zero or nonfinite matrices, are zero."""
     gram = concat([*map(_gram, stacks)])
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     rough = ~((trace > SQUARES[0]) & (trace < SQUARES[1]))
@@ -139,7 +139,7 @@ def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
 def _iterated(
     work: Sequence[Tensor], cached: Tensor, steps: int, nearby: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute the top left vectors, of any length, and the images of the first; see `top_pairs`."""
+    """Compute the top left vectors, unnormalised, and the images of the first; see `top_pairs`."""
     dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
     fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
@@ -148,7 +148,7 @@ def _iterated(
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     products = images(basis, work)  # [batch, k, cols] each
     square = concat([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
-    # Fixed ones beside those of the last call, which may be of another space, or zero.
+    # Fixed vectors in addition to the last call's, which may be of another space, or zero.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
     return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], products)]
@@ -161,7 +161,7 @@ def _gram(x: Tensor) -> Tensor:
 def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
     """Return the number of basis vectors after `steps` block steps on a shorter side of `rows`.
 
-    `vectors` counts those of a block: the cached ones and the generic one.
+    `vectors` is the size of a block: the cached vectors and the generic one.
     """
     return vectors * min(steps, -(-rows // vectors) + 1)
 
@@ -176,19 +176,20 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
 def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start `[batch, count + 1, rows]` of an iteration.
 
-    It is the vectors of `cached` `[batch, count, rows]` and the last of `fixed`
-    `[count + 1, rows]`. In place of each that is zero, as without a cache, there is another one.
+    It consists of `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
+    rows]`. The other fixed vectors replace cached vectors that are zero, as without a cache.
     """
     known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
 
 
 def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
-    """Compute coordinates `[batch, 1, k]` of the vector whose image is longest.
+    """Compute the coordinates `[batch, 1, k]` of the vector with the longest image.
 
-    With those of the last call, `near` `[batch, NEARBY, rows]`, also of new vectors of the next
-    longest images, `[batch, 1 + NEARBY, k]`. `basis` is `[batch, k, rows]`, of rows that are nearly
-    orthonormal or zero, `square` `[batch, k, k]` the Gram matrix of their images; both float64.
+    With the last call's vectors `near` `[batch, NEARBY, rows]`, also compute new vectors of the
+    next longest images: `[batch, 1 + NEARBY, k]`. The rows of `basis` `[batch, k, rows]` are nearly
+    orthonormal or zero, `square` `[batch, k, k]` is the Gram matrix of their images; both are
+    float64.
     """
     gram = _gram(basis)
     gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
@@ -197,7 +198,7 @@ def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
     projected = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     best = _top_eigenvector(projected)[:, None]
     if near is not None:
-        # In coordinates in which rounding of the basis does not show.
+        # Use coordinates in which rounding errors of the basis cancel.
         inside = torch.bmm(basis, near.mT.double())
         inside = torch.linalg.solve_triangular(factor, inside, upper=False)
         best = torch.cat((best, _nearby(projected, best, inside.mT)), dim=1)
@@ -206,15 +207,16 @@ def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
 
 
 def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
-    """Compute `[batch, NEARBY, k]`, near the space of the eigenvectors of `t` after its `best`.
+    """Compute vectors `[batch, NEARBY, k]` near the space of the eigenvectors of `t` after its
+    `best`.
 
-    By powers of `t` `[batch, k, k]` from `start` `[batch, NEARBY, k]`; `best` is `[batch, 1, k]`,
-    all float64. They are orthonormal, or zero where the powers leave less than rounding of a
-    direction: beyond the rank, and for eigenvalues far below the second.
+    They are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
+    `[batch, 1, k]`, all float64. The vectors are orthonormal, or zero where only rounding errors
+    remain: beyond the rank, and for eigenvalues far below the second.
     """
     image = torch.bmm(best, t)
-    t = torch.baddbmm(t, image.mT, best, alpha=-1)  # all but the part along `best`
-    # What is left of a matrix of rank 1 is rounding, of either sign, and so are its vectors then.
+    t = torch.baddbmm(t, image.mT, best, alpha=-1)  # removes the part along `best`
+    # Only rounding errors of either sign remain of a matrix of rank 1 and of its vectors.
     largest = torch.linalg.vector_norm(t, float("inf"), dim=(-2, -1), keepdim=True)
     t = t / largest.clamp_(min=TINY)
     for _ in range(NEARBY_SQUARINGS):
@@ -227,13 +229,13 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
 
 @constant_result
 def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fixed unit vectors without structure, `[count, size]`.
+    """Return fixed, unstructured unit vectors `[count, size]`.
 
-    Not random, so that a step depends on no generator state. Not constant, because rows that sum to
-    zero (centred weights) are orthogonal to a constant vector.
+    They are not random, so that a step depends on no generator state, and not constant, because
+    rows that sum to zero (centred weights) are orthogonal to a constant vector.
     """
-    # Computed by the host, whose copy is over when it returns: a kernel on the stream of the first
-    # caller would not be, and callers on other streams read it too.
+    # Compute on the host, whose copy is complete on return: a kernel on the first caller's stream
+    # might not be, and callers on other streams read the result too.
     index = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     rates = [43.7581 + 34.4749 * i for i in range(count)]
     waves = torch.stack([index * rate for rate in rates])
@@ -243,19 +245,20 @@ def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) ->
 def _top_eigenvector(t: Tensor) -> Tensor:
     """Compute the top eigenvector `[batch, k]` of positive `t` `[batch, k, k]`, float64.
 
-    Squarings amount to 2^21 power iterations, without an eigensolver or a host sync.
+    The squarings equal 2^21 power iterations, without an eigensolver or a host sync.
     """
     if small_problem(t.shape[-1], device_name(t.device)):
         from .kernels import small
 
         return small.top_eigenvector(t, SQUARINGS, TINY)
     for count in SQUARINGS:
-        # The top value is between the largest entry and `size` times it; neither's power is lost.
+        # The top value is between the largest entry and `size` times it, so its powers neither
+        # overflow nor vanish.
         t = t / t.amax((-2, -1), keepdim=True).mul_(t.shape[1] ** 0.5).clamp_(min=TINY)
         for _ in range(count):
             t = torch.bmm(t, t)
-    # All columns are parallel: take the longest. No entry is larger than its own on the diagonal,
-    # and without that the squares of its entries may overflow.
+    # All columns are parallel: use the longest. Its largest entry is on the diagonal; without
+    # dividing by it the squares may overflow.
     largest, column = t.diagonal(dim1=-2, dim2=-1).max(-1)
     best = t.gather(2, column[:, None, None].expand(-1, t.shape[1], 1))[:, :, 0]
     best = best / largest[:, None].clamp_(min=TINY)
@@ -263,16 +266,16 @@ def _top_eigenvector(t: Tensor) -> Tensor:
 
 
 CYCLE = 5
-"""Most steps between two orthogonalisations. Five powers keep apart what float32 can tell: with
-one, two or five the top singular pairs come out equal to five digits."""
+"""Largest number of steps between two orthogonalisations. Five powers separate all that float32 can
+distinguish: with one, two or five the top singular pairs agree to five digits."""
 DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
-"""Squared length of what rounding leaves of a unit vector that depends on others."""
+"""Squared length of the rounding errors left of a linearly dependent unit vector."""
 
 
 def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
-    """Compute a basis `[matrices, count steps, rows]` of the Krylov space of `W W^T`, for each `W`.
+    """Compute a basis `[matrices, count steps, rows]` of the Krylov space of `W W^T` for every `W`.
 
-    Its rows are orthonormal up to rounding, or zero where the space is exhausted: dependent start
+    Its rows are orthonormal up to rounding, or zero if the space is exhausted: dependent start
     vectors, low rank, `count steps > rows`.
 
     Args:
@@ -291,8 +294,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
         if step < steps:
             products = images(last, stacks)
             if scale is None or square is None:
-                # About 1 / ||W||, which keeps the powers of a cycle representable. That of a zero
-                # matrix makes NaN here, and `extended` zeros of it again.
+                # About 1 / ||W||, which keeps the powers of a cycle representable. For a zero
+                # matrix it gives NaN here, which `extended` turns into zeros again.
                 scale = concat([length(image, (-2, -1)) for image in products]).reciprocal_()
                 square = scale.square()
                 for image, factor in zip(products, split_like(scale, stacks), strict=True):
@@ -304,12 +307,12 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 
 
 def cycle(count: int) -> int:
-    """Return the steps of `count` vectors between orthogonalisations, each by one program."""
+    """Return the steps between orthogonalisations of `count` vectors, each by one program."""
     return max(1, min(CYCLE, VECTORS // count))
 
 
 def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
-    """Append what is new in `vectors` `[batch, count, rows]` to `basis`."""
+    """Append the new directions of `vectors` `[batch, count, rows]` to `basis`."""
     new = vectors.div_(length(vectors)).nan_to_num_(0, 0, 0)
     if basis is not None:
         for _ in range(2):
@@ -321,8 +324,9 @@ def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
     """Orthonormalise the rows of `x` `[batch, count, n]`, at most of unit length, in float64.
 
-    A row becomes zero where less than about the square root of `dependent` is left of it without
-    those before it. By a Cholesky factor of the Gram matrix, which `dependent` keeps positive.
+    A row becomes zero if its remainder, after projection on the rows before it, is shorter than
+    about the square root of `dependent`. It uses a Cholesky factor of the Gram matrix, which
+    `dependent` keeps positive.
     """
     count, device = x.shape[1], device_name(x.device)
     if count <= VECTORS and small_problem(count, device):
@@ -344,7 +348,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def length(x: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
-    """Compute norms along axes that remain, `[..., 1]` or `[..., 1, 1]`, float64."""
-    # Summed in float64: squares of float32 overflow from 1.8e19 on and vanish below 1e-23.
+    """Compute norms `[..., 1]` or `[..., 1, 1]` in float64, keeping the axes."""
+    # Sum in float64: squares of float32 overflow above 1.8e19 and vanish below 1e-23.
     norm: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float64)
     return norm

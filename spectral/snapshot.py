@@ -1,7 +1,7 @@
-"""Parameters and states of an optimizer as a step left them, and what follows from them.
+"""Parameters and states of an optimizer after a step, and values derived from them.
 
-Before a step, a snapshot tells by a few comparisons of identities that nothing was replaced, cast
-or cut since all of it was checked.
+Before a step, a snapshot verifies by a few comparisons of identities that nothing was replaced,
+cast or cut since the last full check.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ class Snapshot:
         parameters: of all groups.
         sharded: whether a parameter is a DTensor.
         shapes: of the parameters.
-        forms: what states and owners depend on besides the identity of parameters.
-        masters: parameters in 16 bits with their weights in float32.
-        columns: of each group under AdamW, what it steps.
+        forms: properties of parameters on which states and owners depend.
+        masters: 16-bit parameters with their float32 weights.
+        columns: the stepped tensors of each AdamW group.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> None:
@@ -65,9 +65,9 @@ class Snapshot:
         return [p.shape for p in self.parameters], [*kinds, *placements, *dtypes]
 
     def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> bool:
-        """Whether all is as it was. No tensor is read."""
+        """Whether nothing has changed. No tensor is read."""
         parameters = listed_in(groups, "params")
-        with suppress(KeyError):  # of an entry that was removed
+        with suppress(KeyError):  # an entry was removed
             return (
                 same(parameters, self.parameters)
                 and self._forms(groups) == self.forms
@@ -79,7 +79,7 @@ class Snapshot:
         return False
 
     def units(self, parameter: Tensor, rule: Rule) -> list[SteppedUnit]:
-        """Return the units of a parameter under its rule, whose other fields may change."""
+        """Return the units of a parameter; they do not depend on the rule's hyper-parameters."""
         cached = self._units.get(parameter)
         if cached is None or cached[0] is not rule:
             units = SteppedUnit.of(parameter, rule, self._divisions[parameter])
@@ -97,5 +97,5 @@ def _columns(parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> Col
 
 
 def same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Whether two lists have the same objects in the same order; no tensor is compared."""
+    """Whether two lists contain the same objects in the same order; no tensor is compared."""
     return len(first) == len(second) and all(map(is_, first, second))

@@ -13,9 +13,9 @@ SCALES: dict[Scale, Callable[[int, int], float]] = {
     "align_adam_rms": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "spectral_kaiming": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
 }
-"""Scale of a `[rows, cols]` matrix: of its update and, times a factor, its radius (SSO paper,
-eqs. 7 and 16). With spectral_mup updates change hidden features by the same RMS at every width;
-with align_adam_rms an update has AdamW's typical RMS of 0.2."""
+"""Scale of the update of a `[rows, cols]` matrix and, times a factor, its radius (SSO paper, eqs. 7
+and 16). With spectral_mup updates change hidden features by the same RMS at every width; with
+align_adam_rms an update has AdamW's typical RMS of 0.2."""
 
 
 def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1.0) -> float:
@@ -24,7 +24,7 @@ def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1
 
 
 def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
-    """`factor` `[batch]`, 1 where it would leave nothing finite, or is not `active`."""
+    """Return `factor` `[batch]`, but 1 where it is not finite or not `active`."""
     usable = (factor > 0) & (factor < float("inf"))
     usable = usable if active is None else usable & active
     return factor.masked_fill(~usable, 1)
@@ -49,7 +49,7 @@ def dynamic_factor(
     """Compute `1 + rate lr sign(radius - sigma)` `[batch]` (SSO paper, eq. 34).
 
     `radius` is a number or `[batch]`, `lr` a number, 0-d or `[batch]`. It is 1 at `sigma ==
-    radius`, where `sigma` is not finite, and where `active`, as of `hard_factor`, is False.
+    radius`, where `sigma` is not finite, and where `active`, as in `hard_factor`, is False.
     """
     return _gate((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype), active)
 
@@ -61,7 +61,7 @@ def spectral_init_(
     """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
 
     `W = R G / ||G||_2` with exact norms from a float64 SVD; the scale of the Gaussian cancels (SSO
-    paper, section on initialisation). Each matrix of the stack is a unit by itself.
+    paper, section on initialisation). Each matrix of the stack is a separate unit.
     """
     rows, cols = weight.shape[-2:]
     weight.normal_(generator=generator)

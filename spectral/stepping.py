@@ -1,7 +1,7 @@
-"""Steps of many units: grouped by shape, cut to the workspace, stepped by their rule, written back.
+"""Steps of many units: group by shape, cut to the workspace, step by rule, write back.
 
 Every optimizer steps its units here: the one-process library, its sharded matrices, the distributed
-optimizer and its PC layers. What differs is where units come from and where they go: `Units`.
+optimizer and its PC layers. Only the source and target of units, `Units`, differ.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from .polar import workspace, workspace_units
 from .rules.base import Report, Rule, Stack, State
 
 Batch = list[tuple[int, slice]]
-"""What a rule steps in one call: units of each group, by the group's index."""
+"""The units of one call of a rule, by the index of their group."""
 
 
 class Units(ABC):
@@ -26,7 +26,7 @@ class Units(ABC):
     Attributes:
         shape: of each unit.
         dtype, device: of their weights.
-        count: how many they are.
+        count: number of units.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Units(ABC):
 
     @abstractmethod
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Take back the stack, whose weight and state are stepped, with the rule's report."""
+        """Store the stack after its step, with the rule's report."""
 
 
 def step_units(
@@ -49,10 +49,10 @@ def step_units(
     *,
     spread: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> list[Report]:
-    """Step groups of units by a rule; return the report of each, `[units]` per figure.
+    """Step groups of units by a rule; return each group's report, `[units]` per figure.
 
-    Gradients are what `accumulate_` has made of them. `spread` yields batches, which do not depend
-    on each other, for instance each on a separate stream. Called within `torch.no_grad()`.
+    Gradients are the results of `accumulate_`. `spread` yields the independent batches, for
+    instance on separate streams. Call it under `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):
@@ -65,11 +65,11 @@ def step_units(
 
 
 def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
-    """Choose which units are stepped in one call.
+    """Choose the units of each call.
 
-    An elementwise rule takes all of one dtype and device. A rule of matrices takes as many of one
-    shape as the workspace holds; on a device with kernels together with those of other shapes that
-    have the same shorter side, with which they share work.
+    An elementwise rule takes all of one dtype and device. A rule of matrices takes as many units of
+    one shape as fit the workspace; on a device with kernels, also units of other shapes with the
+    same shorter side, which share work.
     """
     planned: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
@@ -92,7 +92,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 
 
 def elements_of(groups: Sequence[Units], batch: Batch) -> int:
-    """Return the elements of a batch of units of `groups`."""
+    """Return the number of elements of a batch of units of `groups`."""
     return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
 
 
@@ -103,7 +103,7 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients by the result of `rule.accumulate`, computed in `dtype` or their own.
+    """Replace gradients by the result of `rule.accumulate`, computed in `dtype` or in their dtype.
 
     Gradients and state of another dtype are rounded afterwards.
     """
@@ -118,7 +118,7 @@ def accumulate_(
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """Join the reports of parts of a group."""
+    """Concatenate the reports of parts of a group."""
     if len(reports) == 1:
         return reports[0]
     names = reports[0] if reports else ()

@@ -8,7 +8,7 @@
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
 3. In 16 bits an evaluation is off by more than the model's root: its roundings have a component
-   along Theta, which is known (it is `f`) and taken out of the direction.
+   along Theta, which is known (it is `f`) and is subtracted from the direction.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,8 @@ from .tangent_model import Model, is_wide
 DEGENERATE_EPS = 32
 
 
-# What counts as tangent by default, by the dtype of msign's products, and the least that can be
-# asked for: below it lie the rounding errors of f itself, which no multiplier reduces
-# (docs/numerics.md).
+# Default and smallest tolerance by the dtype of msign's products: below the smallest are the
+# rounding errors of f itself, which no multiplier reduces (docs/numerics.md).
 TOLERANCES = {
     torch.float64: 2e-4,
     torch.float32: 2e-4,
@@ -47,19 +46,20 @@ TOLERANCES = {
 }
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
-# msign evaluations that suffice on recorded momenta (docs/numerics.md). On a GPU where the model is
-# narrow (`tangent_model.is_wide`) a second one in float32 corrects what squaring has lost.
+# msign evaluations that are enough on recorded momenta (docs/numerics.md). On a GPU where the model
+# is narrow (`tangent_model.is_wide`) a second evaluation in float32 corrects the loss from
+# squaring.
 EVALUATIONS, NARROW_EVALUATIONS = 1, 2
-# The largest component along Theta that is taken for rounding errors of msign, by the dtype of its
-# products: 0.031 and 0.067 were the largest of recorded momenta at the exact multiplier.
+# Largest component along Theta that counts as rounding errors of msign, by the dtype of its
+# products: 0.031 and 0.067 were the largest on recorded momenta at the exact multiplier.
 ROUNDING = {torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def tolerance_for(dtype: torch.dtype, tolerance: float | None = None) -> float:
-    """Return the tolerance of a solve whose msign works in `dtype`; None takes its default.
+    """Return the tolerance of a solve whose msign works in `dtype`; None means the default.
 
     Raises:
-        ValueError: not positive, or finer than `dtype` can tell.
+        ValueError: not positive, or finer than `dtype` can resolve.
     """
     name = str(dtype).removeprefix("torch.")
     if tolerance is None:
@@ -85,11 +85,11 @@ class TangentSolution(NamedTuple):
     slope: Tensor  # [batch], df/dlambda at the multiplier
     converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
     bounded: Tensor  # [batch], bool, as `spectral.polar.Polar` has it; the residual is 1 where not
-    removed: Tensor | None = None  # [batch], what was taken out along Theta, in 16 bits
+    removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
 
     def report(self) -> dict[str, Tensor]:
-        """Return what rules report of a solve: `multiplier`, `residual`, `evaluations`, `converged`
-        and, in 16 bits, `removed`."""
+        """Return the figures of a solve: `multiplier`, `residual`, `evaluations`, `converged` and,
+        in 16 bits, `removed`."""
         dtype = self.multiplier.dtype
         figures = {
             "multiplier": self.multiplier,
@@ -111,7 +111,7 @@ class TangentProblem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """How multipliers are solved for.
+    """Solver of the multipliers.
 
     Attributes:
         tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; positive.
@@ -142,9 +142,9 @@ class Solver:
 
         Directions are returned in the buffers of `m`, which saves a stack of matrices.
 
-        What depends on the shorter side alone is launched once for all of them. Up to rounding, the
-        solution of a matrix does not depend on the others. `problems` is at least one, all of one
-        dtype and device.
+        Work that depends only on the shorter side is launched once for all stacks. Up to rounding,
+        the solution of a matrix does not depend on the others. `problems` contains at least one
+        problem, all of one dtype and device.
 
         Raises:
             ValueError: wrong shapes or dtype, `steps < 1`, an unknown schedule, or shorter sides
@@ -179,17 +179,17 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
 
     A matrix that has converged keeps its result while the others continue. The direction is that of
-    the best evaluation, `residual` is measured on it, and `converged` tells where the tolerance was
-    missed. An msign in 16 bits has rounding errors along Theta that no multiplier reduces: up to
-    `ROUNDING` they end the search, and are taken out of the direction. Where no direction exists
-    (`M = c Theta`), the direction is zero and `converged` False.
+    the best evaluation, `residual` is measured on it, and `converged` is False where the tolerance
+    was missed. An msign in 16 bits has rounding errors along Theta that no multiplier reduces: up
+    to `ROUNDING` they end the search and are subtracted from the direction. Where no direction
+    exists (`M = c Theta`), the direction is zero and `converged` False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, of a scale whose squares are
             representable (rules pass Frobenius norm 1).
         u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (those of a zero weight)
             give `multiplier = 0` and the plain polar factor.
-        options: those of `Solver`.
+        options: options of `Solver`.
 
     Raises:
         ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`,
@@ -200,8 +200,7 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
 
 
 def default_evaluations(rows: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of evaluations of matrices with so many rows on a device, for an msign in
-    `dtype`."""
+    """Return the evaluations for matrices with `rows` rows and an msign in `dtype` on a device."""
     rounds = torch.finfo(dtype).bits < 32
     suffices = rounds or device.type == "cpu" or is_wide(rows, dtype, device)
     return EVALUATIONS if suffices else NARROW_EVALUATIONS
@@ -218,12 +217,12 @@ def _check(m: Tensor, u: Tensor, v: Tensor) -> None:
 class _Refinement:
     """Evaluations of the true `f` on one chunk of each stack.
 
-    Quantities are `[matrices]` of all stacks, float64; those of `stacks`, `v` and directions are
-    lists, of each stack.
+    Quantities are `[matrices]` of all stacks, float64; `stacks`, `v` and directions are lists with
+    one tensor per stack.
     """
 
     def __init__(self, problems: Sequence[TangentProblem], solver: Solver) -> None:
-        """Turn the problems so that no matrix is tall; raises ValueError as `Solver.solve` does."""
+        """Transpose problems with tall matrices; raises ValueError as `Solver.solve` does."""
         self.solver, self.dtype = solver, problems[0].m.dtype
         dtype = self.dtype if solver.dtype is None else solver.dtype
         for problem in problems:
@@ -241,12 +240,12 @@ class _Refinement:
         self.v = [problem.v.to(self.dtype) for problem in wide]
         self.msign = coefficients(solver.schedule, solver.steps, dtype), dtype
         self.rounding = ROUNDING.get(dtype, 0.0)
-        # Whether the first evaluation is the last one and may overwrite M.
+        # Whether the first evaluation is also the last and may overwrite M.
         self.limit = solver.max_evaluations or default_evaluations(short[0], dtype, self.u.device)
         self.last = self.limit == 1
 
     def begin(self, model: Model) -> None:
-        """Take the root of the model for the first guess."""
+        """Use the root of the model as the first guess."""
         offset, self.slope = tangent_model.root(model)
         self.trial = model.centre + offset
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
@@ -259,12 +258,12 @@ class _Refinement:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
         The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
-        cuts no bracket. The list is used up.
+        narrows no bracket. The list is emptied.
         """
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
         for m, u, v in zip(self.stacks, split_like(self.u, self.stacks), self.v, strict=True):
-            phi = polars.pop(0).direction  # freed as soon as it is in the dtype of M
+            phi = polars.pop(0).direction  # freed as soon as it is converted to the dtype of M
             phi = m.copy_(phi) if self.last else phi
             for part, left, right in cache_slices(phi, u, v):
                 values.append((left[:, None] @ part.to(self.dtype) @ right[:, :, None])[:, 0, 0])
@@ -274,8 +273,8 @@ class _Refinement:
     def shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta` at Frobenius norm 1.
 
-        Where lambda cancels M entirely (`M = c Theta`), only rounding is left; it becomes zero, and
-        `kept` False.
+        Where lambda cancels M entirely (`M = c Theta`), only rounding errors are left; the sum
+        becomes zero, and `kept` False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
         left, floor = (split_like(x, self.stacks) for x in (scaled, self.floor))
@@ -285,7 +284,7 @@ class _Refinement:
 
     def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
         """Compute `M + left right^T` of one stack as `shifted` does, in the order of memory and
-        slice by slice; in place if nobody needs M any more, which saves a stack."""
+        slice by slice; in place if M is no longer needed, which saves a stack."""
         if m.mT.is_contiguous() and not m.is_contiguous():
             z, kept = self._sum(m.mT, right, left, floor)
             return z.mT, kept
@@ -302,19 +301,19 @@ class _Refinement:
         return out, concat(norms) > floor
 
     def narrow(self, f: Tensor) -> None:
-        """Cut the bracket at the last evaluation and mark what has converged."""
+        """Narrow the bracket to the last evaluation and mark converged matrices."""
         self.low = torch.where(f <= 0, self.trial, self.low)
         self.high = torch.where(f > 0, self.trial, self.high)
         self.open = self.open & ~(f.abs() <= max(self.solver.tolerance, self.rounding))
 
     def next(self, f: Tensor) -> Tensor:
-        """Return the next multiplier: along the slope where that stays within the bracket."""
+        """Return the next multiplier: a step along the slope if it stays within the bracket."""
         step = self.trial - f / self.slope
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
 
     def _remove_rounding(self, directions: Sequence[Tensor], residual: Tensor) -> Tensor:
-        """Take what rounding has put along Theta out of the directions in place; return it."""
+        """Subtract rounding errors along Theta from the directions in place; return them."""
         part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
         scaled = part.to(self.dtype)[:, None] * self.u
         left = split_like(scaled[:, :, None], self.stacks)
@@ -325,7 +324,7 @@ class _Refinement:
     def solutions(
         self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
     ) -> list[TangentSolution]:
-        """Return the solution of each stack, turned as it came."""
+        """Return the solution of each stack, transposed back."""
         if not self.last:
             both = zip(self.stacks, directions, strict=True)
             directions = [m.copy_(direction) for m, direction in both]
@@ -355,7 +354,7 @@ class _Refinement:
 
 def bisected(matrix: Tensor, theta: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
     """Return msign(M + lambda Theta) at the root of `f(lambda) = <Theta, msign(M + lambda Theta)>`,
-    of one matrix `[rows, cols]`, by the paper's bisection: what `Solver.solve` equals."""
+    of one matrix `[rows, cols]`, by the paper's bisection, as the reference of `Solver.solve`."""
     M = matrix / matrix.norm()
 
     def f(multiplier: Tensor) -> Tensor:  # grows with the multiplier

@@ -1,4 +1,4 @@
-"""Small model of `f(lambda) = <u v^T, msign(M + lambda u v^T)>` that holds for every lambda.
+"""Small model of `f(lambda) = <u v^T, msign(M + lambda u v^T)>`, valid for every lambda.
 
 With `w = M v` and `N = M - w v^T`, so that `N v = 0`,
 
@@ -9,15 +9,14 @@ Only the rank-one term depends on lambda. msign's odd polynomial is expanded int
 
     f(lambda) = sum_j c_j u^T R_j y / (1 + y^T R_j y),    R_j = (N N^T + t_j^2)^-1,
 
-which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. Those come from a
-projection of `N N^T` on the rational Krylov space of a few of the same resolvents, which spans
-their values at all other shifts to 1e-4 or better, whatever the number of rows. docs/numerics.md
-has measurements.
+which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These come from a
+projection of `N N^T` on the rational Krylov space of a few of the same resolvents, which
+approximates the resolvents at all other shifts to 1e-4 or better for any number of rows.
+docs/numerics.md contains measurements.
 
 Resolvents are solutions of stacks of positive definite systems with few right-hand sides, without a
-host sync. They are written in blocks of products, so that a device makes a number of launches that
-grows with the rows alone, whatever the number of systems, and spends its time in products rather
-than in columns.
+host sync. They are computed by products of blocks, so the number of launches grows only with the
+rows, not with the number of systems, and the time is spent in products instead of single columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,23 +36,24 @@ from .singular_triplets import DEPENDENT, orthonormal, unit
 NODES = 48
 RIDGE = 1e-13
 GRID = (2, 512)
-"""Rounds of the search for the root, and intervals of the grid of each."""
+"""Rounds of the search for the root, and intervals of the grid per round."""
 CPU_GRID = (6, 8)
-"""The same last interval by 54 values of the model instead of 1,026."""
+"""Gives the same last interval with 54 values of the model instead of 1,026."""
 
 DIRECT_ROWS = 32
-"""Up to so many rows the model works on `N N^T` itself, without a basis."""
+"""Largest number of rows at which the model works on `N N^T` itself, without a basis."""
 SQUARED_ROWS = 64
-"""Up to how many rows the model of an msign in 16 bits projects `N N^T` instead of N, which takes
-no pass over M; in float16 it puts errors of up to 6e-5 into f on recorded momenta, from 1e-5."""
+"""Largest number of rows at which the model of a 16-bit msign projects `N N^T` instead of N, which
+takes no pass over M; in float16 it raises errors of f on recorded momenta from 1e-5 to up to
+6e-5."""
 WIDE_ROWS = 256
-"""Up to how many rows the model of an msign in 32 bits or more computes `N N^T` and its resolvents
-in float64, which keeps singular values below 3e-4 of the largest. Where float64 products are fast,
-always. In 16 bits f is not that exact."""
+"""Largest number of rows at which the model of an msign in 32 bits or more computes `N N^T` and its
+resolvents in float64, which preserves singular values below 3e-4 of the largest. GPUs with fast
+float64 always do. In 16 bits f is not that exact."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
-"""Compute capabilities of GPUs whose float64 products take at most about twice as long as those in
-float32: P100, V100, A100, H100 and H200, B200. On all others (consumer cards, L40S, B300) they take
-30 to 64 times as long."""
+"""Compute capabilities of GPUs whose float64 products take at most about twice as long as float32
+products: P100, V100, A100, H100 and H200, B200. On all others (consumer cards, L40S, B300) they
+take 30 to 64 times as long."""
 
 
 class Space(NamedTuple):
@@ -65,8 +65,8 @@ class Space(NamedTuple):
 
 
 EXACT = Space((10**-1.7, 10**-3.1), 5, 3)
-"""Of two shifts with five powers each: as exact as ten shifts with one power each, and two
-factorisations instead of ten. docs/numerics.md has the figures."""
+"""Two shifts with five powers each: as exact as ten shifts with one power each, with two
+factorisations instead of ten. docs/numerics.md contains the figures."""
 SPACES = {
     torch.bfloat16: Space((10**-2.8,), 5, 3),
     torch.float16: Space((1e-2, 1e-3), 4, 4),
@@ -76,7 +76,7 @@ SPACES = {
 """By the dtype of msign's products. A resolvent costs a factorisation, its powers little more."""
 SYSTEM_ELEMENTS = 3 << 27
 """Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
-time: both of 48 matrices with 2,048 rows, in 3 GiB of float64."""
+time: both systems of 48 matrices with 2,048 rows, in 3 GiB of float64."""
 
 
 TRIANGLE, CPU_TRIANGLE = 512, 256
@@ -98,7 +98,7 @@ class Model(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What the model needs of `N N^T`, in an orthonormal basis, float64."""
+    """`N N^T` and its vectors in an orthonormal basis, float64."""
 
     gram: Tensor  # [batch, size, size]
     pair: Tensor  # [batch, size, 2], u and q
@@ -133,12 +133,11 @@ def build(
     steps: tuple[Coefficients, ...],
     dtype: torch.dtype,
 ) -> Model:
-    """Build the model of the matrices `M` of all stacks, projected on a space of each.
+    """Build the model of the matrices `M` of all stacks, projected on one space per matrix.
 
     Args:
-        stacks: `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
-        u: `[matrices, rows]`, of all stacks, unit or zero vectors, as are those of `v`.
-        v: `[batch, cols]`, of each stack.
+        stacks: tensors `[batch, rows, cols]`, `rows <= cols`, of the same rows. u: `[matrices,
+        rows]`, of all stacks, unit or zero vectors, like `v`. v: `[batch, cols]`, of each stack.
         steps, dtype: of msign.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
@@ -179,9 +178,9 @@ def build(
 
 
 def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the model of an msign in `dtype` takes `N N^T` and its resolvents in float64.
+    """Return whether the model of an msign in `dtype` computes `N N^T` and resolvents in float64.
 
-    With few rows there is no basis, and nothing to hide what squaring in float32 loses.
+    With few rows there is no basis, and the loss from squaring in float32 would be visible.
     """
     exact = torch.finfo(dtype).bits >= 32 and (rows <= WIDE_ROWS or has_fast_doubles(device))
     return exact or rows <= DIRECT_ROWS
@@ -189,7 +188,7 @@ def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 @constant_result
 def has_fast_doubles(device: torch.device) -> bool:
-    """Return whether float64 products take at most about twice as long as those in float32."""
+    """Return whether float64 products take at most about twice as long as float32 products."""
     if device.type == "cuda":
         return tuple(torch.cuda.get_device_capability(device)) in FAST_DOUBLES
     return device.type != "cpu"
@@ -223,7 +222,7 @@ def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def _grams(stacks: Sequence[Tensor]) -> Tensor:
-    """Compute `M M^T`, by a kernel that computes half of it if there is one."""
+    """Compute `M M^T`, with a kernel that computes half of it if available."""
     rows = stacks[0].shape[1]
     if len(_triangle(rows, stacks[0].device)) == 1 or kernels.mirrors(stacks):
         return kernels.gram(*stacks)
@@ -255,8 +254,8 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     """Compute an orthonormal basis `[batch, size, rows]` of the rational Krylov space, float64.
 
     It is spanned by the `pair` `[batch, 2, rows]` and by powers of resolvents of `gram`, and of
-    `gram`, applied to it. Rows that depend on others are zero. Systems that are solved at a time
-    have no more than `elements`, those of a matrix, or what the device's limit allows.
+    `gram`, applied to it. Linearly dependent rows are zero. Systems solved at a time have at most
+    `elements` elements, one matrix, or the device's limit.
     """
     rows, shifts = gram.shape[1], space.shifts
     squares = scale[:, None] * constant(shifts, torch.float64, gram.device)
@@ -281,17 +280,17 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     parts = [concat(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
     vectors = torch.cat((pair, concat(parts), products), dim=1)
-    # Resolvents at neighbouring shifts are nearly parallel: again for the digits lost.
+    # Resolvents at neighbouring shifts are nearly parallel: repeat to recover lost digits.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
     return vectors
 
 
 def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> Tensor:
-    """Apply `operator` to `start` `[batch, 2, rows]` so many times.
+    """Apply `operator` to `start` `[batch, 2, rows]` `count` times.
 
-    Returns `[batch, 2 count, rows]`, float64, of unit vectors. What lies along lower powers is
-    taken out of each but the last, which keeps them apart.
+    Returns `[batch, 2 count, rows]`, float64, of unit vectors. All but the last are orthogonalised
+    against lower powers, which keeps the powers distinct.
     """
     vectors = unit(operator(start if count else start[:, :0]).double())
     for _ in range(1, count):
@@ -369,14 +368,15 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 
 
 BLOCK = 256
-"""Rows of a block, but on a CPU. Larger blocks take fewer launches, smaller ones fewer of the
+"""Rows of a block, except on a CPU. Larger blocks take fewer launches, smaller blocks fewer of the
 library's slow columns. On an H200 48 systems of 2,048 rows in float64 are factorised and solved in
 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024, and in 24.6 ms by the library; 48
-of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256, and in 1.6 by the library (measured with a
-product for each pair of blocks). For a CPU see `block_rows`."""
+of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256, and in 1.6 ms by the library (measured with
+a product for each pair of blocks). For a CPU see `block_rows`."""
 JOINED = 4
-"""Blocks that are joined for `solve`, but on a CPU: up to 1,024 rows are then solved in two
-launches. Of 2,048 rows the inverses take a quarter of the FLOPs of the factor, and half its memory.
+"""Blocks that are joined for `solve`, except on a CPU: up to 1,024 rows are then solved in two
+launches. For 2,048 rows the inverses take a quarter of the FLOPs of the factor, and half its
+memory.
 """
 
 
@@ -390,16 +390,16 @@ class Block(NamedTuple):
 
 
 def blocks_of(rows: int, size: int = BLOCK) -> list[slice]:
-    """Return the ranges of rows in which systems with `rows` of them are factorised."""
+    """Return the ranges of rows in which systems with `rows` rows are factorised."""
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def block_rows(rows: int, device: torch.device) -> int:
-    """Return the rows of a block of systems with `rows` of them.
+    """Return the rows of a block of systems with `rows` rows.
 
     On an Intel Xeon with AVX-512, one thread, one float32 system of 256 rows is factorised in 0.29,
-    0.42 and 0.55 ms in blocks of 64, 128 and 256, and in 0.32 by the library; one of 1,024 rows
-    with five solves in 7.7, 6.6 and 7.2 ms, and in 20 by the library.
+    0.42 and 0.55 ms in blocks of 64, 128 and 256, and in 0.32 ms by the library; one of 1,024 rows
+    with five solves takes 7.7, 6.6 and 7.2 ms, and 20 ms by the library.
     """
     if device.type != "cpu":
         return BLOCK
@@ -407,16 +407,16 @@ def block_rows(rows: int, device: torch.device) -> int:
 
 
 def joined_blocks(device: torch.device) -> int:
-    """Return how many blocks are joined for `solve`."""
+    """Return the number of blocks that are joined for `solve`."""
     return 1 if device.type == "cpu" else JOINED
 
 
 def factorized_(k: Tensor) -> list[Block]:
     """Factorise `k` `[batch, n, n]`, symmetric and positive definite, for `solve`; overwrites it.
 
-    Only the upper triangle is read, and L takes the place of the lower one. Where rounding leaves a
-    system indefinite, its solutions are meaningless, possibly not finite, and the others' are not
-    touched.
+    Only the upper triangle is read, and L takes the place of the lower one. If rounding makes a
+    system indefinite, its solutions are meaningless and possibly nonfinite; other systems are not
+    affected.
     """
     rows = k.shape[-1]
     parts = blocks_of(rows, block_rows(rows, k.device))
@@ -424,7 +424,7 @@ def factorized_(k: Tensor) -> list[Block]:
     blocks = []
     for part in parts:
         left, below = k[:, part, : part.start], k[:, part.stop :, part]
-        if part.start:  # less what the columns before explain, in one product
+        if part.start:  # minus the part explained by earlier columns, in one product
             before = k[:, part.start :, : part.start]
             k[:, part, part.start :].baddbmm_(left, before.mT, alpha=-1)
         inverse = _inverse_factor(k[:, part, part], identity)
@@ -452,7 +452,7 @@ def solve(factor: Sequence[Block], x: Tensor) -> Tensor:
 
 
 def _joined(k: Tensor, blocks: Sequence[Block]) -> Block:
-    """Return successive blocks of the factor in `k` as one."""
+    """Return successive blocks of the factor in `k` as one block."""
     if len(blocks) == 1:
         return blocks[0]
     rows = slice(blocks[0].rows.start, blocks[-1].rows.stop)
@@ -470,7 +470,7 @@ def _joined(k: Tensor, blocks: Sequence[Block]) -> Block:
 
 def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
     """Compute `L^-1` of the Cholesky factors `L` of `k` `[batch, n, n]`; `identity` is as large."""
-    # Of both triangles this reads the upper one; without a check, which the host would wait for.
+    # This reads only the upper triangle, without a check that the host would wait for.
     factor = torch.linalg.cholesky_ex(k, upper=True).L
     n = k.shape[-1]
     inverse: Tensor = torch.linalg.solve_triangular(

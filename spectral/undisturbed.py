@@ -1,4 +1,4 @@
-"""A model that a forward pass leaves as it was, whatever the pass does to it."""
+"""A forward pass without side effects on the model."""
 
 import copy
 import random
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 EAGER_FLEX = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-"""What torch says to set for a flex attention that is not compiled."""
+"""The setting that torch recommends for flex attention without compilation."""
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let a forward pass change copies of attributes and buffers, and put the rest back.
+    """Let a forward pass change copies of attributes and buffers, and restore the rest.
 
-    Of parameters, which `Watch` copies where the pass writes to them: storage, gradient and flag.
+    Of parameters it restores storage, gradient and flag; `Watch` copies those that the pass writes
+    to.
     """
     spaces = [vars(module) for module in model.modules()]
     saved = [dict(space) for space in spaces]
@@ -34,7 +35,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
     torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer
-    flex[EAGER_FLEX] = True  # no mode sees what is compiled
+    flex[EAGER_FLEX] = True  # dispatch modes do not see compiled code
     try:
         for space in spaces:
             space.update({k: copied(v, parameters, copies) for k, v in space.items()})
@@ -61,13 +62,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> Any:
-    """Return a copy of an attribute that a pass may write to, with what its containers contain.
+    """Return a deep copy of an attribute that a pass may write to.
 
-    `copies` has those made before, by the id of the original. Tensors in the storages of
+    `copies` maps ids of originals to earlier copies. Tensors in the storages of
     `parameters` are not copied, nor are objects of other classes.
     """
     if value is None or type(value) in (bool, int, float, str):
-        return value  # at once: modules have many
+        return value  # fast path, as modules have many attributes
     if id(value) in copies:
         return copies[id(value)]
     numpy = sys.modules.get("numpy")
@@ -81,12 +82,12 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
     ):
         own = copy.deepcopy(value)
     elif isinstance(value, (dict, list, set)):
-        own = copies[id(value)] = copy.copy(value)  # at once, as it may contain itself
+        own = copies[id(value)] = copy.copy(value)  # registered first, as it may contain itself
         if not isinstance(value, set):
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, each in places:
                 if (other := copied(each, parameters, copies)) is not each:
-                    own[place] = other  # nothing else is set: some mappings refuse changes
+                    own[place] = other  # set only what changed: some mappings refuse changes
     elif type(value) is tuple:
         own = tuple(copied(each, parameters, copies) for each in value)
     else:

@@ -1,7 +1,7 @@
-"""Activations of feed-forward blocks, by the names that `model.activation` has for them.
+"""Activations of feed-forward blocks, by their names in `model.activation`.
 
-An activation is one entry of `ACTIVATIONS`: the engine, compilation, grouped experts and the export
-look it up there. models/blocks/compiled.py fuses them.
+An activation is one entry of `ACTIVATIONS`: the engine, compilation, grouped experts and export use
+this table. models/blocks/compiled.py fuses them.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """`relu(x)^2` (So et al., 2021), elementwise; not compiled, unlike Megatron's."""
+    """`relu(x)^2` (So et al., 2021), elementwise; unlike Megatron's it is not compiled."""
     return F.relu(x).square()
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU in its approximation by a tanh (Hendrycks and Gimpel, 2016), elementwise."""
+    """GELU in the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -52,8 +52,8 @@ class Activation:
     hugging_face: str | None
 
     def scaled(self, wide: Tensor, scale: Tensor) -> Tensor:
-        """`block` of `wide` `[tokens, ...]`, each token's row times its `scale` `[tokens]`, in the
-        type of `wide`."""
+        """`block` of `wide` `[tokens, ...]`, with each token's row multiplied by its `scale`
+        `[tokens]`, in the dtype of `wide`."""
         return (self.block(wide) * scale.unsqueeze(-1)).to(wide.dtype)
 
 
@@ -82,14 +82,14 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
 
 
 IS_TANH = {F.silu: False, tanh_gelu: True}
-"""The gates that the kernel computes."""
+"""The gates that the kernel supports, and whether they use tanh."""
 
 
 def with_one_gradient(
     activation: Activation, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return `forward`, which is the activation's `block` or `scaled`, compiled or not, with the
-    kernel's backward pass; `forward` itself if the kernel does not compute the activation."""
+    """Return `forward` (the activation's `block` or `scaled`, compiled or not) with the kernel's
+    backward pass, or `forward` itself if the kernel does not support the activation."""
     if not activation.gated or activation.function not in IS_TANH:
         return forward
     from spectral.kernels import gated

@@ -1,5 +1,4 @@
-"""Core attention by PyTorch's scaled_dot_product_attention, or by the package of FlashAttention 3
-or 4."""
+"""Core attention by PyTorch's scaled_dot_product_attention or by FlashAttention 3 or 4."""
 
 import contextlib
 import importlib
@@ -32,10 +31,10 @@ FUSED: Final = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 ]
-"""Fused kernels in the order in which they are asked for. PyTorch's own order depends on the CUDA
-that it is built with, and FlashAttention 2 takes half as long again as cuDNN's kernel on Hopper."""
+"""Fused kernels in order of preference. PyTorch's own order depends on the CUDA version of its
+build, and FlashAttention 2 takes 1.5 times as long as cuDNN's kernel on Hopper."""
 ROWS: Final = 256
-"""Queries whose scores exist at a time, where scores are computed by themselves."""
+"""Queries per block where scores are computed without a fused kernel."""
 
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 
@@ -43,18 +42,18 @@ FLASH_MODULES: Final = {
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn.cute",
 }
-"""Modules of the kernels, by the names that `model.attention_kernel` has for them."""
+"""Modules of the kernels, by their names in `model.attention_kernel`."""
 FLASH_CAPABILITIES: Final = {"flash_attention_3": (8, 9), "flash_attention_4": (9, 10, 11, 12)}
-"""Major compute capabilities of the devices that they support."""
+"""Major compute capabilities of the devices that the kernels support."""
 
 
 class CoreAttention(torch.nn.Module):
     """Causal softmax(scale q k^T) v of a layer, with the scale 1 / sqrt(d) unless another is given.
 
-    Takes the place of Megatron's DotProductAttention, which materialises the scores `[s, s]`.
-    Under context parallelism each rank has the queries, keys and values of its part of the sequence
-    (models/layout.py) and gathers the keys and values of all others, so it is exact attention.
-    Subclasses say how one part of the queries is attended.
+    It replaces Megatron's DotProductAttention, which materialises the scores `[s, s]`. Under
+    context parallelism each rank holds the queries, keys and values of its part of the sequence
+    (models/layout.py) and gathers the keys and values of all others, so attention is exact.
+    Subclasses compute the attention of one part of the queries.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class CoreAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
-        """Raises ValueError for what is not causal self-attention, or for context parallelism
-        without its process group `pg_collection.cp`."""
+        """Raise ValueError for attention that is not causal self-attention, and for context
+        parallelism without its process group `pg_collection.cp`."""
         super().__init__()
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise ValueError(
@@ -86,13 +85,12 @@ class CoreAttention(torch.nn.Module):
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    those of the queries, which see no keys of others; None for one document
+        documents    of the queries, which see no keys of other documents; None for one document
         """
         raise NotImplementedError
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled score `[]` of `query` and `key`, as `attend` takes them, that
-        the mask lets through."""
+        """Return the largest scaled, unmasked score `[]`; `query` and `key` are as for `attend`."""
         return largest_causal_score(query, key, self.scale, documents=documents)
 
     def forward(
@@ -106,9 +104,9 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: Documents | None = None,
         **_: object,
     ) -> Tensor:
-        """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and
-        `key`, `value` `[s, b, groups, d]`. The causal mask is implied, `attention_mask` unused.
-        With documents, which Megatron calls `packed_seq_params`, it ends at their borders.
+        """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and `key`,
+        `value` `[s, b, groups, d]`. The causal mask is implied, `attention_mask` is unused. With
+        documents (Megatron's `packed_seq_params`), attention ends at their borders.
 
         Raises ValueError for a bias on the scores.
         """
@@ -127,8 +125,8 @@ class CoreAttention(torch.nn.Module):
     def largest_logit(
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the largest scaled score `[]` of this rank's queries that the mask lets through,
-        of the `query` and `key` that `forward` takes; for monitored steps."""
+        """Return the largest scaled, unmasked score `[]` of this rank's queries, for the `query`
+        and `key` of `forward`; used in monitored steps."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -141,8 +139,7 @@ class CoreAttention(torch.nn.Module):
     def _parts(
         self, query: Tensor, length: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, int, DocumentRange | None]]:
-        """This context rank's chunks of the queries, where each ends in the sequence, and its
-        documents."""
+        """Return this rank's chunks of queries, with their ends in the sequence and documents."""
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
         parts = [None] * len(chunks) if documents is None else documents.parts
@@ -184,21 +181,22 @@ class FlashCoreAttention(CoreAttention):
         Raises ValueError for documents, which configs refuse.
         """
         if documents is not None:
-            raise ValueError("the kernels of packages do not take documents")
-        # The packages' causal mask ends with the last query and the last key, as ours does.
+            raise ValueError("the kernels of packages do not support documents")
+        # The packages align the causal mask to the last query and the last key, as this project
+        # does.
         output = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),
             softmax_scale=self.scale,
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        # Some releases return the log-sums too.
+        # Some releases also return the log-sums.
         heads: Tensor = output[0] if isinstance(output, tuple) else output
         return heads.transpose(0, 1).flatten(2)
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the documents of whole sequences, which are one part."""
+    """Return the documents of whole sequences, which consist of one part."""
     return None if documents is None else documents.parts[0]
 
 
@@ -207,7 +205,7 @@ def context_group(
 ) -> dist.ProcessGroup | None:
     """Return the process group of context parallelism, None without it.
 
-    Raises ValueError if the group is missing or is not of the size that the config says.
+    Raises ValueError if the group is missing or does not have the size in the config.
     """
     size = config.context_parallel_size
     if size == 1:
@@ -240,7 +238,7 @@ def causal_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    those of the queries, which see no keys of others; None for one document
+    documents    of the queries, which see no keys of other documents; None for one document
     """
     if is_slow(query):
         q, k, v = (x.float() for x in (query, key, value))
@@ -250,7 +248,7 @@ def causal_attention(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:
-        # The one fused kernel of float32 takes no groups.
+        # The only fused kernel of float32 does not support groups.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     with allowed_kernels(q):
@@ -266,7 +264,7 @@ def causal_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
-            from torch.nn.attention.bias import causal_lower_right  # here: it loads the compiler
+            from torch.nn.attention.bias import causal_lower_right  # loads the compiler
 
             mask = causal_lower_right(q.shape[2], k.shape[2])
             out = F.scaled_dot_product_attention(
@@ -276,10 +274,10 @@ def causal_attention(
 
 
 def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attention on a GPU is computed by a fused kernel or not at all.
+    """Return a context that allows only fused kernels for attention on a GPU.
 
-    Where there is none, attention raises RuntimeError: PyTorch would otherwise keep scores `[s, s]`
-    in memory silently. Float64, which no fused kernel takes, is left alone, as are CPUs.
+    Without a suitable kernel, attention raises RuntimeError: PyTorch would otherwise silently store
+    scores `[s, s]`. CPUs, and float64, which no fused kernel supports, are not restricted.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
@@ -296,7 +294,7 @@ def attention_kernel(
     device: torch.device,
     documents: bool = False,
 ) -> str:
-    """Return the name of the kernel of `causal_attention` of `heads` heads over `groups` keys.
+    """Return the kernel's name for `causal_attention` of `heads` heads over `groups` keys.
 
     It is flash_attention, cudnn_attention, efficient_attention or math, or VARYING for `documents`
     on a GPU. Raises RuntimeError if none is allowed.
@@ -325,10 +323,10 @@ def largest_causal_score(
     window: int | None = None,
     documents: DocumentRange | None = None,
 ) -> Tensor:
-    """Return the largest of the scores `[]` that attention takes the softmax of, float32 or wider.
+    """Return the largest score `[]` in attention's softmax, float32 or wider.
 
-    A block of queries at a time, so that no `[s, t]` matrix is made. With `window` a query sees
-    that many keys up to its own, with `documents` none of others.
+    It processes blocks of queries, so no `[s, t]` matrix is created. With `window` a query sees
+    that many keys up to its own, with `documents` only keys of its document.
     """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -344,7 +342,7 @@ def largest_causal_score(
 
 
 def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of the last s queries of a sequence of t, each with the keys that it sees."""
+    """Yield blocks of the last s queries of a sequence of t, with the keys that each block sees."""
     for first in range(0, s, ROWS):
         last = min(first + ROWS, s)
         oldest = 0 if window is None else max(0, t - s + first - window + 1)
@@ -354,8 +352,7 @@ def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[sl
 def hidden_keys(
     rows: slice, seen: slice, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return where a query of a block does not see a key of it, `[rows, keys]`; the first query of
-    all is at position `offset`."""
+    """Return the mask of a block's hidden keys, `[rows, keys]`; query 0 is at position `offset`."""
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     key = torch.arange(seen.start, seen.stop, device=device)
     hidden = key > query
@@ -363,6 +360,6 @@ def hidden_keys(
 
 
 def other_documents(rows: slice, seen: slice, documents: DocumentRange) -> Tensor:
-    """Return where a key of a block is before the document of a query of it, `[b, rows, keys]`."""
+    """Return the mask of a block's keys before the query's document, `[b, rows, keys]`."""
     key = torch.arange(seen.start, seen.stop, device=documents.firsts.device)
     return key < documents.firsts[:, rows, None]

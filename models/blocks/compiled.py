@@ -1,13 +1,13 @@
-"""The elementwise parts of a layer as fused kernels, of torch.compile or ours.
+"""The elementwise parts of a layer as fused kernels, from torch.compile or Triton.
 
 Norms, rotary positions and activations read and write whole activations several times when every
-operation is a separate kernel. `fuse_blocks_` compiles exactly these functions, each by
-itself: what surrounds them (products, collectives, recomputation, the attention kernel) would only
-break the graph. A function is compiled once per shape and gradient mode, for all layers together;
-experts, whose token counts change from step to step, have one graph with a symbolic count.
+operation is a separate kernel. `fuse_blocks_` compiles exactly these functions, separately: the
+surrounding code (products, collectives, recomputation, the attention kernel) would only break the
+graph. A function is compiled once per shape and gradient mode, for all layers together; experts,
+whose token counts change from step to step, use one graph with a symbolic count.
 
 The compiler concatenates the gradients of gate and up, and those of queries, keys and values, at
-half the rate of a copy (docs/performance.md). These two have kernels in spectral/kernels.
+half the rate of a copy (docs/performance.md). Both concatenations have kernels in spectral/kernels.
 """
 
 import itertools
@@ -28,8 +28,8 @@ from models.blocks.self_attention import HeadFunctions, RotatedSelfAttention
 from models.engine import compiler_problem
 
 GRAPHS: Final = 64
-"""Graphs of one function at most: shapes of a model times gradient modes. One more is an error,
-not a return to single operations."""
+"""Largest number of graphs of one function: shapes of a model times gradient modes. One more is an
+error instead of a silent fallback to eager operations."""
 
 Compile = Callable[..., Callable[..., Any]]
 
@@ -37,10 +37,10 @@ Compile = Callable[..., Callable[..., Any]]
 def fuse_blocks_(
     chunks: Iterable[torch.nn.Module], backend: str | None, *, backward: bool = False
 ) -> int:
-    """Make modules of `chunks` compute by functions that torch.compile's `backend` makes, None to
-    compile nothing, and with `backward` take the Triton kernels of backward passes.
+    """Compile functions in the modules of `chunks` with torch.compile's `backend` (None: compile
+    nothing), and with `backward`, use the Triton kernels of backward passes.
 
-    Modules of other kinds than ours and Megatron's feed-forward block stay unchanged. Returns the
+    Only modules of this project and Megatron's feed-forward block are changed. Returns the
     number of modules that changed. Raises ValueError for an activation without a compiled form.
     """
     fused = Fused(backend, backward=backward)
@@ -54,19 +54,19 @@ class Fused:
         self.backend = backend
         self.backward = backward
         if backend is not None:
-            import torch._dynamo.config as dynamo  # here: it takes a second
+            import torch._dynamo.config as dynamo  # imported here, as it takes a second
 
-            # A keyword of torch.compile too, but not before torch 2.13.
+            # Also a keyword of torch.compile, but only from torch 2.13 on.
             dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         self._made: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
     def compiled(
         self, function: Callable[..., Any], *, dynamic: bool = False
     ) -> Callable[..., Any]:
-        """Return the compiled `function`, one for all modules that have it, or without a backend
-        `function` itself.
+        """Return the compiled `function`, shared by all modules, or `function` itself without a
+        backend.
 
-        `dynamic` is for functions of tokens whose number changes from call to call.
+        `dynamic` is for functions with varying numbers of tokens.
         """
         if self.backend is None:
             return function
@@ -76,7 +76,7 @@ class Fused:
         return self._made[function, dynamic]
 
     def install_(self, module: torch.nn.Module) -> bool:
-        """Compile the part of `module` that can be; return whether there is one."""
+        """Compile the elementwise part of `module`; return whether it has one."""
         match module:
             case RMSNorm():
                 module.function = self.compiled(module.function)
@@ -100,7 +100,7 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Leave a sum of `layer` to the norm that follows, and return whether it takes it."""
+        """Fuse a sum of `layer` into the next norm if the norm supports it; return whether so."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False
@@ -109,8 +109,8 @@ class Fused:
         return True
 
     def _install_activation_(self, block: MLP) -> None:
-        """Give Megatron's feed-forward block its activation through the seam that it has for
-        Transformer Engine's: a module of all that its first linear gives."""
+        """Set the activation of Megatron's feed-forward block through its hook for Transformer
+        Engine: a module that receives the whole output of the first linear."""
         gated = block.config.gated_linear_unit
         activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True
@@ -139,7 +139,8 @@ def some_tokens(
 ) -> Callable[..., Tensor]:
     """Return `compiled` for two tokens and more, `plain` for fewer.
 
-    Graphs take counts of 0 and 1 for constants, and would be made again when an expert gets so few.
+    Graphs treat counts of 0 and 1 as constants, and would be recompiled when an expert gets so few
+    tokens.
     """
 
     def function(tokens: Tensor, *rest: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks here to make kernels for `device`, None if nothing."""
+    """Return the missing requirement of torch.compile for `device`, None if nothing is missing."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

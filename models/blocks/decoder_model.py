@@ -1,12 +1,12 @@
-"""The ends of a decoder: a scaled embedding; logits, capped or not, or the loss of each token.
+"""Input and output of a decoder: a scaled embedding; logits, capped or not, or token losses.
 
-With a z-loss also the squared log-sum-exp of each token's logits.
+With a z-loss, the squared log-sum-exp of each token's logits is computed as well.
 
 Logits of one micro-batch are `[tokens, vocabulary]`: in float32, with the softmax that backward
 needs, they are by far the largest activations of a model with a large vocabulary. The chunked loss
-passes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N. Gimelshein,
-"Online normalizer calculation for softmax", 2018); backward computes each chunk's logits again,
-and so one more product with the head. With tensor parallelism every rank passes its own part.
+processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N. Gimelshein,
+"Online normalizer calculation for softmax", 2018); backward recomputes each chunk's logits, which
+costs one more product with the head. With tensor parallelism every rank processes its own part.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def softcapped(x: Tensor, cap: float | None) -> Tensor:
 
 
 def softcap_(x: Tensor, cap: float | None) -> Tensor:
-    """Return `x`, which now is `softcapped(x, cap)`."""
+    """Overwrite `x` by `softcapped(x, cap)` and return it."""
     return x if cap is None else x.div_(cap).tanh_().mul_(cap)
 
 
@@ -54,9 +54,9 @@ def losses_and_normalizers(
     Args:
         hidden: `[tokens, width]`. Its gradient is this rank's part of a sum over `group`.
         weight: `[rows, width]`, this rank's rows of the head.
-        labels: `[tokens]`, row of `weight`; any other number if the row is on another rank.
-        chunk: rows whose logits exist at a time.
-        group: ranks that share the vocabulary, None if this one has it all.
+        labels: `[tokens]`, row of `weight`; any other number means that the row is on another rank.
+        chunk: rows whose logits are in memory at a time.
+        group: ranks that share the vocabulary, None if this rank holds all of it.
         softcap: cap of the logits, None for none.
 
     Raises ValueError unless `chunk >= 1`.
@@ -114,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
         for (rows, here), target in zip(_chunks(weight, labels, ctx.chunk), targets, strict=True):
-            # One name throughout, so that no chunk's logits outlive their gradient.
+            # Reuse one name, so that no chunk's logits outlive their gradient.
             p = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
             slope = None if ctx.softcap is None else 1 - (p / ctx.softcap).square_()
             p = p.sub_(normalizer[:, None]).exp_()
@@ -142,8 +142,7 @@ def _inside(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """Megatron's embedding, scaled; the factor is rounded to the type of the weights, as
-    transformers rounds it."""
+    """Megatron's embedding, scaled by a factor in the weights' dtype, as in transformers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -158,7 +157,7 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
 
 class Head(ColumnParallelLinear):
-    """Megatron's output layer with capped logits, which given labels returns losses."""
+    """Megatron's output layer with capped logits; given labels, it returns losses."""
 
     def __init__(self, *arguments: Any, softcap: float | None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -173,9 +172,9 @@ class Head(ColumnParallelLinear):
         labels: Tensor | None = None,
         chunk: int = 0,
     ) -> Any:
-        """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, of hidden
-        states `[sequence, batch, width]` (a part of the sequence with sequence parallelism), or
-        without labels what Megatron returns, the logits capped in float32."""
+        """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, from hidden
+        states `[sequence, batch, width]` (a part of the sequence under sequence parallelism).
+        Without labels, return Megatron's result with logits capped in float32."""
         if labels is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.softcap is None:
@@ -199,10 +198,10 @@ class Head(ColumnParallelLinear):
 
 
 class _ChosenLogits(torch.autograd.Function):
-    """Logits `[sequence, batch, rows]` as they are, and that of each label, `[sequence, batch]`.
+    """Logits `[sequence, batch, rows]` unchanged, and the logit of each label, `[sequence, batch]`.
 
-    Backward adds the labels' gradient to that of the logits in place, which the loss has just made
-    and nobody else reads: autograd itself would take three more passes over the logits.
+    Backward adds the labels' gradient in place to the gradient of the logits, which only the loss
+    has used: autograd would take three more passes over the logits.
     """
 
     @staticmethod
@@ -217,7 +216,7 @@ class _ChosenLogits(torch.autograd.Function):
         chosen = logits.gather(-1, index)[..., 0].to(wide).where(inside, 0)
         if group.size() > 1:
             all_reduce(chosen, group=group)
-        # Not `logits`, of which autograd would make a view, and the loss may write over it.
+        # Not `logits`, of which autograd would create a view: the loss may overwrite them.
         return logits.detach(), chosen
 
     @staticmethod
@@ -230,10 +229,10 @@ class _ChosenLogits(torch.autograd.Function):
 class DecoderModel(GPTModel):
     """Megatron's model with logits capped at `softcap`, None for no cap.
 
-    Its loss takes `loss_chunk` entries of a rank's vocabulary at a time, or, where that is None,
-    all of them: with `fused_loss` by Liger's kernels, which read the logits twice, else in
-    Megatron's own way, a pass over them for every operation. With `z_loss` training gets `[2,
-    batch, sequence]`: the losses, and the squared log-sum-exp of each token's logits.
+    The loss processes `loss_chunk` entries of a rank's vocabulary at a time, None for all: with
+    `fused_loss` by Liger's kernels, which read the logits twice, else as Megatron does, with one
+    pass over them per operation. With `z_loss` the training output is `[2, batch, sequence]`: the
+    losses, and the squared log-sum-exp of each token's logits.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class DecoderModel(GPTModel):
             self.setup_embeddings_and_output_layer()
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """As Megatron's, with the rotary turns of positions in documents where there are some."""
+        """Extend Megatron's method by rotary positions within documents."""
         hidden, turns, *rest = super()._preprocess(*arguments, **options)
         documents = options.get("packed_seq_params")
         if isinstance(documents, Documents):
@@ -281,7 +280,7 @@ class DecoderModel(GPTModel):
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        """As Megatron's, but for the losses of the last stage."""
+        """Extend Megatron's method by the losses of the last stage."""
         if labels is None or self.loss_chunk is None or not self.post_process:
             whole: Tensor = super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *rest, **options
@@ -304,7 +303,7 @@ class DecoderModel(GPTModel):
         batch, rows]`."""
         if not (self.z_loss and self.training):
             return self._cross_entropy(labels, logits)
-        # Before the loss, which may write over the logits.
+        # Before the loss, which may overwrite the logits.
         logits, chosen = _ChosenLogits.apply(  # type: ignore[no-untyped-call]
             logits, labels.T, self.pg_collection.tp
         )

@@ -1,6 +1,6 @@
 """Documents that share the sequences of a micro-batch, and attention within them.
 
-Attention does not cross their borders: the kernel of variable length skips other documents.
+Attention does not cross document borders: the variable-length kernel skips other documents.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ Move = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Lengths:
-    """The documents of packed queries and keys, as kernels of variable length take them.
+    """The documents of packed queries and keys, in the format of variable-length kernels.
 
-    queries, keys   where each begins in the packed tokens, then their number: int32 `[documents +
-                    1]` on the device
-    most_queries, most_keys   of one document
+    queries, keys   starts of documents in the packed tokens, then the number of tokens: int32
+                    `[documents + 1]` on the device
+    most_queries, most_keys   largest number of one document
     """
 
     queries: Tensor
@@ -48,8 +48,8 @@ class DocumentRange:
 class Documents(PackedSeqParams):
     """The documents of the tokens `[b, s]` that a context-parallel rank holds.
 
-    Megatron hands them from the model to the core attention of every layer. The format is not its
-    `thd`, so that it leaves queries, keys and values unchanged.
+    Megatron passes them from the model to the core attention of every layer. The format is not
+    Megatron's `thd`, so it leaves queries, keys and values unchanged.
 
     positions   of each token in its document `[b, s]`
     parts       of the ranges of `context_chunks`, in their order
@@ -62,8 +62,8 @@ class Documents(PackedSeqParams):
 def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) -> Documents:
     """Return the documents of whole sequences on context rank `rank` of `size`.
 
-    `firsts` `[b, s]`, on the host, are the places in the sequence of the first token of each
-    token's document; `move` brings a tensor to the device.
+    `firsts` `[b, s]`, on the host, are the positions in the sequence of the first token of each
+    token's document; `move` copies a tensor to the device.
     """
     length = firsts.shape[1]
     place = {"rank": rank, "size": size}
@@ -82,7 +82,7 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
 
 
 def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
-    """The lengths of the queries in `chunk`, and of the keys of the sequences up to its end."""
+    """Return the lengths of the queries in `chunk`, and of the keys up to its end."""
     pairs = torch.cat([_queries_and_keys(row, chunk) for row in firsts])
     ends = F.pad(pairs.cumsum(0), (0, 0, 1, 0)).int()
     queries, keys = (move(x.contiguous()) for x in ends.unbind(1))
@@ -91,7 +91,7 @@ def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
 
 
 def _queries_and_keys(firsts: Tensor, chunk: range) -> Tensor:
-    """The number of queries and of keys of each document `[documents, 2]` of a sequence."""
+    """Return the number of queries and of keys of each document `[documents, 2]` of a sequence."""
     starts = firsts.unique_consecutive()
     ends = F.pad(starts[1:], (0, 1), value=chunk.stop)
     pairs = torch.stack([ends - starts.clamp(min=chunk.start), ends - starts], 1)
@@ -103,11 +103,11 @@ VARYING: Final = "flash_attention of variable length"
 """Name of the kernel."""
 LARGEST_HEAD: Final = 256
 ALIGNMENT: Final = 8
-"""Elements of which a head is a multiple."""
+"""Number of elements that divides the size of a head."""
 
 
 def check_varying(head: int, dtype: torch.dtype) -> None:
-    """Raise RuntimeError unless the kernel takes heads of so many elements of a type."""
+    """Raise RuntimeError unless the kernel supports heads of this size and dtype."""
     if dtype.itemsize != 2 or head > LARGEST_HEAD:
         raise RuntimeError(
             f"documents need that of variable length, which takes 16 bits and heads of at most "
@@ -124,11 +124,11 @@ def varying_attention(
     key, value   `[t, b, groups, d]`, t >= s; smaller heads are padded to the size that all have
     lengths      of the documents, whose queries see no keys of others
     """
-    from torch.nn.attention.varlen import varlen_attn  # here: it loads the compiler
+    from torch.nn.attention.varlen import varlen_attn  # imported here, as it loads the compiler
 
     size = max(query.shape[-1], value.shape[-1])
     size += -size % ALIGNMENT
-    # [b s, heads, size]; to pad by nothing is a copy
+    # [b s, heads, size]; padding by nothing would copy
     q, k, v = (
         (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])))
         .transpose(0, 1)

@@ -1,12 +1,11 @@
-"""Tokens to their experts and back, and the experts' products.
+"""Dispatch of tokens to experts, the experts' products, and the combination of results.
 
-Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows,
-whatever the router says: a sort of (token, expert) pairs whose number is known. Sorted by expert
-they need no mask, no list of indices of unknown length and no read by the host. Where ranks share
-experts, one all-to-all takes the rows there and one takes them back, as many to each rank as the
-router says; the host reads these numbers, once per layer and pass. Gathers replace scattered sums
-forward and backward, so that the result does not depend on an order of additions that differs from
-run to run on a GPU.
+Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows for
+any routing: (token, expert) pairs of known number. Sorted by expert, they need no mask, no index
+list of unknown length and no read by the host. With expert parallelism, one all-to-all sends the
+rows to the experts and one sends the results back; the host reads the numbers of rows per rank once
+per layer and pass. Gathers replace scattered sums forward and backward, because the order of
+scattered sums differs from run to run on a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ Counts = list[list[int]]
 
 
 def sort_tokens_(chunk: torch.nn.Module) -> None:
-    """Give every mixture-of-experts layer of a chunk the dispatcher of this file."""
+    """Replace the dispatcher of every mixture-of-experts layer of a chunk."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             module.token_dispatcher = SortedDispatcher(
@@ -43,10 +42,11 @@ def sort_tokens_(chunk: torch.nn.Module) -> None:
 
 
 class SortedDispatcher(MoETokenDispatcher):
-    """Brings each token's row to the ranks of its experts, sorted by expert, and the results back.
+    """Sends each token's row to the ranks of its experts, sorted by expert, and the results back.
 
-    Rank r of the group has the experts `r // tensor * local` and following, whole for a `tensor` of
-    1, else the `r % tensor`-th part of each: its rows go to all parts, whose results are added up.
+    Rank r of the group holds `local` experts from `r // tensor * local` on: whole for a `tensor` of
+    1, else the `r % tensor`-th part of each expert. Rows go to all parts of an expert, whose
+    results are summed.
 
     on_host   whether the experts want the number of rows of each in host memory
     """
@@ -65,7 +65,7 @@ class SortedDispatcher(MoETokenDispatcher):
         self.on_host = on_host
         self.shape = torch.Size()
         self.order: Tensor | None = None  # of this rank's pairs, by expert
-        self.arrival: Tensor | None = None  # of the rows that came, by expert
+        self.arrival: Tensor | None = None  # of the received rows, by expert
         self.rows: Tensor | None = None  # of each local expert
         self.sent: list[int] = []
         self.received: list[int] = []
@@ -73,7 +73,8 @@ class SortedDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rows `[tokens * top_k, hidden]` of this rank's tokens and their gates, by expert.
+        """Return the rows `[tokens * top_k, hidden]` of this rank's tokens and their gates, by
+        expert.
 
         `routing_map` and `probs` are `[tokens, experts]`.
         """
@@ -87,7 +88,7 @@ class SortedDispatcher(MoETokenDispatcher):
         return spread(tokens, self.order, top_k), gates
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that other ranks have for the experts here, and their gates, by rank."""
+        """Return the rows for this rank's experts and their gates, by source rank."""
         assert self.rows is not None
         if self.ranks == 1:
             if self.on_host:
@@ -106,14 +107,14 @@ class SortedDispatcher(MoETokenDispatcher):
         return self._exchange(hidden_states), self._exchange(probs)
 
     def counts_on_host(self, *counts: Tensor) -> list[Counts]:
-        """Rows for each expert of each rank, as the host has them; waits for the device."""
+        """Return the row counts by rank and expert on the host; waits for the device."""
         rows: list[Counts] = torch.stack(counts).tolist()
         return rows
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows sorted by local expert, the number `[local]` of each expert's, and their gates."""
+        """Return rows sorted by local expert, counts per expert `[local]`, and gates."""
         assert self.rows is not None
         rows, self.rows = self.rows, None
         if self.arrival is None:
@@ -121,21 +122,21 @@ class SortedDispatcher(MoETokenDispatcher):
         return spread(hidden_states, self.arrival), rows, probs.index_select(0, self.arrival)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts' results in the order in which rows came."""
+        """Return the experts' results in the order of the received rows."""
         if self.arrival is None:
             return hidden_states
         arrival, self.arrival = self.arrival, None
         return collect(hidden_states, arrival)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """The results of this rank's rows, those of an expert's parts added up."""
+        """Return the results of this rank's rows, summed over the parts of each expert."""
         if self.ranks == 1:
             return hidden_states
         back = all_to_all(self.tp_ep_group, hidden_states, self.sent, self.received)
         if self.tp_size == 1:
             return back
         parts = back.split(self.sent)
-        # torch adds up values of 16 bits in float32.
+        # torch sums 16-bit values in float32.
         added = [
             torch.stack(parts[i : i + self.tp_size]).sum(0)
             for i in range(0, self.ranks, self.tp_size)
@@ -143,20 +144,20 @@ class SortedDispatcher(MoETokenDispatcher):
         return torch.cat(added)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """The sum of every token's results, in the shape that the layer was given."""
+        """Return the sum of every token's results, in the shape of the layer's input."""
         assert self.order is not None
         order, self.order = self.order, None
         return collect(hidden_states, order, self.config.moe_router_topk).view(self.shape)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Rows that other ranks have for this one; each expert's go to all ranks with a part."""
+        """Exchange rows between ranks; rows of an expert go to all ranks with a part of it."""
         if self.tp_size > 1:
             parts = rows.split(self.sent[:: self.tp_size])
             rows = torch.cat([part for part in parts for _ in range(self.tp_size)])
         return all_to_all(self.tp_ep_group, rows, self.received, self.sent)
 
     def _arrival(self, incoming: Tensor) -> Tensor:
-        """The order by local expert of rows that come by rank, of each by expert."""
+        """Return the permutation that sorts received rows, ordered by rank, by local expert."""
         experts = torch.arange(self.local, device=incoming.device).repeat(self.ranks)
         expert = experts.repeat_interleave(incoming.flatten(), output_size=sum(self.received))
         return expert.argsort(stable=True)
@@ -166,14 +167,14 @@ Move = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def spread(tokens: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """`[tokens * copies, hidden]`: row i is `tokens[order[i] // copies]`, of a permutation `order`
-    of the copies of all `tokens` `[tokens, hidden]`."""
+    """Return `[tokens * copies, hidden]`: row i is `tokens[order[i] // copies]`, for a permutation
+    `order` of the copies of all `tokens` `[tokens, hidden]`."""
     rows: Tensor = _Moved.apply(tokens, order, copies, _spread, _collect)  # type: ignore[no-untyped-call]
     return rows
 
 
 def collect(rows: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """The adjoint of `spread`: `[tokens, hidden]`, for each token the sum of its copies' rows."""
+    """Return `[tokens, hidden]`, the sum of each token's copies: the adjoint of `spread`."""
     tokens: Tensor = _Moved.apply(rows, order, copies, _collect, _spread)  # type: ignore[no-untyped-call]
     return tokens
 
@@ -189,7 +190,7 @@ def _collect(rows: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows moved by `there`; their gradients are moved by `back`, its adjoint."""
+    """Rows moved by `there`, with gradients moved by its adjoint `back`."""
 
     @staticmethod
     def forward(
@@ -223,10 +224,10 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Return the output `[tokens, hidden]` of tokens that are sorted by expert, and no bias.
+        """Return the output `[tokens, hidden]` of tokens sorted by expert, and no bias.
 
-        There are `tokens_per_expert` `[experts]` of each; every output is scaled by its token's
-        `permuted_probs` `[tokens]`.
+        Each expert gets `tokens_per_expert` `[experts]` tokens; every output is multiplied by its
+        token's `permuted_probs` `[tokens]`.
         """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
@@ -236,22 +237,22 @@ class GroupedExperts(SequentialMLP):
 
 
 def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return tokens `[tokens, cols]` times their experts' transposed weights, `[tokens, rows]`.
+    """Multiply tokens `[tokens, cols]` by their experts' transposed weights, to `[tokens, rows]`.
 
-    Tokens from `ends[i - 1]` to `ends[i]` (int32) are those of `weights[i]` `[rows, cols]`. All are
-    float32, bfloat16 or float16.
+    Tokens from `ends[i - 1]` to `ends[i]` (int32) are multiplied by `weights[i]` `[rows, cols]`.
+    All are float32, bfloat16 or float16.
     """
     product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
     return product
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Stack the weights for each product and keep no stack, which is as large as the weights."""
+    """Stack the weights for each product: a saved stack would be as large as the weights."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, ends, *weights)
-        if not len(tokens):  # kernels have no products without rows
+        if not len(tokens):  # kernels do not support products without rows
             return tokens.new_empty(0, weights[0].shape[0])
         return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
 

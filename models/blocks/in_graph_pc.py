@@ -2,9 +2,9 @@
 
 This is the readable reference; training uses the materialized evaluator, which computes the same
 once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of a
-linear's weight, as in the library (spectral/pc_layers.py), so Megatron's column- and row-parallel
-linears and experts' linears all take it as they are, under activation recomputation too: nothing is
-iterated or changed in a forward pass."""
+linear's weight, as in the library (spectral/pc_layers.py), so Megatron's column-parallel,
+row-parallel and expert linears need no change. Activation recomputation is safe, because a forward
+pass changes no state."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +25,11 @@ from spectral.effective_weight import Preconditioner
 from spectral.pc_layers import EffectiveWeight
 
 GAMMA = ".gamma"
-"""End of the name of a gamma, after the name of its unit or parameter."""
+"""Suffix of a gamma's name, after the name of its unit or parameter."""
 
 
 class UnitWeight(EffectiveWeight):
-    """The preconditioned units of a linear's weight, with singular pairs that are tracked.
+    """The preconditioned units of a linear's weight, with tracked singular pairs.
 
     gamma   `[units]`, one factor per preconditioned unit of the weight
     tensor  the ranks that share the weight, None if its units are whole here
@@ -68,11 +68,11 @@ class UnitWeight(EffectiveWeight):
         return torch.cat(left), torch.cat(right)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Return the whole units, gathered where ranks share them."""
+        """Return the whole units, gathered if ranks share them."""
         return [gathered(unit, unit.view(weight), self.tensor) for unit in self.units]
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return `weight` with this rank's pieces of the units in their places."""
+        """Return `weight` with this rank's pieces of the units inserted."""
         effective = weight.clone()
         for unit, matrix in zip(self.units, matrices, strict=True):
             unit.view(effective).copy_(scattered(unit, matrix, self.tensor))
@@ -90,7 +90,7 @@ class UnitWeight(EffectiveWeight):
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
         """Update u and v for the `weight` after an optimizer step.
 
-        Where `active`, a 0-d bool tensor, is False nothing changes.
+        Nothing changes if `active`, a 0-d bool tensor, is False.
         """
         for preconditioner, whole, pair in self._tracked(weight):
             preconditioner.refresh_(whole, *pair, active)
@@ -99,13 +99,13 @@ class UnitWeight(EffectiveWeight):
     def guard_(self, weight: Tensor) -> Tensor:
         """Return the largest normalised singular value of each unit, `[units]`.
 
-        A pair that has lost track of it is replaced; see `Preconditioner.guard_`.
+        A wrong tracked pair is replaced; see `Preconditioner.guard_`.
         """
         return torch.cat([pc.guard_(whole, *pair) for pc, whole, pair in self._tracked(weight)])
 
     @torch.no_grad()
     def tracked_norms(self, weight: Tensor) -> Tensor:
-        """Return what each unit's map takes for its spectral norm, `[units]`."""
+        """Return the tracked spectral norm of each unit, `[units]`."""
         return torch.cat(
             [pc.tracked_norm(whole, *pair) for pc, whole, pair in self._tracked(weight)]
         )
@@ -113,7 +113,7 @@ class UnitWeight(EffectiveWeight):
     def _tracked(
         self, weight: Tensor
     ) -> Iterator[tuple[Preconditioner, Tensor, tuple[Tensor, Tensor]]]:
-        """Preconditioner, whole unit `[1, rows, cols]`, float32 or wider, and pair of each unit."""
+        """Yield each unit's preconditioner, whole `[1, rows, cols]` (float32 or wider) and pair."""
         for i, whole in enumerate(self.matrices(weight.detach())):
             pair = self.pair(i)
             yield self.preconditioners[i], whole[None].to(pair[0].dtype), pair
@@ -122,7 +122,7 @@ class UnitWeight(EffectiveWeight):
 def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
     """Return the whole unit `[rows, cols]` of this tensor-parallel rank's piece.
 
-    Backward takes this rank's piece of the gradient, which is the same on all ranks of `tensor`.
+    Backward returns this rank's piece of the gradient, which is the same on all ranks of `tensor`.
     """
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -148,7 +148,7 @@ def precondition_(
     pc: PCConfig,
     tensor: Mapping[str, ProcessGroup],
 ) -> list[UnitWeight]:
-    """Put parametrizations on the weights that have preconditioned units; return them.
+    """Parametrize the weights with preconditioned units; return the parametrizations.
 
     `weights` are the units of each parameter, by its `id`; `tensor` the ranks that share the
     weights of each domain.
@@ -164,20 +164,20 @@ def precondition_(
         if weight is not None and units:
             shared = tensor.get(units[0][0].domain)
             layer = UnitWeight(units, weight, pc.learnable_gamma, shared)
-            # unsafe: the check that it may be applied would run collectives.
+            # unsafe: the validity check would run collectives.
             parametrize.register_parametrization(module, "weight", layer, unsafe=True)
             layers.append(layer)
     return layers
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has without a parametrization; gammas are `weight.gamma`."""
+    """Return a parameter's name without a parametrization; gammas are `weight.gamma`."""
     name = name.replace("parametrizations.weight.original", "weight")
     return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
 
 
 def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
-    """Return `units`, and after those of each parameter the gamma of every preconditioned one."""
+    """Return `units` with the gammas of preconditioned units after the units of their parameter."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
         return list(units)
     members = grouped(filter(pc.covers, units), lambda unit: unit.parameter)
@@ -191,7 +191,7 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
 
 
 def _gammas(units: Sequence[Unit]) -> list[Unit]:
-    """Return the gammas of the preconditioned units of one parameter, which are one vector."""
+    """Return the gammas of one parameter's preconditioned units, elements of one vector."""
     return [
         replace(
             unit,

@@ -21,7 +21,7 @@ from models.config import LatentConfig
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """`x W^T` with the whole matrix on every tensor-parallel rank, of its part of the sequence."""
+    """`x W^T` of a rank's part of the sequence, with the whole matrix on every tensor rank."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = None if config.use_cpu_initialization else torch.device("cuda")
@@ -35,9 +35,9 @@ class LatentAttention(torch.nn.Module):
         c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads
         k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
 
-    The rotary part of a head holds its pairs side by side, as DeepSeek's weights do.
-    Megatron's own module cuts q_a and kv_a over tensor ranks without Transformer Engine and then
-    loses the other ranks' share of the gradient of k_rope.
+    The rotary part of a head stores pairs next to each other, as in DeepSeek's weights. Without
+    Transformer Engine, Megatron's own module cuts q_a and kv_a over tensor ranks and loses the
+    other ranks' share of the gradient of k_rope.
     """
 
     def __init__(

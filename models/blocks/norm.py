@@ -1,8 +1,9 @@
-"""RMSNorm that Megatron's layer specs accept, with sequence parallelism, and the sum before it.
+"""RMSNorm for Megatron's layer specs, with sequence parallelism, and its fusion with the sum before
+it.
 
-Megatron adds a block's output to the residual stream and calls the next norm on the sum, two passes
-over it; autograd adds the two gradients of the sum in a third. Here the sum is left to the norm,
-which keeps its result until it is called.
+Megatron adds a block's output to the residual stream and calls the next norm on the sum, in two
+passes; autograd adds the two gradients of the sum in a third. Here the norm computes the sum too,
+and keeps its result until the norm is called.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 def rms_norm_gradients(
     gradient: Tensor, x: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` `[..., d]` and of the gain `[d]` from that of `rms_norm`."""
+    """Return the gradients of `x` `[..., d]` and the gain `[d]` from the gradient of `rms_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     given, heads = gradient.to(wide), x.to(wide)
     scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + epsilon)
@@ -33,9 +34,9 @@ def rms_norm_gradients(
 
 
 def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """`rms_norm` of `x` times `1 + gain`, as Gemma's.
+    """`rms_norm` of `x` with the factor `1 + gain`, as in Gemma.
 
-    Computed in float32 or wider: `1 + gain` rounded to bfloat16 would lose all but large gains.
+    It is computed in float32 or wider: in bfloat16 `1 + gain` would lose all but large gains.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (F.rms_norm(wide, gain.shape, None, epsilon) * (1 + gain.to(wide.dtype))).to(x.dtype)
@@ -45,8 +46,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm of the last dimension, `[..., hidden_size]` to the same shape.
 
     It multiplies by `1 + gain` if the config has zero-centered gains. Megatron's own torch norm
-    refuses these, and sequence parallelism. Sequence parallelism takes a flag on the gain: its
-    gradient is a sum over the parts of the sequence, which finalize_model_grads all-reduces.
+    supports neither these nor sequence parallelism, which needs a flag on the gain: its gradient is
+    a sum over the parts of the sequence, which finalize_model_grads all-reduces.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Return the normed `x`, of its shape; with `stream` the sum of the two, whose norm the
-        next call on it returns (models/blocks/norm.py)."""
+        """Return the normalised `x`; with `stream`, return the sum of the two, whose norm the next
+        call on it returns."""
         assert self.eps is not None
         if stream is not None:
             assert self.sum is not None
@@ -75,8 +76,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """`norm(x W^T)`: the norm sees the sum over the tensor-parallel ranks, or the part of the
-    sequence that sequence parallelism leaves this rank."""
+    """`norm(x W^T)`: the norm sees the sum over the tensor-parallel ranks, or under sequence
+    parallelism this rank's part of the sequence."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
@@ -85,7 +86,7 @@ class NormedRowParallelLinear(RowParallelLinear):
         self.post_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Return the normed output `[s, b, output_size]` and no bias."""
+        """Return the normalised output `[s, b, output_size]` and no bias."""
         output, _ = super().forward(input_)
         return self.post_norm(output), None
 
@@ -99,7 +100,7 @@ def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple
 def sum_gradients(
     of_total: Tensor, of_normed: Tensor, total: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of both terms of `total` `[..., d]`, and that of the gain `[d]`."""
+    """Return the gradient of both terms of `total` `[..., d]` and that of the gain `[d]`."""
     of_sum, of_gain = rms_norm_gradients(of_normed, total, gain, epsilon)
     return of_total + of_sum, of_gain
 
@@ -114,7 +115,7 @@ class SumFunctions(NamedTuple):
         self, x: Tensor, stream: Tensor, gain: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """Return what `normed_sum` does."""
-        # Megatron turns gradients on around the sum, also where none are wanted.
+        # Megatron enables gradients around the sum even if none are needed.
         with torch.set_grad_enabled(x.requires_grad or stream.requires_grad):
             both: tuple[Tensor, Tensor] = _NormedSum.apply(  # type: ignore[no-untyped-call]
                 self, x, stream, gain, epsilon
@@ -139,8 +140,8 @@ class _NormedSum(torch.autograd.Function):
 
 
 def left_to(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
-    """Return what adds a block's output to the stream, as Megatron asks for it, by the RMSNorm that
-    is called on the sum next."""
+    """Return Megatron's bias-dropout-add function, implemented by the RMSNorm that is called on the
+    sum next."""
 
     def add(output: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
         x, bias = output

@@ -16,12 +16,12 @@ from models.layout import context_part
 
 
 class RotaryEmbedding(MegatronRotaryEmbedding):
-    """Megatron's rotary angles, cut to this rank's positions on any device, and made cosines and
-    sines once for all layers, passes and steps.
+    """Cosines and sines of Megatron's rotary angles at this rank's positions on any device,
+    computed once for all layers, passes and steps.
 
-    Megatron's own cut goes through pinned CUDA memory, and its attention makes them in each layer.
-    Compiled into a kernel of queries and keys they would even be made for every head: of 2,074 ms
-    of kernels in a step of llama1b_muon on an H200, 116 ms were rotations.
+    Megatron's own cut uses pinned CUDA memory, and its attention computes cosines and sines in each
+    layer. Compiled into a kernel of queries and keys they would even be computed for every head: of
+    2,074 ms of kernels in a step of llama1b_muon on an H200, 116 ms were rotations.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         cp_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Return the turns `[s / context ranks, 1, 1, 2 head size]` of `max_seq_len` tokens: the
-        cosines of their angles, then the sines, with the sign that `rotated` wants."""
+        cosines of their angles, then the sines, with the signs for `rotated`."""
         if packed_seq:
             raise ValueError("rotary embeddings of packed sequences are not supported")
         return self._kept(max_seq_len, offset, self.cp_group if cp_group is None else cp_group)
 
     def of_documents(self, documents: Documents) -> Tensor:
-        """Return the turns `[s / context ranks, b, 1, 2 head size]` of tokens whose positions are
-        those in their documents."""
+        """Return the turns `[s / context ranks, b, 1, 2 head size]` of tokens at their positions
+        within documents."""
         whole = self._kept(documents.max_seqlen_q, 0, None)
         return whole[documents.positions.T, 0]
 
@@ -108,8 +108,8 @@ def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Te
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `heads` `[..., d]` times `cos`, and with their halves exchanged times `sin`, whose
-    first half has the other sign. With `-sin` it turns back."""
+    """Return `heads` `[..., d]` times `cos` plus `heads` with swapped halves times `sin`, whose
+    first half is negated. `-sin` gives the inverse rotation."""
     halves = heads.reshape(*heads.shape[:-1], 2, -1)
     return heads * cos + halves.flip(-2).reshape(heads.shape) * sin
 
@@ -118,7 +118,8 @@ def rotate_pairs(heads: Tensor, turns: Tensor) -> Tensor:
     """Rotate each pair of neighbours in `heads` `[s, b, heads, d]` by its angle, as DeepSeek does.
 
     `turns` `[s, 1 or b, 1, 2 d]` are those of `RotaryEmbedding`. The first elements of all pairs
-    are returned before the second ones, in queries and in keys, so that their product is the same.
+    are returned before the second elements, in queries and keys alike, so their products are
+    unchanged.
     """
     cos, _, _, sin = turns.to(heads.dtype).chunk(4, -1)
     first, second = heads[..., 0::2], heads[..., 1::2]

@@ -1,10 +1,10 @@
-"""The router of a mixture-of-experts layer: Megatron's, which also counts where tokens go.
+"""The router of a mixture-of-experts layer: Megatron's router, which also counts tokens per expert.
 
-The counts measure how evenly experts are used, and move the expert bias that keeps it even.
+The counts measure the balance of the experts, and update the expert bias that balances them.
 
-The load that the global balancing loss compares with is that of the whole step before: backward of
-a step's first micro-batch runs before the others are routed, so the step's own load is not known.
-Megatron takes the micro-batches so far, with which the loss depends on their size and the ranks.
+The global balancing loss uses the load of the previous whole step: backward of a step's first
+micro-batch runs before the others are routed, so the step's own load is unknown. Megatron uses the
+micro-batches so far, so its loss depends on their size and on the ranks.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class Router(TopKRouter):
         forget_earlier_models()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return the coefficient of one of the load-balancing losses, 0 if it is off.
+        """Return the coefficient of one load-balancing loss, 0 if it is disabled.
 
         The engine's global loss is a sum over data-parallel ranks, while gradients are a mean over
         them, so that its weight would fall with their number; this corrects it.
@@ -56,7 +56,7 @@ class Router(TopKRouter):
         """Return `probs` with the global loss attached, of `[tokens, experts]` scores.
 
         It is `experts * sum_i(share_i * mean score_i)` of "Demons in the Detail" (arXiv
-        2501.11873), with the shares of the previous step, or even ones before the first.
+        2501.11873), with the shares of the previous step, or equal shares before the first step.
         """
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if self.earlier_load is None:
@@ -82,7 +82,7 @@ class Router(TopKRouter):
         self.tokens_per_expert.zero_()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of a `[tokens, experts]` choice; the engine calls it with each.
+        """Count the tokens of a `[tokens, experts]` routing map; the engine calls it for every map.
 
         Forward passes without a backward (evaluation, the first of recomputation) do not count.
         """
@@ -92,10 +92,10 @@ class Router(TopKRouter):
 
 
 def forget_earlier_models() -> None:
-    """Clear what the engine keeps per process of an earlier model.
+    """Clear the engine's per-process state of an earlier model.
 
-    Its log of balancing losses has that model's number of layers, and their scale has the shape of
-    its first use, in a schedule or outside of one.
+    Its log of balancing losses is sized by that model's layers, and the shape of their scale
+    depends on the first use, inside or outside a schedule.
     """
     take_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
@@ -106,7 +106,7 @@ ENGINE_LOSSES = {
     "global_load_balancing_loss": "global_aux_loss",
     "z_loss": "z_loss",
 }
-"""The engine's names of the balancing losses, and the config's."""
+"""The engine's and the config's names of the balancing losses."""
 
 
 def max_violation(counts: Tensor) -> Tensor:
@@ -126,22 +126,22 @@ def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
 def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
     """Return the tokens `[layers, experts]` that this rank sent to each expert since `balance_`.
 
-    `balance_` and `max_violation` take their sum over the ranks that hold the same layers. It is
-    `[0, 0]` where the chunks have no mixture-of-experts layer.
+    `balance_` and `max_violation` take the sum over the ranks that hold the same layers. The shape
+    is `[0, 0]` if the chunks have no mixture-of-experts layer.
     """
     counts = [router.tokens_per_expert for router in routers(chunks)]
     return torch.stack(counts) if counts else torch.zeros(0, 0)
 
 
 def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
-    """Return the global index, from 0, of each layer that has a router."""
+    """Return the global index, from 0, of each layer with a router."""
     return [router.layer_number - 1 for router in routers(chunks)]
 
 
 def take_balancing_losses() -> dict[str, Tensor]:
     """Return this rank's part of each balancing loss of every layer `[layers]`, and clear it.
 
-    Without coefficients, summed over the micro-batches since the last call.
+    Losses are without coefficients, summed over the micro-batches since the last call.
 
     The sequence loss is a sum over the ranks that share a sequence, the global one over all ranks
     of a stage, the z-loss a mean over them.
@@ -158,9 +158,9 @@ def balance_(
 ) -> None:
     """End a step: move every expert bias by `rate` against its load and clear the counts.
 
-    `counts` `[layers, experts]` are those of all ranks. The bias of an expert with less than its
-    share rises, of one with more falls ("Auxiliary-Loss-Free Load Balancing Strategy for
-    Mixture-of-Experts", algorithm 1). `active` is a 0-d bool; where false no bias moves.
+    `counts` `[layers, experts]` are summed over all ranks. The bias of an expert below its share
+    rises, the bias of an expert above it falls ("Auxiliary-Loss-Free Load Balancing Strategy for
+    Mixture-of-Experts", algorithm 1). `active` is a 0-d bool; if it is false no bias moves.
     """
     with torch.no_grad():
         for router, load in zip(routers(chunks), counts, strict=True):

@@ -1,7 +1,7 @@
-"""Self-attention around the core: queries, keys and values of the heads from one linear.
+"""Self-attention around the core: queries, keys and values from one linear.
 
-Autograd would write the gradients of the three, rotated and normed, and then copy them into one
-tensor for the linear's backward pass; here one function that can be compiled writes that tensor.
+Autograd would write three gradients and then copy them into one tensor for the linear's backward
+pass; here one function, which can be compiled, writes that tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from models.blocks.rotary import rotate_halves, rotated
 def turned_heads(
     query: Tensor, key: Tensor, turns: Tensor, epsilon: float, *gains: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Norm heads, if there are gains of queries and keys, and rotate them by their positions.
+    """Normalise heads, if queries and keys have gains, and rotate them by their positions.
 
-    `query` `[s, b, groups, heads of one, d]` becomes `[s, b, heads, d]`, `key` `[s, b, groups, 1,
-    d]` `[s, b, groups, d]`; `turns` are `[s, 1 or b, 1, 1, 2 d]`.
+    `query` `[s, b, groups, heads per group, d]` becomes `[s, b, heads, d]`, `key` `[s, b, groups,
+    1, d]` becomes `[s, b, groups, d]`; `turns` are `[s, 1 or b, 1, 1, 2 d]`.
     """
     if gains:
         query, key = rms_norm(query, gains[0], epsilon), rms_norm(key, gains[1], epsilon)
@@ -34,11 +34,11 @@ def turned_heads(
 def heads_gradients(
     query: Tensor, key: Tensor, value: Tensor, turns: Tensor, epsilon: float, *normed: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradient `[s, b, groups, (heads of one + 2) d]` of what the linear gave.
+    """Return the gradient `[s, b, groups, (heads per group + 2) d]` of the linear's output.
 
     `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed` are
-    the queries and keys that `turned_heads` was given, and their gains, if it had gains, whose
-    gradients follow.
+    the inputs of `turned_heads`: queries, keys and gains; the gains' gradients are returned as
+    well. It is empty without gains.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
     cos, sin = turns.to(query.dtype).chunk(2, -1)
@@ -53,7 +53,7 @@ def heads_gradients(
 
 
 class HeadFunctions(NamedTuple):
-    """`turned_heads` and `heads_gradients`, compiled or not; the latter is a kernel too, in
+    """`turned_heads` and `heads_gradients`, compiled or not; the latter also exists as a kernel, in
     spectral/kernels/heads.py."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
@@ -67,10 +67,11 @@ def split_heads(
     epsilon: float,
     functions: HeadFunctions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, the first two normed
-    by their `gains`, if there are any, and rotated by `turns` `[s, 1 or b, 1, 2 d]`.
+    """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, queries and keys
+    normalised with `gains`, if any, and rotated by `turns` `[s, 1 or b, 1, 2 d]`.
 
-    `mixed` is `[s, b, groups, (heads of one + 2) d]`, of each group its queries, key and value.
+    `mixed` `[s, b, groups, (heads per group + 2) d]` contains the queries, key and value of each
+    group.
     """
     options = turns.unsqueeze(2), epsilon, functions
     heads: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(  # type: ignore[no-untyped-call]
@@ -101,17 +102,17 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _parts(mixed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries, keys and values `[s, b, groups, n, size]` in `mixed`, views."""
+    """Return the queries, keys and values `[s, b, groups, n, size]` as views of `mixed`."""
     heads = mixed.unflatten(3, (-1, size))
     return heads[:, :, :, :-2], heads[:, :, :, -2:-1], heads[:, :, :, -1:]
 
 
 class RotatedSelfAttention(SelfAttention):
-    """Megatron's self-attention with rotary positions by one function `rotate`.
+    """Megatron's self-attention with one function `rotate` for rotary positions.
 
-    Megatron's own takes a dozen operations for queries and as many for keys. With `heads`, compiled
-    functions, queries and keys are also normed by it, and their gradients and those of the values
-    are written in one piece.
+    Megatron uses a dozen operations for queries and as many for keys. With the compiled functions
+    `heads`, queries and keys are also normalised there, and the gradients of queries, keys and
+    values are written as one tensor.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -122,7 +123,7 @@ class RotatedSelfAttention(SelfAttention):
 
     @property
     def splits_heads(self) -> bool:
-        """Whether `heads` may be used: each rank has whole groups, and gains are the plain ones."""
+        """Whether `heads` can be used: ranks have whole groups, and gains are not zero-centered."""
         norms = self.q_layernorm, self.k_layernorm
         plain = not self.config.layernorm_zero_centered_gamma
         whole = self.config.num_query_groups >= self.world_size
@@ -138,7 +139,7 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what Megatron's does; `rotary_pos_emb` are turns `[s, 1, 1, 2 d]`."""
+        """Return Megatron's output; `rotary_pos_emb` are turns `[s, 1, 1, 2 d]`."""
         self._turns = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options
@@ -146,7 +147,7 @@ class RotatedSelfAttention(SelfAttention):
         return output
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
-        """Return Megatron's queries, keys and values, the first two rotated."""
+        """Return Megatron's queries, keys and values, with rotated queries and keys."""
         if self._turns is None or self.heads is None:
             query, key, value = super().get_query_key_value_tensors(*arguments, **options)
             if self._turns is not None:
@@ -160,7 +161,7 @@ class RotatedSelfAttention(SelfAttention):
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """Megatron's row-parallel linear with a bias, where its config has none for all linears."""
+    """Megatron's row-parallel linear with a bias, although the config has none for linears."""
 
     def __init__(self, *arguments: Any, bias: bool, **options: Any) -> None:
         super().__init__(*arguments, bias=True, **options)

@@ -1,8 +1,8 @@
 """Attention with capped scores and sliding windows, which no fused kernel of PyTorch computes.
 
-Scores are made for a block of queries at a time and not kept: backward makes them again from
-the saved queries, keys and log-sums. The products are those of matrices in the type of the model
-with float32 sums; everything between them is float32 or wider. The same code runs on CPUs and GPUs.
+Scores are computed for a block of queries at a time and not kept: backward recomputes them from the
+saved queries, keys and log-sums. Products take matrices in the model's dtype and sum in float32;
+everything between them is float32 or wider. The same code runs on CPUs and GPUs.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from models.blocks.document_attention import DocumentRange
 
 
 class SoftcappedCoreAttention(CoreAttention):
-    """Causal softmax(softcapped(scale q k^T)) v, over the last `window` keys alone if there is one.
+    """Causal softmax(softcapped(scale q k^T)) v, with `window` only over the last `window` keys.
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """
@@ -44,7 +44,7 @@ class SoftcappedCoreAttention(CoreAttention):
         )
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled score `[]` that the mask lets through, before it is capped."""
+        """Return the largest scaled, unmasked score `[]`, before the cap."""
         return largest_causal_score(query, key, self.scale, self.window, documents)
 
 
@@ -60,12 +60,10 @@ def softcapped_attention(
     """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
     Args:
-        query: `[s, b, heads, d]`.
-        key, value: `[t, b, groups, d]`, t >= s.
-        scale: factor on the scores.
-        cap: cap of the scaled scores, None for none.
-        window: keys that a query sees, its own included; None for all before it.
-        documents: those of the queries, which see no keys of others; None for one document.
+        query: `[s, b, heads, d]`. key, value: `[t, b, groups, d]`, t >= s. scale: factor of the
+        scores. cap: cap of the scaled scores, None for none. window: keys that a query sees, its
+        own included; None for all before it. documents: documents of the queries, which see no keys
+        of other documents; None for one document.
     """
     groups = key.shape[2]
     q = query.permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(0, 1)  # [b g, n, s, d]
@@ -112,7 +110,7 @@ class _SoftcappedAttention(torch.autograd.Function):
         query, key, value, out, normalizers = ctx.saved_tensors
         scale, cap, window, documents = ctx.constants
         (_, n, s, _), t, wide = query.shape, key.shape[1], normalizers.dtype
-        # The softmax's gradient is p (dp - sum(p dp)), and that sum the one of out * dout.
+        # The softmax's gradient is p (dp - sum(p dp)), where sum(p dp) = sum(out * dout).
         shares = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
@@ -142,8 +140,8 @@ def hidden_scores(
     window: int | None,
     documents: DocumentRange | None,
 ) -> Tensor:
-    """Return which scores `[batch, n, rows, keys]` of a block the mask hides, in a shape that fits
-    them; the arguments are those of `hidden_keys` and `other_documents`."""
+    """Return the mask of hidden scores, broadcastable to a block's `[batch, n, rows, keys]`; the
+    arguments are as for `hidden_keys` and `other_documents`."""
     hidden = hidden_keys(rows, seen, offset, window, scores.device)
     if documents is None:
         return hidden
@@ -153,7 +151,7 @@ def hidden_scores(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the batched matrix product `a b`, added up and given in float32 or wider."""
+    """Return the batched matrix product `a b`, summed and returned in float32 or wider."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(a, b, out_dtype=torch.float32)
     wide = torch.promote_types(a.dtype, torch.float32)

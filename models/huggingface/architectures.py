@@ -1,8 +1,8 @@
-"""The classes of transformers that compute models of ours.
+"""The classes of transformers that compute this project's models.
 
-One record per class: what of a model it has no setting for, what else config.json says of it, and
-how it names norms. `Family.hugging_face` lists the classes of a family. Rotary positions are
-`rope_parameters` of config.json in transformers 5, and `rope_scaling` in 4.
+One record per class states which settings of a model the class does not have, further entries of
+config.json, and the names of norms. `Family.hugging_face` lists the classes of a family. Rotary
+positions are `rope_parameters` of config.json in transformers 5, and `rope_scaling` in 4.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ NEEDED: Final[dict[str, tuple[str, ...]]] = {
     "llama3": ("factor", LENGTH, *LLAMA3_KEYS),
     "yarn": ("factor", LENGTH),
 }
-"""Types of rotary positions that are computed here, and the keys that each must have."""
+"""Supported types of rotary positions, and the required keys of each type."""
 OPTIONAL: Final = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -31,7 +31,7 @@ OPTIONAL: Final = {
 """Further keys of yarn, and their defaults."""
 
 MSCALES: Final = ("mscale", "mscale_all_dim")
-"""Keys of yarn that make up an attention factor, as DeepSeek has them."""
+"""DeepSeek's keys of yarn that determine the attention factor."""
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope_problem(rope: Mapping[str, Any]) -> str | None:
-    """Return what keeps rotary positions from being computed here, None if nothing."""
+    """Return why rotary positions are not supported here, None if they are."""
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"
@@ -62,15 +62,14 @@ def _is_positive(value: object) -> bool:
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the section `model.rope_scaling` of rotary positions without a problem, None for
-    those that are not scaled."""
+    """Return the section `model.rope_scaling` of supported positions, None without scaling."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
     values = {key: rope[key] for key in NEEDED[kind]}
     if kind == "yarn":
         given = {key: rope.get(key) for key in OPTIONAL}
-        # Without a value, or with 0, transformers takes its default.
+        # Without a value, or with 0, transformers uses its default.
         values |= {key: value for key, value in given.items() if value or value is False}
         if "attention_factor" not in values and all(rope.get(key) for key in MSCALES):
             scale, of_all = (0.1 * rope[key] * log(rope["factor"]) + 1 for key in MSCALES)
@@ -95,7 +94,7 @@ def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> It
 
 
 def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the positions, the defaults filled in."""
+    """Return the settings that determine the positions, with defaults filled in."""
     scaling = rope_scaling(rope) or {"kind": "default"}
     values = {"rope_type": scaling.pop("kind"), "rope_theta": rope.get("rope_theta")}
     if values["rope_type"] == "yarn":
@@ -104,7 +103,7 @@ def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LATENT_EPSILON = 1e-6
-"""What transformers gives the norms of DeepSeek's latents, whatever config.json says."""
+"""Epsilon of the norms of DeepSeek's latents in transformers, which config.json does not change."""
 EVERYWHERE: Final = {"none": False, "all": True}
 PRE_NORMS: Final = {
     "attention_norm": "input_layernorm",
@@ -133,7 +132,7 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield what keeps groups of experts from being ranked by their best two."""
+    """Yield the settings that prevent ranking groups of experts by their two best experts."""
     groups, used = moe.expert_groups, moe.top_groups
     if groups >= 1 and moe.experts // groups < 2:
         yield f"experts must be at least two for each of expert_groups = {groups}", str(moe.experts)
@@ -143,7 +142,7 @@ def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) of what Qwen3MoeForCausalLM has no setting for."""
+    """Yield (rule, value) of each setting that Qwen3MoeForCausalLM does not have."""
     if moe.score != "softmax":
         yield "score must be softmax", moe.score
     if moe.shared_experts:
@@ -158,7 +157,7 @@ def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
     """Check that transformers can express a model of the family deepseek.
 
-    It is refused before training: a run that trained for weeks could not be exported.
+    Other models are refused before training: a run of weeks could otherwise not be exported.
     """
     limits = list(latent_limits(model))
     if model.kv_heads not in (None, model.heads):
@@ -211,7 +210,7 @@ class Architecture:
         return [f"model.{rule} for {self.name}, got {value}" for rule, value in self._limits(model)]
 
     def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield (rule, value) of each, e.g. ("qk_norm must be false", "true")."""
+        """Yield (rule, value) of each obstacle, e.g. ("qk_norm must be false", "true")."""
         if _hidden_act(model) is None:
             names = " or ".join(name for name, kind in ACTIVATIONS.items() if kind.hugging_face)
             yield f"activation must be {names}", model.activation
@@ -283,11 +282,11 @@ def _latent(latent: LatentConfig) -> dict[str, Any]:
 
 
 def _experts(moe: MoEConfig) -> dict[str, Any]:
-    """What all classes of mixtures call the same."""
+    """Return the settings that all mixture classes share."""
     return {
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.expert_ffn,
-        "norm_topk_prob": moe.top_k > 1,  # a single score is not made to be 1
+        "norm_topk_prob": moe.top_k > 1,  # a single score is not normalised to 1
     }
 
 
@@ -306,7 +305,7 @@ def _mixture(moe: MoEConfig) -> dict[str, Any]:
 
 def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
     assert model.moe is not None
-    whole = 1.0  # transformers would turn half of each head
+    whole = 1.0  # transformers would rotate half of each head
     return {
         "hidden_act": _hidden_act(model),
         "head_dim": model.head_size,

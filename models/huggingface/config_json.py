@@ -1,4 +1,4 @@
-"""config.json: which Hugging Face architecture is our model, with which settings."""
+"""config.json: the Hugging Face architecture and settings of a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,21 @@ from models.huggingface.architectures import (
 from models.section import named
 
 ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
-"""Keys that versions of transformers keep in different places."""
+"""Keys whose position differs between versions of transformers."""
 
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
-"""Keys that few files have, which could let a token attend to later ones."""
+"""Rare keys that could let a token attend to later tokens."""
 
 
 class InexpressibleError(ValueError):
-    """A model that no class of transformers computes; the message names what it lacks."""
+    """A model that no class of transformers computes; the message names the reason."""
 
 
 def architecture(model: ModelConfig) -> Architecture:
     """Return the class of transformers that computes `model`.
 
-    Raises InexpressibleError for a family without a class, else with every setting that stands
-    against the class that comes nearest.
+    Raises InexpressibleError for a family without a class, and otherwise with every setting that
+    the closest class does not support.
     """
     family = FAMILIES.get(model.family)
     if family is None:
@@ -62,7 +62,7 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.query_groups,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tie_embeddings,
-        # transformers 5 reads the second form, 4 the first; either silently takes 10000 without.
+        # transformers 5 reads the second form, 4 the first; without it each silently uses 10000.
         "rope_theta": model.rope_base,
         "rope_parameters": rope_parameters(model),
         **chosen.bias_settings(model),
@@ -71,8 +71,8 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA3_LONGER = 16
-"""What Llama 3.1, 3.2 and 3.3 state as their longest sequence, over the length of their first
-training; their `factor` is another number."""
+"""Longest sequence stated by Llama 3.1, 3.2 and 3.3, divided by the length of their first training;
+their `factor` is another number."""
 
 READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gemma2"}
 """Model types whose settings `model_section` reads, and their families."""
@@ -81,8 +81,8 @@ READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gem
 def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `model` of a run config for the model that config.json describes.
 
-    What the section cannot say is found by `differences`. Raises InexpressibleError for a model
-    type that is not in `READABLE`, and for rotary positions that are not computed here.
+    Settings that the section cannot express are found by `differences`. Raises InexpressibleError
+    for a model type that is not in `READABLE`, and for unsupported rotary positions.
     """
     kind = settings.get("model_type")
     if kind not in READABLE:
@@ -124,8 +124,8 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the content of config.json.
 
-    `dtype` is torch's name of the weights' type, `positions` the length of the sequences trained
-    on, or that scaled rotary positions are made for if it is larger, `end_token` the id of the
+    `dtype` is torch's name of the weights' type, `positions` the training sequence length, or the
+    length that scaled rotary positions are made for if it is larger, `end_token` the id of the
     token that ends a document.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)
@@ -135,16 +135,16 @@ def config_json(
         positions = max(positions, int(made_for))
     return {
         **model_settings(model),
-        # What version 4 reads, which takes the base from `rope_theta`.
+        # For version 4, which reads the base from `rope_theta`.
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaling else None,
         "max_position_embeddings": positions,
-        # One number for all matrices, which transformers uses for new ones alone.
+        # One number for all matrices, which transformers uses only for new matrices.
         "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,
         "attention_dropout": 0.0,
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": end_token,
-        "pad_token_id": None,  # one would keep its embedding row from being trained
+        "pad_token_id": None,  # a padding id would exclude its embedding row from training
         "dtype": dtype,
         "torch_dtype": dtype,
     }

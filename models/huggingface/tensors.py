@@ -1,7 +1,7 @@
-"""Which part of which parameter of ours is which tensor of a Hugging Face model.
+"""Mapping between parts of this project's parameters and tensors of a Hugging Face model.
 
-Our parameters are megatron-core's: query, key and value heads of a group side by side in one, gate
-and up in another. Theirs are separate. One list serves both directions.
+This project's parameters are megatron-core's: query, key and value heads of a group in one
+parameter, gate and up in another. Hugging Face's are separate. One list serves both directions.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from models.huggingface.config_json import architecture
 from models.units import ALL, Index
 
 SCORE_BIAS = ".e_score_correction_bias"
-"""End of the name of the bias on experts' scores, a buffer that stays float32."""
+"""Suffix of the name of the bias of experts' scores, a float32 buffer."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TheirTensor:
 
     @property
     def buffer(self) -> bool:
-        """Whether it is a buffer of a module instead of a parameter."""
+        """Whether the tensor is a buffer instead of a parameter."""
         return self.name.endswith(SCORE_BIAS)
 
     @property
@@ -57,8 +57,8 @@ class TheirTensor:
 def their_tensors(model: ModelConfig) -> list[TheirTensor]:
     """Return every tensor of the Hugging Face model of `model`, in forward order.
 
-    Those of one parameter of ours follow each other. Raises InexpressibleError as `architecture`
-    does.
+    Tensors of one parameter of this project are consecutive. Raises InexpressibleError as
+    `architecture` does.
     """
     return list(_model(model))
 
@@ -67,7 +67,7 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
     norms = architecture(model).norms
 
     def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
-        """Yield a norm of a layer, nothing if the class has none there."""
+        """Yield a norm of a layer, nothing if the class has no such norm."""
         if ours in norms:
             hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
             yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)
@@ -94,7 +94,7 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
 
 
 def _vocabulary(model: ModelConfig, ours: str, hf_name: str) -> TheirTensor:
-    """Return the embedding or head without the rows that only pad it."""
+    """Return the embedding or head without padding rows."""
     assert model.vocab_size is not None
     layout = (model.padded_vocab, model.hidden)
     rows = slice(0, model.vocab_size)
@@ -159,10 +159,10 @@ def _gated(ours: str, hf_name: str, hidden: int, ffn: int) -> Iterator[TheirTens
 
 
 def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, hf_name: str) -> Iterator[TheirTensor]:
-    """Yield a layer's experts one by one: transformers 4 reads nothing else, and 5 reads both."""
+    """Yield a layer's experts one by one: transformers 4 reads only this layout, 5 reads both."""
     hidden = model.hidden
     yield _matrix(ours + "router", hf_name + "gate", (moe.experts, hidden))
-    if moe.score == "sigmoid":  # the classes with such scores have the bias
+    if moe.score == "sigmoid":  # the classes with these scores have the bias
         bias = f"{hf_name}gate{SCORE_BIAS}"
         yield _gain(ours + "router.expert_bias", bias, moe.experts)
     if moe.shared_experts:

@@ -1,5 +1,5 @@
-"""Steps of matrices that several ranks share: who owns which, and how it gets there and back.
+"""Steps of matrices that several ranks share: owners, and the exchange with them.
 
-Only `ranks.py` knows torch.distributed; placement and exchange are also those of a Megatron-style
-optimizer, which brings its own storage and collectives. Start with `shared_matrices.py`.
+Only `ranks.py` uses torch.distributed; a Megatron-style optimizer with its own storage and
+collectives uses placement and exchange as well. Start with `shared_matrices.py`.
 """

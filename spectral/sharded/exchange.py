@@ -4,9 +4,9 @@ Each matrix has one owner among the ranks of a group. A packed all-to-all sends 
 matrices to their owners, and another brings the results back. A matrix that is whole on its owner
 is not sent. Parts are slices of buckets in the trainer, boxes of DTensors in the library.
 
-A step sends momentum to owners and updates back, in both. An owner of the trainer keeps the weights
-that its rules read, and adds to them the updates that it sends. In the library other programs write
-weights between steps, so they are sent to the owner, if the rule reads them.
+In both, a step sends momenta to owners and updates back. In the trainer, an owner keeps the weights
+that its rules read, and adds the updates that it sends. In the library, other code may write
+weights between steps, so weights are sent to the owner if the rule reads them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ from ..division import Box, narrowed, numel_of
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
 """Sends `[elements]`, given the numbers of elements to receive from and to send to each rank, and
-returns what came, by ascending rank."""
+returns the received elements by ascending rank."""
 
 
 Held = Mapping[Any, Tensor] | Sequence[Tensor]
-"""The tensors of which a rank holds parts."""
+"""The tensors a rank holds parts of."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Part:
     """A part of a matrix on one rank.
 
     rank     within the group
-    tensor   which of the rank's tensors it is in
+    tensor key of the rank's tensor that contains it
     inside   where in that tensor; () for all of it
     whole    where in the matrix
     """
@@ -49,18 +49,18 @@ class Part:
         return numel_of(self.whole)
 
     def of(self, held: Held) -> Tensor:
-        """Return the part of the tensor that it is in, a view."""
+        """Return the part as a view of its tensor."""
         return narrowed(held[self.tensor], self.inside)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The way of one matrix to its owner and back.
+    """Transfer of one matrix to its owner and back.
 
     matrix    its name
     owner     the rank, within the group, that runs its rule
     sources   the parts that the owner needs
-    targets   the parts that take what the owner makes of it
+    targets the parts that receive the owner's result
     """
 
     matrix: Hashable
@@ -70,7 +70,7 @@ class Transfer:
 
     @property
     def is_local(self) -> bool:
-        """Whether all parts are on the owner, so that nothing has to be sent."""
+        """Whether all parts are on the owner, so nothing is sent."""
         return all(part.rank == self.owner for part in (*self.sources, *self.targets))
 
 
@@ -85,10 +85,10 @@ class Side:
     """
 
     def __init__(self, ways: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
-        """Sort `ways`, the parts of matrices, each with its transfer."""
+        """Sort `ways`, pairs of a matrix's part and its transfer."""
         self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
         parts = [(t, part) for t, part in ways if not t.is_local]
-        # Sender and receiver go through the parts of a pair of ranks in the same order.
+        # Sender and receiver process the parts of a pair of ranks in the same order.
         held = sorted((t.owner, i) for i, (t, part) in enumerate(parts) if part.rank == rank)
         owned = sorted((part.rank, i) for i, (t, part) in enumerate(parts) if t.owner == rank)
         self.exists = bool(parts)
@@ -104,8 +104,8 @@ class Side:
 class Exchange:
     """The two all-to-alls of some matrices, planned once, for one rank.
 
-    A whole matrix is a tensor that the parts' `whole` are slices of. `owned_matrices` are the names
-    of those whose owner this rank is.
+    A whole matrix is a tensor of which the parts' `whole` are slices. `owned_matrices` are the
+    names of the matrices that this rank owns.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Exchange:
     ) -> None:
         """Plan for the sources of `inward` and the targets of `outward`.
 
-        `gather_by` sends what goes to owners, `scatter_by` what comes back.
+        `gather_by` sends parts to owners, `scatter_by` sends results back.
         """
         self.gather_by, self.scatter_by = gather_by, scatter_by
         self.inward = Side([(t, part) for t in inward for part in t.sources], rank, size)
@@ -135,8 +135,8 @@ class Exchange:
     ) -> None:
         """Copy the parts of each matrix to `whole[matrix]` at its owner.
 
-        Those of matrices that are here, and are not in `whole`, stay where they are. `like` gives
-        dtype and device; elements are sent as `dtype`, None for that of `like`.
+        Parts of matrices that are local and not in `whole` are not moved. `like` gives dtype and
+        device; elements are sent as `dtype`, None for the dtype of `like`.
         """
         side = self.inward
         copy_all_(local_pairs([pair for pair in side.local if pair[0] in whole], whole, held))
@@ -156,10 +156,10 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write `whole[matrix]` at its owner to all parts of the matrix, or `add` it to them.
+        """Write `whole[matrix]` at its owner to all parts of the matrix, or with `add`, add it.
 
-        Without `local` the parts of matrices that are whole on their owner are left out. `like` and
-        `dtype` are as for `gather`.
+        Without `local`, matrices that are whole on their owner are skipped. `like` and `dtype` are
+        as for `gather`.
         """
         write = add_all_ if add else copy_all_
         if local:
@@ -179,8 +179,8 @@ class Exchange:
     ) -> tuple[list[Tensor], Tensor]:
         """Send `whole[matrix]` at its owner to the ranks that hold a part of it.
 
-        Returns views of these parts, and the elements that came for them. `like` and `dtype` are
-        as for `gather`.
+        Returns views of these parts, and their received elements. `like` and `dtype` are as for
+        `gather`.
         """
         side = self.outward
         if not side.exists:
@@ -194,14 +194,14 @@ class Exchange:
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part in its matrix and where it is, views of one shape."""
+    """Yield each local part as two views of one shape: in its matrix and in its tensor."""
     for matrix, part in parts:
         place = part.of(held)
         yield narrowed(whole[matrix], part.whole).view(place.shape), place
 
 
 def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Concatenate the elements of `sources` `[elements]`, in `dtype` or that of `like`.
+    """Concatenate the elements of `sources` to `[elements]`, in `dtype` or the dtype of `like`.
 
     `like` gives the device, also if there are no sources.
     """

@@ -1,7 +1,7 @@
 """Placement: which rank owns each matrix and runs its rule.
 
-Pure functions of costs, sizes and of which rank holds what, so that every rank computes the same
-answer. Ranks are numbered within the group that shares the matrices.
+These are pure functions of costs, sizes and holders, so every rank computes the same answer. Ranks
+are numbered within the group that shares the matrices.
 """
 
 import heapq
@@ -13,10 +13,10 @@ from typing import Literal
 from ..batching import grouped
 
 Strategy = Literal["auto", "ping_pong"]
-"""How owners are chosen; see `place`."""
+"""Strategy of choosing owners; see `place`."""
 
 SLACK = 0.02
-"""Share of the largest load that may be given up to send fewer elements."""
+"""Relative increase of the largest load that is accepted to send fewer elements."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Work:
 class Placement:
     """Owners of the units of one group of ranks.
 
-    strategy   that was used; with `auto`, ping_pong or longest_processing_time, which it chose
+    strategy the strategy used; for `auto` its choice, ping_pong or longest_processing_time
     owners     rank within the group by unit name, names ascending
     loads      summed cost of each rank in FLOPs per step, its earlier load included
     moved      elements whose momentum is sent to an owner on another rank
@@ -60,14 +60,14 @@ def place(
     *,
     base: Sequence[float] | None = None,
 ) -> Placement:
-    """Choose the owners of `works` among `ranks` ranks; units' names decide ties.
+    """Choose the owners of `works` among `ranks` ranks; names of units break ties.
 
     `auto` tries `longest_processing_time` and `ping_pong` and, of those whose largest load is
     within `SLACK` of the smaller, takes the one that moves fewer elements. `base` is the load that
     each rank already has: the experts of a stage are placed after its dense matrices. ping_pong
-    does not even it out.
+    does not balance it.
 
-    Raises ValueError for two units of one name.
+    Raises ValueError for two units with one name.
     """
     base = [0.0] * ranks if base is None else base
     works = sorted(works, key=lambda work: work.name)
@@ -116,13 +116,13 @@ def longest_processing_time(
 ) -> tuple[int, ...]:
     """Deal items by descending cost, each to the rank with the smallest load.
 
-    Ties go to the lower rank and keep the order given. If no rank has a load in `base` to begin
-    with, the largest load is at most 4/3 of the optimum (Graham, 1969).
+    Ties go to the lower rank and keep the order given. Without loads in `base`, the largest load is
+    at most 4/3 of the optimum (Graham, 1969).
 
     With `holders`, the elements of each item that ranks hold, two ways to send fewer elements are
-    tried, and the better is taken: items of equal cost change places; or each item goes to the rank
-    that holds most of it, as long as no load exceeds `1 + SLACK` times the largest one without
-    `holders`.
+    tried, and the better one is used: items of equal cost are swapped; or each item goes to the
+    rank that holds most of it, as long as no load exceeds `1 + SLACK` times the largest load
+    without `holders`.
     """
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:
@@ -136,14 +136,14 @@ def longest_processing_time(
 
 
 def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
-    """Elements that are in their owners' shards."""
+    """Count the elements that are in their owners' shards."""
     return sum(elements.get(owner, 0) for owner, elements in zip(owners, holders, strict=True))
 
 
 def _swapped(
     costs: Sequence[float], owners: Sequence[int], holders: Sequence[Mapping[int, int]]
 ) -> tuple[int, ...]:
-    """Deal items of equal cost again, first to the ranks that hold most of them.
+    """Deal items of equal cost again, first to the ranks with the largest shares.
 
     Every rank gets as many items of each cost as in `owners`, so its load is the same.
     """

@@ -17,11 +17,11 @@ from ..local_part import local_of
 
 
 class RankGroup:
-    """A group of ranks, numbered from 0, and what this rank has sent to the others.
+    """A group of ranks, numbered from 0, and the bytes that this rank has sent.
 
     Attributes:
         ranks: global ranks of the members, in the group's order.
-        rank, size: number of this rank within the group, and of its members.
+        rank, size: this rank's number within the group, and the number of members.
         sent: bytes that this rank has sent to other ranks in exchanges.
     """
 
@@ -105,14 +105,14 @@ class TensorLayout:
     """Part of a tensor that each rank of a group holds.
 
     boxes   by rank of the group
-    copies  number of the copy of the tensor of which each rank holds a part
+    copies  number of the copy of the tensor that each rank holds a part of
     """
 
     boxes: tuple[Box, ...]
     copies: tuple[int, ...]
 
     def parts(self, box: Box) -> dict[int, Box]:
-        """Return what each rank holds of the part `box` of the tensor, by rank, if anything."""
+        """Return the nonempty intersections of the part `box` with each rank's part, by rank."""
         common = ((rank, intersection(box, held)) for rank, held in enumerate(self.boxes))
         return {rank: part for rank, part in common if part is not None}
 
@@ -127,7 +127,7 @@ class TensorLayout:
 
 
 def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Create zeros `[elements]` that the ranks of a parameter share, as `flat_layout` says."""
+    """Create zeros `[elements]` that the ranks of a parameter share as in `flat_layout`."""
     device = local_of(parameter).device
     local = torch.zeros(sizes_of(layout.boxes[rank]), dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
@@ -138,7 +138,7 @@ def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.
 
 
 def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return which part of a parameter each of `ranks` holds; all of it, if it is plain.
+    """Return the part of a parameter that each of `ranks` holds; all of a plain parameter.
 
     Raises ValueError for placements that leave no rank with a contiguous part.
     """
@@ -157,9 +157,9 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 
 
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return which part of `numel` elements beside a parameter each of `ranks` holds.
+    """Return the part of a parameter's flat state of `numel` elements that each of `ranks` holds.
 
-    An equal one of a DTensor's; beside a plain parameter every rank has all of them.
+    Ranks share a DTensor's state equally; every rank holds all of a plain parameter's state.
     """
     if not isinstance(parameter, DTensor):
         return _copies((numel,), ranks.size)
@@ -195,10 +195,10 @@ def _box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return the part of a tensor at one place of a mesh.
+    """Return the part of a tensor at one coordinate of a mesh.
 
-    A strided shard was cut after the shards of later mesh dimensions: FSDP after tensor
-    parallelism. `torch.chunk` says where.
+    A strided shard was cut after the shards of later mesh dimensions (FSDP after tensor
+    parallelism), at the boundaries of `torch.chunk`.
     """
     dims = range(len(placements))
     plain = [i for i in dims if not isinstance(placements[i], _StridedShard)]

@@ -7,7 +7,7 @@
                      stacks of whole matrices ------ rule -------+
 
 Each matrix has one owner among all ranks of the mesh, so it is orthogonalised once. All state is
-sharded: what belongs to a matrix as a whole, such as its singular vectors, is sent with it.
+sharded: state of a whole matrix, such as its singular vectors, is sent with it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,19 +29,18 @@ from .placement import Placement, Work, place
 from .ranks import RankGroup, TensorLayout, flat_layout, flat_state, layout_of
 
 STEP_GROUP_NUMEL = 2**26
-"""Elements of the parameters that are exchanged together, unless one alone is larger."""
+"""Elements of the parameters that are exchanged together, unless a single one is larger."""
 
 MOMENTUM = "momentum"
 WEIGHT = "weight"
 UPDATE = "update"
 ENTRIES = "entries"
 Key = tuple[int, int, str]
-"""Parameter, matrix within it, and what is sent: MOMENTUM, WEIGHT, UPDATE or an entry of the
-state."""
+"""Parameter, its matrix, and the sent tensor: MOMENTUM, WEIGHT, UPDATE or a state entry."""
 
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
-    """Plan the way of the part `box` of a tensor, from the copy that its owner has a part of."""
+    """Plan the transfer of the part `box` of a tensor from the copy with its owner's part."""
     tensor, near = (key[0], key[2]), layout.copies[owner]
     parts = tuple(
         Part(rank, tensor, relative(common, layout.boxes[rank]), relative(common, box))
@@ -57,9 +56,8 @@ class SharedParameter:
 
     parameter  a DTensor, or a plain parameter with a copy on every rank
     units      its matrices
-    layout     which part of it each rank holds
-    entries    which part each rank holds of every entry of the state that belongs to matrices as a
-               whole
+    layout     its part on each rank
+    entries    part on each rank of every state entry that belongs to whole matrices
     """
 
     parameter: Tensor
@@ -70,7 +68,7 @@ class SharedParameter:
 
     @classmethod
     def of(cls, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> Self:
-        """Say how `ranks` share the matrices of a parameter."""
+        """Return how `ranks` share the matrices of a parameter."""
         units = SteppedUnit.of(parameter, rule, division)
         entries = {
             name: flat_layout(last.start + last.shape.numel(), parameter, ranks)
@@ -96,7 +94,7 @@ class SharedMatrices:
     ) -> None:
         """Choose owners. Every rank passes the same parameters in the same order.
 
-        Momenta and updates are sent as `exchange_dtype`, None for their own.
+        Momenta and updates are sent as `exchange_dtype`, None for their own dtype.
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
@@ -122,8 +120,8 @@ class SharedMatrices:
     def initial_states(self, weights: Sequence[Tensor]) -> list[State]:
         """Create the state of each parameter; a collective.
 
-        `weights` are this rank's parts of the weights that are stepped, one for each parameter.
-        Elementwise entries are not among what is returned: they start at 0.
+        `weights` are this rank's parts of the stepped weights, one for each parameter. Elementwise
+        entries, which start at 0, are not returned.
         """
         states: list[State] = []
         for i, (shared, weight) in enumerate(zip(self.parameters, weights, strict=True)):
@@ -147,13 +145,12 @@ class SharedMatrices:
         """Step parameters of one rule and dtype; a collective.
 
         Args:
-            rule: of all parameters.
-            parts: by parameter, this rank's parts of weight, gradient, which may be overwritten,
-                and all entries of the state, without an axis of a batch; and its step, with one
-                weight decay and predicate, the same on every rank.
+            rule: of all parameters. parts: by parameter, this rank's parts of the weight, the
+            gradient (may be overwritten) and all entries of the state, without a batch axis; and
+            its step. Weight decay and predicate are the same for all parameters and ranks.
 
         Returns:
-            Figures of the matrices that this rank owns: the parameter of each row, and the report.
+            Figures of this rank's matrices: the parameter of each row, and the report.
         """
         reports = []
         for indices in self._step_groups([self.index[p] for p in parts]):
@@ -194,7 +191,7 @@ class SharedMatrices:
         exchanges: list[tuple[Exchange, torch.dtype | None]]
         if wire is None:
             exchanges = [(self._exchange(indices, (MOMENTUM, *inward), (UPDATE, ENTRIES)), None)]
-        else:  # the weight that is read, and the state, are sent as they are
+        else:  # weights and state keep their dtype
             exchanges = [
                 (self._exchange(indices, (MOMENTUM,), (UPDATE,)), wire),
                 (self._exchange(indices, inward, (ENTRIES,)), None),
@@ -215,8 +212,8 @@ class SharedMatrices:
     def _add(self, rule: Rule, members: Sequence[Stack], updates: Sequence[Tensor]) -> None:
         """Add updates to this rank's parts of the weights.
 
-        What did not read the weight has not decayed it either, and marks an update that it refused
-        by NaN, which costs no bytes and no launch for each matrix.
+        A rule that did not read the weight has not decayed it either, and marks a refused update by
+        NaN, which costs neither bytes nor launches per matrix.
         """
         if rule.reads_weight:
             torch._foreach_add_([part.weight for part in members], [*updates])
@@ -233,7 +230,7 @@ class SharedMatrices:
     def _run(
         self, rule: Rule, owned: dict[Key, Tensor], parts: Mapping[Tensor, Stack]
     ) -> list[tuple[list[Tensor], Report]]:
-        """Step the matrices that this rank owns, those of one shape and rate together."""
+        """Step the matrices that this rank owns, in batches of one shape and rate."""
 
         def kind(pair: tuple[int, int]) -> tuple[object, ...]:
             unit = self.parameters[pair[0]].units[pair[1]]
@@ -259,9 +256,9 @@ class SharedMatrices:
     def _exchange(
         self, indices: tuple[int, ...], inward: tuple[str, ...], outward: tuple[str, ...]
     ) -> Exchange:
-        """Return the exchange of parameters, planned at the first time.
+        """Return the exchange of parameters, planned at the first call.
 
-        `inward` and `outward` say which of MOMENTUM, WEIGHT, UPDATE and ENTRIES are sent.
+        `inward` and `outward` list the sent tensors: MOMENTUM, WEIGHT, UPDATE and ENTRIES.
         """
         key = indices, inward, outward
         if key not in self._exchanges:
@@ -277,7 +274,7 @@ class SharedMatrices:
         return self._exchanges[key]
 
     def _transfers(self, i: int, j: int, name: str) -> list[Transfer]:
-        """Plan the ways of one matrix, or of the entries of its state."""
+        """Plan the transfers of one matrix, or of the entries of its state."""
         shared, owner = self.parameters[i], self.owner(i, j)
         unit = shared.units[j]
         if name != ENTRIES:
@@ -294,9 +291,9 @@ class SharedMatrices:
         like: Tensor,
         wire: torch.dtype | None,
     ) -> dict[Key, Tensor]:
-        """Bring what the ranks hold of each matrix to its owner; returns what is owned here.
+        """Gather each matrix at its owner; returns the matrices that this rank owns.
 
-        `local` has this rank's part of a parameter, or of an entry of its state.
+        `local` returns this rank's part of a parameter, or of an entry of its state.
         """
         owned = {}
         for key in exchange.owned_matrices:
@@ -308,10 +305,10 @@ class SharedMatrices:
 
 
 class _OwnedUnits(Units):
-    """Matrices of one kind in `owned`, `members` by parameter and number, to be stepped there.
+    """Matrices of one kind in `owned`, to be stepped there; `members` are parameters and numbers.
 
-    From momenta, weights and entries of the state. UPDATE is the new weight, or without the old one
-    its change.
+    They are stepped from momenta, weights and state entries. UPDATE is the new weight, or the
+    change if the old weight was not sent.
     """
 
     def __init__(
@@ -341,7 +338,7 @@ class _OwnedUnits(Units):
         return Stack(weight, momentum, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Keep new weights and state; without the weight, NaN as an update that was refused."""
+        """Store new weights and state; a refused update is NaN if the weight was not sent."""
         if not self.rule.reads_weight and "refused" in report:
             sound = unless_all(report["refused"] == 0)
             if sound is not None:
