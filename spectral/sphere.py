@@ -23,35 +23,28 @@ def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1
     return scaler * SCALES[mode](*shape)
 
 
-def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
-    """Return `factor` `[batch]`, but 1 where it is not finite or not `active`."""
-    usable = (factor > 0) & (factor < float("inf"))
-    usable = usable if active is None else usable & active
-    return factor.masked_fill(~usable, 1)
+def _usable(factor: Tensor) -> Tensor:
+    """Return `factor` `[batch]`, but 1 where it is not positive and finite."""
+    return factor.masked_fill(~((factor > 0) & (factor < float("inf"))), 1)
 
 
-def hard_factor(sigma: Tensor, radius: float | Tensor, *, active: Tensor | None = None) -> Tensor:
+def hard_factor(sigma: Tensor, radius: float | Tensor) -> Tensor:
     """Compute `radius / sigma` `[batch]` (SSO paper, eq. 13); `radius` is a number or `[batch]`.
 
-    It is 1 where `sigma` is zero or not finite, and where `active`, 0-d or `[batch]`, is False.
+    It is 1 where `sigma` is zero or not finite.
     """
-    return _gate((radius / sigma).to(sigma.dtype), active)
+    return _usable((radius / sigma).to(sigma.dtype))
 
 
 def dynamic_factor(
-    sigma: Tensor,
-    radius: float | Tensor,
-    *,
-    rate: float,
-    lr: float | Tensor,
-    active: Tensor | None = None,
+    sigma: Tensor, radius: float | Tensor, *, rate: float, lr: float | Tensor
 ) -> Tensor:
     """Compute `1 + rate lr sign(radius - sigma)` `[batch]` (SSO paper, eq. 34).
 
     `radius` is a number or `[batch]`, `lr` a number, 0-d or `[batch]`. It is 1 at `sigma ==
-    radius`, where `sigma` is not finite, and where `active`, as in `hard_factor`, is False.
+    radius` and where `sigma` is not finite.
     """
-    return _gate((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype), active)
+    return _usable((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype))
 
 
 @torch.no_grad()

@@ -80,11 +80,12 @@ def update_kernel(  # type: ignore[no-untyped-def]
     source = direction + matrix * d_batch + (place // cols) * d_row + (place % cols) * d_col
     d = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(d * d, axis=0))
+    scaled = w
     if SCALED:
-        w = w * tl.load(scale + matrix)
-    decayed = w * tl.load(factor + matrix)
+        scaled = w * tl.load(scale + matrix)
+    decayed = scaled * tl.load(factor + matrix)
     if CAUTIOUS:
-        decayed = tl.where(((w > 0) & (d < 0)) | ((w < 0) & (d > 0)), w, decayed)
+        decayed = tl.where(((w > 0) & (d < 0)) | ((w < 0) & (d > 0)), scaled, decayed)
     new = decayed - d * tl.load(step + matrix)
     # Select instead of multiplying: NaN of a skipped unit must not reach the weights.
     taken = tl.load(active + matrix) != 0
@@ -103,8 +104,7 @@ def update_(
 ) -> Tensor:
     """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
 
-    `weight <- factor weight - step direction`. With `scale`, all weights are first multiplied by
-    it, `active` or not.
+    `weight <- factor weight - step direction`. With `scale`, weights are first multiplied by it.
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.

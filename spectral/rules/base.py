@@ -141,8 +141,9 @@ class Rule(ABC):
 
         Updates weights and states in place and returns figures `[batch]` of each stack. A rule that
         computes its direction from norms reports `refused`, 1 for each unit whose step is not
-        sound: such a unit keeps its weight, so a finite weight stays finite for any `grad` and
-        state. An elementwise rule may rely on finite gradients, which the optimizer checks.
+        sound: such a unit keeps its weight bit for bit, so a finite weight stays finite for any
+        `grad` and state. An elementwise rule may rely on finite gradients, which the optimizer
+        checks.
 
         The stacks share a dtype, device and predicate. On a device with kernels a rule of matrices
         may get several shapes with equal shorter sides, elsewhere one stack.
@@ -304,11 +305,11 @@ def _broadcast(active: Tensor, x: Tensor) -> Tensor:
 
 
 def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
-    """Overwrite `old` where `active`."""
+    """Overwrite `old` `[batch, ...]` where `active`, 0-d or `[batch]`."""
     if active is None:
         old.copy_(new)
     else:
-        torch.where(active, new.to(old.dtype), old, out=old)
+        torch.where(_broadcast(active, old), new.to(old.dtype), old, out=old)
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:

@@ -183,9 +183,9 @@ class PolarRule(MomentumRule, MsignRule):
     ) -> Report:
         """Compute `weight -= lr scale direction`, after the decay if `decays`.
 
-        Units whose direction did not stay bounded, or that are not `sound` `[sum of batches]`, keep
-        their weights. First all weights are multiplied by `retraction` `[sum of batches]`. Reports
-        `update_rms` and `refused` of all units, `[sum of batches]`.
+        Weights are first multiplied by `retraction` `[sum of batches]`. Units whose direction did
+        not stay bounded, or that are not `sound` `[sum of batches]`, keep their weights bit for
+        bit. Reports `update_rms` and `refused` of all units, `[sum of batches]`.
         """
         weights = [stack.weight for stack in stacks]
         active = stacks[0].step.active
@@ -196,7 +196,7 @@ class PolarRule(MomentumRule, MsignRule):
             norms = self._update_by_kernel(stacks, polars, gate, retraction, decays)
         else:
             if retraction is not None:
-                scale_(weights, retraction)
+                scale_(weights, retraction.masked_fill(~gate, 1))
             gates = split_like(gate, weights)
             norms = concat(
                 [

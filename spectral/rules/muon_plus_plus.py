@@ -20,7 +20,7 @@ from ..polar import Polar, coefficients, newton_schulz
 from ..singular_triplets import cold_start, top_singular
 from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver, bisected
-from .base import Rate, Report, Stack, State, decay_, require, store_
+from .base import Report, Stack, State, require, store_, taken
 from .muon import momentum_of, scale_
 from .muon_sphere import RadiusRule
 
@@ -92,9 +92,8 @@ class MuonPlusPlusRule(RadiusRule):
         return [self._step(stack) for stack in stacks]
 
     def _step(self, stack: Stack) -> Report:
-        weight, momentum, state, (lr, weight_decay, active) = stack
-        decay_(weight, lr, weight_decay, active)
-        report, sound = self.track(weight, state, lr, active)
+        weight, momentum, state, (_, _, active) = stack
+        report, sound = self.track(stack)
         if self.algorithm == "dual":
             polar, solved = self.solve(stack)
             report |= solved
@@ -104,10 +103,11 @@ class MuonPlusPlusRule(RadiusRule):
             (polar,) = self.polars([momentum])
             polar = polar._replace(direction=polar.direction.to(weight.dtype))
             project_(polar.direction, state["u"], state["v"])
-        report |= self.apply([stack], [polar], sound=sound)
+        report |= self.apply([stack], [polar], sound=sound, decays=True)
+        gate = taken(active, report["refused"] == 0)
         if self.algorithm == "project_rescale":
-            report |= self.rescale(weight, report["sigma"], state, active)
-        return report | self.watch_correlation(weight, state, active)
+            report |= self.rescale(weight, report["sigma"], state, gate)
+        return report | self.watch_correlation(weight, state, gate)
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of triplets, msign and projections; see `Rule.matrix_cost`.
@@ -120,14 +120,14 @@ class MuonPlusPlusRule(RadiusRule):
             return track + self.solver_cost(short, long, self.max_evaluations or EVALUATIONS)
         return track + self.msign_cost(short, long) + 8.0 * 2 * short * long
 
-    def track(
-        self, weight: Tensor, state: State, lr: Rate, active: Tensor | None
-    ) -> tuple[Report, Tensor]:
-        """Refresh both singular pairs; reports sigma, radius, gap and gap_exceeded.
+    def track(self, stack: Stack) -> tuple[Report, Tensor]:
+        """Refresh both singular pairs; reports sigma, radius, gap and gap_exceeded of the decayed
+        weight.
 
         Also returns whether each unit is sound `[batch]`: the squares of its norm and of its cached
         vectors are finite. The vectors of an unsound unit are reset.
         """
+        weight, _, state, (lr, weight_decay, active) = stack
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)
         second, second_u, second_v = self.competitor(weight, (sigma, u, v), state)
         new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
@@ -135,6 +135,7 @@ class MuonPlusPlusRule(RadiusRule):
         sound = torch.isfinite(torch.stack([sigma.square(), *norms]).sum(0))
         for name, x in new.items():
             store_(state[name], torch.where(sound[:, None], x, 0), active)
+        sigma, second = (norm * (1 - lr * weight_decay) for norm in (sigma, second))
         gap = (sigma - second).clamp_min(0)
         report = {
             "sigma": sigma,
@@ -165,8 +166,9 @@ class MuonPlusPlusRule(RadiusRule):
         (solution,) = self.dual_solver().solve([self.problem(stack)])
         return Polar(solution.direction, solution.bounded), solution.report()
 
-    def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:
-        """Multiply `weight` by S / ||W||_2; reports `norm`, ||W||_2 after the update.
+    def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
+        """Multiply `weight` by S / ||W||_2 where `gate` `[batch]`; reports `norm`, ||W||_2 after
+        the update.
 
         (u, v, sigma) is still an exact singular triplet, so iterating from it would never find a
         value that has grown beyond it. The norm is the larger of sigma and the best of the rest.
@@ -176,28 +178,27 @@ class MuonPlusPlusRule(RadiusRule):
         for name, new in (("u", u), ("v", v)):
             old = state[name]
             first, second = torch.where(overtaken, new, old), torch.where(overtaken, old, new)
-            store_(old, first, active)
-            store_(state[f"second_{name}"], second, active)
+            store_(old, first, gate)
+            store_(state[f"second_{name}"], second, gate)
         norm = torch.maximum(sigma, other)
-        factor = hard_factor(norm, self.radius_of(weight.shape[-2:]), active=active)
-        scale_([weight], factor)
+        factor = hard_factor(norm, self.radius_of(weight.shape[-2:]))
+        scale_([weight], factor.masked_fill(~gate, 1))
         return {"norm": norm}
 
-    def watch_correlation(self, weight: Tensor, state: State, active: Tensor | None) -> Report:
-        """Report the updated weight's `correlation`; with correlation_rescale, rescale once."""
+    def watch_correlation(self, weight: Tensor, state: State, gate: Tensor) -> Report:
+        """Report the updated weight's `correlation`; with correlation_rescale, rescale once where
+        `gate` `[batch]`."""
         rows, cols = weight.shape[-2:]
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:
             threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
             # Below 1 / (rows cols) the estimate is noise of either sign, and a ratio means nothing.
             due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
-            if active is not None:
-                due = due & active
-            due = due & last.isfinite()
+            due = due & gate & last.isfinite()
             factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
             weight.mul_(factor[:, None, None])
-            store_(state["rescaled"], torch.where(due, 1, state["rescaled"]), active)
-        store_(last, now, active)
+            state["rescaled"].masked_fill_(due, 1)
+        store_(last, now, gate)
         return {"correlation": now}
 
 

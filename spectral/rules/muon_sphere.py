@@ -17,11 +17,9 @@ from .base import (
     Report,
     Stack,
     State,
-    decay_,
     rate_of_stacks,
     require,
     store_,
-    taken,
 )
 from .muon import PolarRule, momentum_of, split_report
 
@@ -125,26 +123,24 @@ class MuonSphereRule(RadiusRule):
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK)
 
     def track(self, stacks: Sequence[Stack]) -> tuple[Report, Tensor, Tensor]:
-        """Decay, refresh u, v and nearby, and compute the retraction to the sphere.
+        """Refresh u, v and nearby, and compute the retraction to the sphere.
 
         All figures are `[sum of batches]`. Reports `sigma` and `radius`. Also returns whether each
         unit is sound (the squares of its norm and of its cached vectors are finite) and the factor
-        that retracts its weight. An unsound unit keeps its weight (factor 1), and its vectors are
-        reset, so its next step starts cold.
+        that decays and retracts its weight. The vectors of an unsound unit are reset, so its next
+        step starts cold.
         """
-        for stack in stacks:
-            decay_(stack.weight, *stack.step)
         sigma, sound = self._refresh_vectors(stacks)
         weights = [stack.weight for stack in stacks]
         radius = numbers([self.radius_of(w.shape[1:]) for w in weights], weights)
-        gate = taken(stacks[0].step.active, sound)
-        if self.retraction == "hard":
-            retraction = hard_factor(sigma, radius, active=gate)
-        else:
-            lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
-            rate = self.retraction_rate
-            retraction = dynamic_factor(sigma, radius, rate=rate, lr=lr, active=gate)
-        return {"sigma": sigma, "radius": radius}, sound, retraction
+        if self.retraction == "hard":  # which undoes the decay
+            return {"sigma": sigma, "radius": radius}, sound, hard_factor(sigma, radius)
+        lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
+        decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
+        kept = 1 - lr * decay
+        sigma = sigma * kept
+        retraction = dynamic_factor(sigma, radius, rate=self.retraction_rate, lr=lr)
+        return {"sigma": sigma, "radius": radius}, sound, retraction * kept
 
     def _refresh_vectors(self, stacks: Sequence[Stack]) -> tuple[Tensor, Tensor]:
         """Refresh u, v and nearby; return the spectral norm and soundness of each unit."""

@@ -47,8 +47,7 @@ class NorMuonRule(MuonRule):
         divided = direction / (mean.sqrt() + EPSILON)
         norm = torch.linalg.vector_norm(divided, dim=(1, 2))
         bounded = polar.bounded & norm.isfinite() & mean.isfinite().flatten(1).all(1)
-        gate = taken(stack.step.active, bounded)[:, None, None]
-        store_(square, mean, gate)
+        store_(square, mean, taken(stack.step.active, bounded))
         size = self.norm_of(direction) / norm.clamp_min(EPSILON)
         return Polar(divided.mul_(size[:, None, None]), bounded)
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral import SpectralOptimizer, clip_qk_, merge_, preconditioned, split_parameters
 from spectral.local_part import local_of
-from spectral.rules import RULES, Report, Stack
+from spectral.rules import RULES, MomentumRule, Report, Stack
 from spectral.rules.base import Rule
 
 HIDDEN, INNER, HEADS = 12, 20, 3  # two ranks cut through the head in the middle
@@ -347,11 +347,12 @@ def clipped() -> list[bool]:
     return found
 
 
-def keeps_what_is_refused(exchange_dtype: torch.dtype | None) -> bool:
-    """Whether a matrix whose momentum is not finite keeps its weight, and another moves."""
+def keeps_what_is_refused(rule: str, exchange_dtype: torch.dtype | None) -> bool:
+    """Whether a matrix whose momentum is not finite keeps its weight bit for bit, and another
+    moves."""
     model = build("fsdp")
     options = {"weight_decay": 0.1, "exchange_dtype": exchange_dtype}
-    optimizer = optimizer_of(model, "muon", units={}, **options)
+    optimizer = optimizer_of(model, rule, units={}, **options)
     train(model, optimizer, "fsdp", 0, 1)
     before = whole(model)
     refused, other = "blocks.0.down.weight", "blocks.0.attention.o_proj.weight"
@@ -379,8 +380,10 @@ def skipped() -> list[Any]:
             local.view(-1)[0] = torch.nan
     optimizer.step()
     same = all(torch.equal(before[name], value) for name, value in whole(model).items())
-    kept = [keeps_what_is_refused(dtype) for dtype in (None, torch.bfloat16)]
-    return [same, int(optimizer.skipped_steps), kept]
+    cases = [("muon", torch.bfloat16), ("spectral_sphere", torch.bfloat16)]
+    cases += [(name, None) for name, kind in RULES.items() if issubclass(kind, MomentumRule)]
+    wrong = [case for case in cases if not keeps_what_is_refused(*case)]
+    return [same, int(optimizer.skipped_steps), wrong]
 
 
 def written(how: str) -> bool:

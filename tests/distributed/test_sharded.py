@@ -127,7 +127,7 @@ def test_sharded_queries_and_keys_are_clipped_as_whole_ones() -> None:
 
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
     """Or the step of a matrix whose owner refuses it, decay included."""
-    assert run_on_ranks(2, WORKERS, "skipped", {}) == 2 * [[True, 1, [True, True]]]
+    assert run_on_ranks(2, WORKERS, "skipped", {}) == 2 * [[True, 1, []]]
 
 
 def test_what_others_write_into_16_bits_is_stepped() -> None:

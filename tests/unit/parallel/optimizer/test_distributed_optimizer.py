@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.optimizer.distributed_optimizer import CapturedUpdate
-from spectral.rules import MuonRule
+from spectral.rules import RULES, MuonRule
 from tests.slow_cases import slow_but
 from tests.step_trace import on_meta, traced
 from tests.stepped_models import TINY, assign_matrices, stepped_model
@@ -40,6 +40,20 @@ def test_a_gradient_that_is_not_finite_or_a_step_not_allowed_changes_no_bit(worl
     assert norm.total.isfinite() == (poison is None) and not active
     after = model.parameters.values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("rule", [name for name, kind in RULES.items() if kind.whole_matrix])
+def test_a_refused_unit_keeps_its_weight_bit_for_bit(world, rule):
+    model, optimizer = stepped_model(TINY, world, assign_matrices(rule))
+    fill(model, 0)
+    units = {unit.name: unit for unit in model.units}
+    weights = {name: unit.view(model.parameters[unit.parameter]) for name, unit in units.items()}
+    before = {name: weight.clone() for name, weight in weights.items()}
+    model.gradient(units["layers.0.down"]).view(-1)[3] = torch.nan
+    optimizer.step(1.0, torch.tensor(True))
+    refused = {name for name, count in optimizer.refused() if count}
+    same = {name for name, weight in weights.items() if torch.equal(weight, before[name])}
+    assert refused == same == {"layers.0.down"}
 
 
 def test_every_gradient_is_scaled_to_the_norm(world):
