@@ -21,16 +21,16 @@ def sync(path: Path) -> None:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Sync files and folders side by side, as a slow disk takes as long for many as for one."""
+    """Sync files and folders in parallel, as a slow disk takes as long for many as for one."""
     with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         list(pool.map(sync, paths))
 
 
 def replace_file(path: Path, content: str | bytes, *, synced: bool = False) -> None:
-    """Write a file of which others see the old or the new content, and no part of it.
+    """Replace a file atomically: readers see the whole old or the whole new content.
 
-    It is written next to the old one, so that nothing is written through a link. Its folder must
-    exist, and no other process may replace the same file; `synced` is whether file and folder are
+    The new file is written next to the old one, so nothing is written through a link. The folder
+    must exist, and no other process may replace the same file; with `synced`, file and folder are
     synced to the disk.
     """
     new = path.with_name(f".writing-{path.name}")
@@ -50,7 +50,7 @@ def replace_file(path: Path, content: str | bytes, *, synced: bool = False) -> N
 
 
 def delete(path: Path) -> None:
-    """Delete a folder with its content; of a link or a file only itself."""
+    """Delete a folder with its content, or a link or a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

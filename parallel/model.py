@@ -41,7 +41,7 @@ scalar loss and the figures to collect."""
 
 Batch = dict[str, Any]
 """A micro-batch: `tokens` and, to train or validate, `labels` `[b, s]`, `documents` (`Documents`)
-if they share its sequences, and what else its loss function reads."""
+if they share its sequences, and further inputs of its loss function."""
 
 
 @dataclass
@@ -55,9 +55,8 @@ class ParallelModel:
     comm_volume       bytes sent for gradients, optimizer and weights
     sequence_length   tokens of a sample, before context parallelism cuts it
     in_graph          PC layers whose effective weight is computed in every forward pass
-    sums_in_products  whether linears add their weights' gradients to the buckets themselves
-    after_backward    called when all that is left of a backward pass is to wait for gradients of
-                      other ranks
+    sums_in_products whether linears accumulate their weights' gradients in the buckets themselves
+    after_backward    called when the backward pass only waits for gradients of other ranks
     """
 
     config: TransformerConfig
@@ -81,20 +80,20 @@ class ParallelModel:
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank, which holds a unit or a part of it, is to report it."""
+        """Return whether this rank, which holds at least a part of a unit, reports it."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy
 
     def gradient(self, unit: Unit) -> Tensor:
-        """View of the accumulated gradient of this rank's piece of `unit`, float32 or wider."""
+        """Return a view of the gradient of this rank's piece of `unit`, float32 or wider."""
         parameter = self.parameters[unit.parameter]
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
         """Update the tracked singular vectors of PC layers in the graph for the new weights.
 
-        Waits for the weights. Nothing changes where `active`, a 0-d bool, is False.
+        Waits for the weights. Nothing changes if `active`, a 0-d bool, is False.
         """
         if self.in_graph:
             self.wait_for_weights()
@@ -102,10 +101,10 @@ class ParallelModel:
             effective.refresh_(self._weight_of(effective), active)
 
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Largest normalised singular values and gammas of the PC layers in the graph.
+        """Return the largest normalised singular values and gammas of the PC layers in the graph.
 
-        One tensor `[units]` of each per layer (`UnitWeight.guard_`), on one of the ranks that
-        hold the layer. All ranks of a stage call it together.
+        Both are one tensor `[units]` per layer (`UnitWeight.guard_`), on one of the ranks that hold
+        the layer. All ranks of a stage call it together.
         """
         seen, gammas = [], []
         for effective in self.in_graph:
@@ -116,8 +115,8 @@ class ParallelModel:
         return seen, gammas
 
     def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor, Tensor]]:
-        """Each unit of the PC layers in the graph with PC(W) `[rows, cols]`, gamma `[]` and the
-        norm that it tracks `[]`.
+        """Yield each unit of the PC layers in the graph with PC(W) `[rows, cols]`, gamma `[]` and
+        its tracked norm `[]`.
 
         Yielded on one of the ranks that hold the unit. All ranks of a stage call it together.
         """
@@ -136,8 +135,8 @@ class ParallelModel:
         return self.parameters[effective.units[0].parameter]
 
     def sum_in_products(self, active: bool) -> None:
-        """Let linears add gradients to the buckets by the products that compute them, or not; then
-        no observer of the reducers sees them."""
+        """Enable or disable accumulation of gradients in the buckets by linears' products, which
+        observers of the reducers do not see."""
         sum_in_products_(self.chunks, active)
 
     def zero_gradients(self) -> None:
@@ -152,7 +151,7 @@ class ParallelModel:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches after which no gradient reduction starts."""
+        """Suppress gradient reductions after micro-batches within a context."""
         with contextlib.ExitStack() as stack:
             for part in self.domains:
                 stack.enter_context(part.reducer.no_sync())
@@ -176,17 +175,15 @@ class ParallelModel:
     ) -> list[dict[str, Tensor]]:
         """Run all micro-batches of a step through Megatron's schedule.
 
-        With `train` that is forward, backward and the gradient reduction, otherwise forward alone.
+        With `train` it runs forward, backward and the gradient reduction, otherwise only forward.
 
         Args:
-            batches: starts an iterator of batches; it is called once per chunk. Without labels the
+            batches: returns an iterator of batches; it is called once per chunk. Without labels the
                 loss function gets logits `[b, s, v / tensor]` of this rank's vocabulary.
-            loss: turns a batch into its loss function.
-            microbatches: number of micro-batches of this rank.
-            micro_batch: samples of each, b.
-            train: whether to compute gradients.
-            length: tokens of a sample, before context parallelism cuts it; None for
-                `sequence_length`, which is the most.
+            loss: turns a batch into its loss function. microbatches: number of micro-batches of
+            this rank. micro_batch: samples of each, b. train: whether to compute gradients. length:
+            tokens of a sample, before context parallelism cuts it; None for `sequence_length`, the
+            largest length.
 
         Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
         """
@@ -242,17 +239,17 @@ class ModelOptions:
 
     seed                of the initial weights
     sequence_length     tokens of a sample
-    buckets             lays out the buckets of a domain; its `ranks` are set for each domain
+    buckets             planner of a domain's buckets; its `ranks` are set for each domain
     dtype               of weights and activations
     engine              options of the family's `transformer_config`: recompute, fp8
     split               fields of `Split`: qkv_units, split_gate_up
     loss                options of `DecoderModel`: loss_chunk, fused_loss, z_loss
     overlap_reduce      whether reduce-scatters start during the backward pass
     gradient_dtype      as in `Buffers`
-    pc                  the PC layers; used if their evaluator is in the graph
-    radius_scalers      those of roles whose initial weights do not have `InitConfig`'s
-    weights             gives the initial value `[*shape]` of each whole unit; None draws them
-    fused_backward      whether Triton kernels compute gradients, as in `fuse_blocks_`
+    pc                  the PC layers; used if they are evaluated in the graph
+    radius_scalers      radius scalers of roles that differ from `InitConfig`
+    weights             returns the initial value `[*shape]` of a whole unit; None draws the values
+    fused_backward      as in `fuse_blocks_`: whether Triton kernels compute gradients
     compile_backend     for `fuse_blocks_`; None compiles nothing
     """
 
@@ -315,7 +312,7 @@ def build_chunks(
     options: ModelOptions,
     groups: Groups,
 ) -> list[torch.nn.Module]:
-    """Build the Megatron models of this pipeline rank's chunks, their weights not initialised."""
+    """Build the Megatron models of this pipeline rank's chunks, without initial weights."""
     with without_advice():
         chunks = [
             FAMILIES[model.family]
@@ -342,11 +339,11 @@ def build_domains(
     options: ModelOptions,
     comm_volume: CommVolume,
 ) -> list[DomainModel]:
-    """Put the dense parameters, and the experts if there are any, in buckets."""
+    """Move the dense parameters, and the experts if any, into buckets."""
     domains, sequence = [], groups.layout.sequence_parallel
     for domain in (groups.dense, groups.experts):
         units = units_of_domain(stage_units, domain.name)
-        if domain is groups.experts:  # which all tensor-parallel ranks declare alike
+        if domain is groups.experts:  # all tensor-parallel ranks declare the same
             units = [units[groups.tensor.rank]] * domain.tensor.size
         local = units[domain.tensor.rank]
         if not local:
@@ -370,7 +367,7 @@ def build_domains(
 
 
 def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
-    """Initialise the weights, what PC layers in the graph keep next to them, and the masters."""
+    """Initialise the weights, the state of PC layers in the graph, and the masters."""
     scalers = options.radius_scalers
     for part in built.domains:
         by_scaler = grouped(part.units, lambda u: scalers.get(u.role, model.init.radius_scaler))
@@ -394,8 +391,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
 def in_shares(
     axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
 ) -> Tensor:
-    """`compute(units)` `[units]`, of which each rank of the axis, all with the same units, computes
-    every `axis.size`-th."""
+    """Return `compute(units)` `[units]`; each rank of the axis computes every `axis.size`-th of the
+    common units."""
     share = compute(units[axis.rank :: axis.size])
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share
@@ -409,9 +406,9 @@ def install_in_graph(
     units: Sequence[Unit],
     groups: Groups | None = None,
 ) -> list[UnitWeight]:
-    """Put PC layers into the graph of the chunks and return them.
+    """Insert PC layers into the graph of the chunks and return them.
 
-    `units` are the units of this rank; without `groups` they are whole.
+    `units` are this rank's units, which are whole without `groups`.
     """
     members = grouped(units, lambda unit: id(parameters[unit.parameter]))
     modules = [module for chunk in chunks for module in chunk.modules()]
@@ -421,7 +418,7 @@ def install_in_graph(
 
 
 def install_hooks(model: ParallelModel) -> None:
-    """Give Megatron's schedules the gradient reduction, and let modules wait for their weights."""
+    """Pass the gradient reduction to Megatron's schedules, and make modules wait for weights."""
     model.config.no_sync_func = model.no_sync
     model.config.finalize_model_grads_func = lambda *_, **__: model.finish_gradients()
     wait_before_forward(model)
@@ -429,7 +426,7 @@ def install_hooks(model: ParallelModel) -> None:
 
 
 def wait_before_forward(model: ParallelModel) -> None:
-    """Make every module wait, before its forward, for the new weights that it uses."""
+    """Make every module wait for its new weights before its forward."""
     place = {
         id(model.parameters[name]): (i, bucket.index)
         for i, part in enumerate(model.domains)
@@ -442,7 +439,7 @@ def wait_before_forward(model: ParallelModel) -> None:
 
     for chunk in model.chunks:
         for module in chunk.modules():
-            # They use the weights of modules that they never call.
+            # These modules use the weights of modules that they never call.
             inside = isinstance(module, GroupedExperts | RotatedSelfAttention)
             needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:

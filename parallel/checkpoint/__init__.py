@@ -1,5 +1,5 @@
 """State of model and optimizer in logical coordinates, the same on any layout: saved, loaded,
 compared.
 
-Folders, retention and resuming are not here but in training/checkpoint. Start with state.py.
+Folders, retention and resuming are in training/checkpoint. Start with state.py.
 """

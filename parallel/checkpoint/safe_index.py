@@ -1,8 +1,8 @@
-"""Reads a checkpoint's state without executing code that its pickles name.
+"""Reads a checkpoint's state without executing code from its pickles.
 
-torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle and would load it as one.
-`read_index` allows it to name only what an index consists of, and `read_plain` reads plain values
-alone. The tensors themselves are read by torch with weights_only.
+torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle. `read_index` allows only
+the classes of an index, and `read_plain` only plain values. torch reads the tensors themselves with
+weights_only.
 """
 
 import os
@@ -45,11 +45,11 @@ ALLOWED: Final = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Modules and names that an index may refer to; all of them only hold values."""
+"""Modules and names that an index may refer to; all only contain values."""
 
 
 class UnsafeIndexError(ValueError):
-    """An index that refers to more than values, or a file that is not an index."""
+    """An index that refers to code, or a file that is not an index."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -85,7 +85,7 @@ def read_index(folder: str | Path) -> Metadata:
 
 
 def index_files(index: Metadata) -> list[str]:
-    """Return the names of the files that an index says tensors are in."""
+    """Return the names of an index's tensor files."""
     stored = index.storage_data if isinstance(index.storage_data, dict) else {}
     return sorted({str(getattr(entry, "relative_path", "")) for entry in stored.values()})
 
@@ -107,7 +107,7 @@ def read_plain(folder: str | Path) -> dict[str, Any]:
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a state folder, whose index `read_index` has read already."""
+    """torch's reader of a state folder with an index from `read_index`."""
 
     def __init__(self, folder: str | Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -120,9 +120,9 @@ class Reader(FileSystemReader):
         return self._index
 
     def read_into(self, places: Mapping[str, Tensor], planner: LoadPlanner | None = None) -> None:
-        """Fill each tensor with what is stored under its key, or what a planner wants.
+        """Read the stored value of each tensor in place, by key or as a planner requests.
 
-        This process reads for itself alone. Raises CheckpointException.
+        Only this process reads. Raises CheckpointException.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -4,14 +4,14 @@ Every tensor of a checkpoint belongs to one unit and has the same shape on any l
 
     weight/layers.0.q.3                the float32 master if there is one, else the parameter
     optimizer/layers.0.q.3/momentum    elementwise state, of the shape of the unit
-    optimizer/layers.0.q.3/u           state of the whole matrix, which its owner keeps
+    optimizer/layers.0.q.3/u           state of the whole matrix, kept by its owner
     optimizer/embedding/step           a counter of an elementwise rule
     buffer/layers.0.router.expert_bias a persistent buffer of a module
 
 A rank holds spans of a unit's flattened local piece. A span of a row-major array is a few boxes:
 the rest of a row, whole rows, the beginning of a row. Each box is saved from, and loaded into, a
-view of the memory that it is in, at its offset in the unit; so nothing is gathered, and no rank
-holds more than its own part.
+view of its memory, at its offset in the unit; so nothing is gathered, and no rank holds more than
+its own part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,13 +51,13 @@ from spectral.division import Box, sizes_of, span_of
 
 @dataclass(frozen=True)
 class StatePart:
-    """A box of a tensor, whose memory `value` is: it is saved from there, and loaded into it.
+    """A box of a tensor; `value` is the memory that it is saved from and loaded into.
 
     key      name of the tensor in a checkpoint
     value    `[*sizes]`
     shape    of the whole tensor
     offset   of the box in it
-    written  whether this rank saves it; others hold copies
+    written  whether this rank saves it; other ranks hold copies
     """
 
     key: str
@@ -68,17 +68,17 @@ class StatePart:
 
     @property
     def name(self) -> str:
-        """Its name among the parts of a rank."""
+        """The part's name among the parts of a rank."""
         return part_name(self.key, self.offset)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Its place in the whole tensor, as torch states it."""
+        """The part's position in the whole tensor, in torch's format."""
         return ChunkStorageMetadata(torch.Size(self.offset), self.value.shape)
 
 
 def part_name(key: str, offset: Sequence[int]) -> str:
-    """Name, among the parts of a rank, of the part of tensor `key` at `offset`."""
+    """Return the name, among the parts of a rank, of the part of tensor `key` at `offset`."""
     return f"{key}{list(offset)}"
 
 
@@ -86,11 +86,11 @@ SCHEMA = 1
 """Version of keys and shapes; increased when older checkpoints become unreadable."""
 
 SHOWN_PROBLEMS = 8
-"""Problems that an error lists."""
+"""Largest number of problems in an error."""
 
 
 UNREAD = ("/multiplier", "/slope")
-"""Ends of the names of entries that earlier versions saved of SSO and never read."""
+"""Suffixes of SSO's entries that earlier versions saved and never read."""
 
 
 class StateError(ValueError):
@@ -100,14 +100,14 @@ class StateError(ValueError):
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """Load the state of model and optimizer in place, whatever layout saved it.
+    """Load the state of model and optimizer in place, saved on any layout.
 
-    All ranks call it together. Returns what was saved as `extra`.
+    All ranks call it together. Returns the saved `extra`.
 
     Raises:
         StateError: on every rank, naming the tensors that are missing, superfluous, or of another
-            shape or dtype, before anything changes; or why they cannot be read, or counters that
-            should be equal and are not, once they are loaded.
+            shape or dtype, before anything changes; or after loading: tensors that cannot be read,
+            or counters that should be equal and are not.
     """
     model.wait_for_weights()
     index, plain = _read_together(folder)
@@ -117,7 +117,7 @@ def load_state(
         raise StateError(f"{prefix}schema must be {SCHEMA}, got {plain.get('schema')}")
     check_fits(prefix, index, state)
     _raise_together(_load(folder, index, state))
-    # Everything that depends on the loaded tensors must agree with them.
+    # Update everything that depends on the loaded tensors.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.publish()
@@ -128,7 +128,7 @@ def load_state(
 
 
 def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
-    """Index and plain values of a state. Raises StateError on every rank if any cannot read it."""
+    """Read index and plain values of a state; raises StateError on all ranks if one cannot."""
     problems: list[str] = []
     try:
         index, plain = read_index(folder), read_plain(folder)
@@ -139,7 +139,7 @@ def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
 
 
 def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -> Iterator[str]:
-    """Load this rank's part of the state; yield why it cannot be read."""
+    """Load this rank's part of the state; yield the reasons if it cannot be read."""
     try:
         Reader(folder, index).read_into({}, _PartPlanner(state))
     except (Exception, CheckpointException) as error:
@@ -168,7 +168,7 @@ class _PartPlanner(DefaultLoadPlanner):
 
 
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
-    """This rank's parts of the state by name; they alias it.
+    """Return this rank's parts of the state by name, as views.
 
     Only counters are copies, because many units share one counter in memory.
     """
@@ -184,9 +184,9 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict
 
 
 def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> None:
-    """Raise StateError on every rank unless the checkpoint has exactly the tensors wanted.
+    """Raise StateError on every rank unless the checkpoint has exactly the expected tensors.
 
-    Wanted are those of all ranks' `state` together; `prefix` begins what is said.
+    All ranks' `state` together is expected; `prefix` begins the message.
     """
     stored = {
         key: tensor
@@ -200,14 +200,14 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
     _raise_together(_other_layers(stored, layers), prefix)
     _raise_together(_misfits(stored, parts), prefix)
     firsts = sum(not any(part.offset) and part.written for part in state.values())
-    # Names are gathered only if their number shows that the checkpoint has too many.
+    # Names are gathered only if the checkpoint has too many tensors.
     if sum(from_all(firsts)) != len(stored):
         names = set(found_by_any(parts))
         _raise_together([f"the model has no {key}" for key in stored if key not in names], prefix)
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """A sentence if checkpoint and model do not have the same PC layers."""
+    """Return a sentence if the PC layers of checkpoint and model differ."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:
@@ -223,7 +223,7 @@ def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
 def _misfits(
     stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, StatePart]
 ) -> Iterator[str]:
-    """Yield a sentence for each wanted tensor that is missing or stored in another form."""
+    """Yield a sentence for each expected tensor that is missing or has another form."""
     for key, part in parts.items():
         tensor = stored.get(key)
         if tensor is None:
@@ -257,7 +257,7 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
 
 
 def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[StatePart]:
-    """The boxes of a span of a unit's local piece, whose elements are `flat` `[span.length]`."""
+    """Yield the boxes of a span of a unit's local piece with elements `flat` `[span.length]`."""
     axes, cut, position = unit.local_axes(tensor.size), unit.shard_axis, 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
         sizes = sizes_of(box)
@@ -271,12 +271,12 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
 
 
 def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
-    """A tensor that one rank holds whole."""
+    """Return the part that is a whole tensor."""
     return StatePart(key, value, tuple(value.shape), (0,) * value.dim(), written)
 
 
 def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """This rank's part of the weights of a domain, PC layers left out."""
+    """Yield this rank's part of the weights of a domain, without PC layers."""
     part = domain.model
     for unit, span, start in _shard_spans(part):
         if domain.assign(unit).pc is None:
@@ -285,7 +285,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """This rank's part of the state that has the shape of the units."""
+    """Yield this rank's part of the state with the shape of the units."""
     for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
             if not _is_counter(value):
@@ -301,7 +301,7 @@ def _buffers(model: ParallelModel) -> Iterator[StatePart]:
 
 
 def _in_graph(model: ParallelModel) -> Iterator[StatePart]:
-    """State of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
+    """Yield the state of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
     for effective in model.in_graph:
         for i, unit in enumerate(effective.units):
             written = model.reports(unit)
@@ -313,14 +313,14 @@ def _in_graph(model: ParallelModel) -> Iterator[StatePart]:
 
 
 def _matrices(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """State of the matrices that this rank owns."""
+    """Yield the state of the matrices that this rank owns."""
     for stack in domain.stacks:
         for key, transfer, value in stack.saved():
             yield _whole(key, value, not transfer.unit.is_copy)
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
-    """Key, unit, span and counter `[1]` for every counter of every span in this rank's shards."""
+    """Yield key, unit, span and counter `[1]` of every span in this rank's shards."""
     for unit, span, _, region in _region_spans(domain):
         for name, value in region.state.items():
             if _is_counter(value):
@@ -328,13 +328,13 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Counters of the units that this rank holds a part of.
+    """Yield the counters of the units that this rank holds a part of.
 
     The rank with a unit's first element saves its counters.
     """
     tensor, seen = domain.domain.tensor, set()
     for key, unit, span, value in _counted(domain):
-        if key not in seen:  # spans of a unit ascend, so this is the first
+        if key not in seen:  # spans of a unit are ascending, so this is the first
             seen.add(key)
             other_piece = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
             copy = other_piece or unit.is_copy
@@ -342,7 +342,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
-    """Set the counters of every region to those loaded for its units.
+    """Set the counters of every region to the loaded counters of its units.
 
     Yields a sentence for each unit whose counter differs from that of the other units of its
     region.
@@ -357,12 +357,12 @@ def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> It
 
 
 def _is_counter(value: Tensor) -> bool:
-    """Whether an entry of a region's state is a counter `[1]`, not a tensor `[1, length]`."""
+    """Whether an entry of a region's state is a counter `[1]` and not a tensor `[1, length]`."""
     return value.dim() == 1
 
 
 def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
-    """Each unit, each span of it in this rank's shard, and where in the shard the span starts."""
+    """Yield each unit, its spans in this rank's shard, and their starts in the shard."""
     bucket_layout, rank = part.buffers.bucket_layout, part.domain.replicas.rank
     for unit in part.units:
         for span in bucket_layout.shard_spans(unit, rank):
@@ -370,10 +370,10 @@ def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
 
 
 def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
-    """The spans in this rank's shards, each with the region that it is in."""
+    """Yield the spans in this rank's shards with their regions."""
     regions = grouped(domain.regions, lambda region: region.bucket)
     for unit, span, start in _shard_spans(domain.model):
-        # Buckets whose units all have owners that keep their weights have no region.
+        # Buckets have no region if owners keep the weights of all their units.
         for region in regions.get(span.bucket, ()):
             if region.start <= start < region.start + region.length:
                 yield unit, span, start, region

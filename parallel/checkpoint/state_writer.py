@@ -1,14 +1,14 @@
 """Writes the state of model and optimizer, in the background while training continues.
 
 `start_save` copies this rank's part to host memory and forks a process that writes it; training may
-change the state at once. All ranks call `PendingSave.gather` together when all their writers are
-done, and rank 0 `finish`, by itself. With one save at a time, the memory is one copy of the part,
-which the next save uses again.
+then change the state. When all writers are done, all ranks call `PendingSave.gather` together, and
+rank 0 alone calls `finish`. With one save at a time, the memory is one copy of the part, which the
+next save reuses.
 
 With torch's own `async_save` in a process per rank (torch 2.13) no later save of a run succeeds
-once one of these processes was killed, as nothing starts another and their group is broken. Of two
-gloo ranks with 50 MB each, a save began in 0.04 s there and in 0.07 s here, it was complete in 4 s
-there and in 0.4 s here, and each process, an interpreter of its own, kept 150 MB more.
+once one of these processes is killed, as none is restarted and their group is broken. With two gloo
+ranks of 50 MB each, torch began a save in 0.04 s and completed it in 4 s, with 150 MB more per
+process (a separate interpreter); this file takes 0.07 s and 0.4 s.
 """
 
 import contextlib
@@ -47,17 +47,17 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 class StatePlanner(DefaultSavePlanner):
-    """The plan of a run's saves, which differ only in folder and values, and host memory for them.
+    """The plan of a run's saves, which differ only in folder and values, and their host memory.
 
-    All saves copy to the same host memory, so one must be over before the next is staged. Planning
-    sends every rank's list of tensors to rank 0, which takes about 0.2 ms of processor time per
-    tensor, and more with more ranks; therefore it is done for the first save only.
+    All saves copy to the same host memory, so a save must be complete before the next is staged.
+    Planning sends every rank's list of tensors to rank 0, which takes about 0.2 ms of processor
+    time per tensor, and more with more ranks; therefore it is done for the first save only.
     """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.index: Metadata | None = None
-        """Index of all tensors, on rank 0, still without their places in files."""
+        """Index of all tensors, on rank 0, without their positions in files."""
         self._items: list[WriteItem] | None = None
         self._copies: dict[str, Tensor] = {}
 
@@ -70,7 +70,7 @@ class StatePlanner(DefaultSavePlanner):
             self._make(state)
         assert self._items is not None
         for name, copy in self._copies.items():
-            value = state[name].value  # the copy may be under way if it is on a GPU
+            value = state[name].value  # the copy may be running if the tensor is on a GPU
             copy.copy_(value.detach(), non_blocking=value.is_cuda)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -85,7 +85,7 @@ class StatePlanner(DefaultSavePlanner):
             _, self.index = self.create_global_plan(plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the copy of what an item of the plan writes."""
+        """Return the copy of a plan item's tensor."""
         assert write_item.index.offset is not None
         return self._copies[part_name(write_item.index.fqn, write_item.index.offset)]
 
@@ -101,23 +101,23 @@ def _item(part: StatePart) -> WriteItem:
 
 
 def host_buffer(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor like `tensor` in host memory, pinned if that is on a GPU."""
+    """Return an uninitialised tensor like `tensor` in host memory, pinned for a GPU tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class StateWriter(FileSystemWriter):
-    """torch's writer with an index of plain values alone, without the path that torch stores."""
+    """torch's writer with an index of only plain values, without the path that torch stores."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory
         self.folder = folder
 
     def storage_meta(self) -> StorageMeta:
-        """Return what the index says of the writer."""
+        """Return the writer's entry of the index."""
         return StorageMeta(save_id=self.save_id)
 
     def own_plan(self, plan: SavePlan) -> SavePlan:
-        """Return a plan with the names of this rank's files, which have its place among plans."""
+        """Return a plan with the names of this rank's files, numbered by plan."""
         before = [SavePlan([])] * dist.get_rank()
         return self.prepare_global_plan([*before, plan])[-1]
 
@@ -130,12 +130,12 @@ class WriterError(RuntimeError):
 
 
 class NotFiniteStateError(WriterError):
-    """The state is not finite, so a checkpoint of it would be useless."""
+    """The state is not finite, so its checkpoint would be useless."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size and digest of a file, to be compared when it is read."""
+    """Size and digest of a file, compared when it is read."""
 
     bytes: int
     sha256: str
@@ -143,7 +143,7 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """Result of a writer: where its tensors are, and its files by name."""
+    """Result of a writer: positions of its tensors, and its files by name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Writer:
         try:
             if plan.items:
                 self._start(folder, planner, plan)
-        except OSError as error:  # no process or pipe is to be had
+        except OSError as error:  # no process or pipe is available
             self._problem = WriterError(f"{self._name} failed: {described(error)}")
 
     def _start(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
@@ -215,7 +215,7 @@ class Writer:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Context in which no garbage is collected, here or in a process forked in it.
+    """Disable garbage collection within a context, also in a process forked in it.
 
     The garbage may contain process groups, whose threads do not exist in a fork.
     """
@@ -231,9 +231,9 @@ def _no_garbage_collection() -> Iterator[None]:
 def _write_all(
     sender: Connection, receiver: Connection, folder: Path, planner: StatePlanner, plan: SavePlan
 ) -> None:
-    """Run the writing process, which answers with a Written or with an error's text."""
+    """Run the writing process, which sends a Written or an error's text."""
     receiver.close()
-    # The training process decides what happens to the run; only SIGKILL ends a save.
+    # The training process handles signals of the run; only SIGKILL ends a save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
@@ -249,9 +249,9 @@ def _write_all(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Message of the operating system if it was the cause, else the error's last line.
+    """Return the operating system's message if it was the cause, else the error's last line.
 
-    torch itself only reports that its file is shorter than what it wrote.
+    torch itself only reports a file shorter than its content.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -264,7 +264,7 @@ def reason(error: BaseException, path: Path) -> str:
 def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
     """Write a plan's tensors to files and sync them to the disk.
 
-    Raises NotFiniteStateError if a tensor is not finite, since no run could continue from it.
+    Raises NotFiniteStateError if a tensor is not finite, as no run could continue from it.
     """
     for item in plan.items:
         tensor = planner.resolve_data(item)
@@ -286,7 +286,7 @@ def file_facts(path: Path) -> FileFacts:
 
 
 class PendingSave:
-    """A save under way on this rank."""
+    """A running save on this rank."""
 
     def __init__(
         self, folder: Path, planner: StatePlanner, plan: SavePlan, plain: dict[str, Any]
@@ -298,11 +298,11 @@ class PendingSave:
         self.writer = Writer(folder, planner, plan)
 
     def again(self, folder: Path) -> "PendingSave":
-        """Start to write the same state, of which the copies are still there, to another folder."""
+        """Start to write the same state to another folder, from the existing copies."""
         return PendingSave(folder, self._planner, self._plan, self._plain)
 
     def gather(self) -> list[Written]:
-        """Return what every rank's writer has written, on rank 0 alone.
+        """Return the results of all ranks' writers, on rank 0 only.
 
         All ranks call it together when all writers are done.
         """
@@ -310,10 +310,10 @@ class PendingSave:
         return gathered
 
     def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and the plain values; on rank 0, needs no other rank.
+        """Write the index of all files and the plain values, on rank 0 without other ranks.
 
-        Returns the facts of every file in the folder, of which those that it wrote are still to be
-        synced to the disk. Raises OSError.
+        Returns the facts of every file in the folder; the caller must sync the files written here.
+        Raises OSError.
         """
         write_plain(self.folder / PLAIN_FILE, self._plain)
         assert self._planner.index is not None
@@ -324,9 +324,9 @@ class PendingSave:
 
 
 def write_plain(path: Path, value: object) -> None:
-    """Write plain values and tensors so that `torch.load` reads them, with weights_only.
+    """Write plain values and tensors for `torch.load` with weights_only.
 
-    Raises OSError; where torch writes a file itself, a full disk is any error.
+    Raises OSError; torch's own file writing raises other errors on a full disk.
     """
     buffer = BytesIO()
     torch.save(value, buffer)
@@ -342,9 +342,9 @@ def start_save(
 ) -> PendingSave:
     """Start to save the state of model and optimizer to the empty `folder`; on all ranks together.
 
-    When it returns, this rank's part has been copied. `extra` holds plain values to save with it,
-    the same on every rank. `planner` is shared by all saves of this model; None makes a new one.
-    Raises OSError on rank 0 if the folder cannot be written to.
+    On return, this rank's part has been copied. `extra` are plain values to save as well, the same
+    on every rank. `planner` is shared by all saves of this model; None creates a planner. Raises
+    OSError on rank 0 if the folder cannot be written to.
     """
     model.wait_for_weights()
     planner = planner or StatePlanner()

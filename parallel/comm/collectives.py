@@ -1,7 +1,7 @@
-"""The collectives that training uses, with their volume counted and their failures named.
+"""The collectives of training, with counted volume and named failures.
 
-`Agreement` combines figures of the ranks' hosts while they train: who wants to stop, whose writer
-is done. It uses a process group of the CPU, so that nobody waits for a device.
+`Agreement` combines host values of all ranks during training, such as requests to stop and finished
+writers. It uses a CPU process group, so no rank waits for a device.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because a rank died, hangs or left.
+    """A collective failed because a rank died, hung or left.
 
-    `absent` has the host of each rank that did not come to it, as far as they are known.
+    `absent` contains the host of each missing rank, as far as known.
     """
 
     def __init__(self, text: str, absent: Mapping[int, str] | None = None) -> None:
@@ -48,10 +48,10 @@ class CollectiveError(RuntimeError):
 
 @contextlib.contextmanager
 def named(kind: str) -> Iterator[None]:
-    """Context in which a failing collective raises CollectiveError naming `kind`."""
+    """Make failing collectives within a context raise CollectiveError naming `kind`."""
     try:
         yield
-    except CollectiveError:  # a collective within, which is named already
+    except CollectiveError:  # an inner collective that is already named
         raise
     except RuntimeError as error:
         reason = first_line(error)
@@ -59,14 +59,14 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Seconds in which every rank that waited in the same collective has failed as well."""
+"""Seconds after which all ranks waiting in the same collective have failed as well."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
     """Return the host of each rank that does not call this within `PATIENCE` seconds.
 
-    They died, or hang elsewhere than in a collective. A store that stays silent for twice as long
-    counts as rank 0, on whose node it is. {} if the store is gone.
+    They died, or hang outside collectives. If the store does not answer for twice as long, rank 0,
+    on whose node it is, counts as absent. {} if the store is gone.
     """
     absent: dict[int, str] = {}
 
@@ -77,7 +77,7 @@ def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
             silent = [other for other in range(size) if not store.check([f"failed/{other}"])]
             absent.update({other: store.get(f"host/{other}").decode() for other in silent})
 
-    # Where a link was cut a call of the store waits for minutes, whatever its time-out is.
+    # After a network failure a call of the store waits for minutes, despite its time-out.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(3 * PATIENCE)
@@ -86,7 +86,7 @@ def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way."""
+    """A running collective."""
 
     kind: str
     work: dist.Work
@@ -104,14 +104,14 @@ CommVolume = Counter[str]
 def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
     """Start to sum `flat` over the axis, in place, into this rank's shard.
 
-    The shards are equal. Returns what to wait for, None on an axis of one rank.
+    The shards are equal. Returns the pending collective, None on an axis of one rank.
     """
     shard = _shard(flat, axis, comm_volume, "reduce-scatter")
     return _started("reduce-scatter of gradients", _reduce_scatter, shard, flat, axis)
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start to fill `flat`, in place, from every rank's shard of it; as `reduce_scatter_`."""
+    """Start to fill `flat` in place from all ranks' shards; as `reduce_scatter_`."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
     return _started("all-gather of weights", _all_gather, flat, shard, axis)
 
@@ -127,7 +127,7 @@ def _started(
 
 
 def _shard(flat: Tensor, axis: Axis, comm_volume: CommVolume, kind: str) -> Tensor:
-    """Return this rank's shard of `flat`, and count the bytes of the others."""
+    """Return this rank's shard of `flat`, and count the bytes of the other shards."""
     size = flat.numel() // axis.size
     comm_volume[kind] += size * flat.element_size() * (axis.size - 1)
     return flat.narrow(0, axis.rank * size, size)
@@ -139,7 +139,8 @@ def all_to_all(
 ) -> Tensor:  # fmt: skip
     """Exchange elements between all pairs of ranks and return those received, by ascending rank.
 
-    `send` holds `send_counts[r]` elements for each rank r, and `receive_counts[r]` come from it.
+    `send` contains `send_counts[r]` elements for each rank r, and `receive_counts[r]` elements are
+    received from it.
     """
     received = send.new_empty(sum(receive_counts))
     comm_volume[kind] += (send.numel() - send_counts[axis.rank]) * send.element_size()
@@ -165,7 +166,7 @@ def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
 
 
 def found_by_any(findings: Iterable[Value]) -> list[Value]:
-    """Return the findings of all ranks on every rank, equal ones once. Slow."""
+    """Return the distinct findings of all ranks on every rank. Slow."""
     return list(dict.fromkeys(itertools.chain.from_iterable(from_all(list(findings)))))
 
 
@@ -195,7 +196,7 @@ def all_reduce_(
 
 
 SHOWN = 8
-"""Ranks that are named for one value."""
+"""Largest number of ranks named per value."""
 
 
 class Agreement:
@@ -206,9 +207,9 @@ class Agreement:
         self._under_way: tuple[Pending, Tensor] | None = None
 
     def delayed(self, figures: Sequence[int]) -> list[int] | None:
-        """Start a reduction of `figures` and return the maxima of the one before, if there was one.
+        """Start a reduction of `figures` and return the maxima of the previous one, if any.
 
-        That one began a step ago, so nobody waits for it.
+        The previous reduction began a step ago, so no rank waits for it.
         """
         before = self._collect()
         local = torch.tensor(list(figures), dtype=torch.int64)
@@ -218,9 +219,9 @@ class Agreement:
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
-        """Maxima of every rank's figures now; waits for all ranks.
+        """Return the maxima of all ranks' figures now; waits for all ranks.
 
-        The result of a reduction under way is dropped.
+        The result of a running reduction is dropped.
         """
         self.delayed(figures)
         result = self._collect()
@@ -228,12 +229,12 @@ class Agreement:
         return result
 
     def gather(self, figures: Sequence[float]) -> Tensor:
-        """Every rank's figures, float64 `[ranks, figures]`."""
+        """Return every rank's figures, float64 `[ranks, figures]`."""
         local = torch.tensor(list(figures), dtype=torch.float64)
         return torch.stack(gather(local, self.group, "figures of all ranks"))
 
     def _collect(self) -> list[int] | None:
-        """Wait for the reduction under way and return its result, None without one."""
+        """Wait for the running reduction and return its result, None without one."""
         if self._under_way is None:
             return None
         pending, figures = self._under_way
@@ -243,7 +244,7 @@ class Agreement:
 
 
 def disagreements(facts: Mapping[str, object]) -> list[str]:
-    """Return a sentence for each fact that is not the same on all ranks, on every rank.
+    """Return, on every rank, a sentence for each fact that differs between ranks.
 
     Collective. Facts are sent only if their hashes differ.
     """
@@ -257,7 +258,7 @@ def disagreements(facts: Mapping[str, object]) -> list[str]:
 
 
 def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each fact that differs, with the ranks that most others disagree with.
+    """Yield a sentence for each differing fact, with the ranks that differ from the majority.
 
     `facts` and `hosts` have an entry per rank.
     """
@@ -278,6 +279,6 @@ def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> It
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """The first of some ranks, with their hosts."""
+    """Return the first few ranks with their hosts."""
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in ranks[:SHOWN]) + more

@@ -1,9 +1,9 @@
-"""Megatron-core on a host without CUDA: all adjustments are in this file.
+"""All adjustments of megatron-core to a host without CUDA.
 
-Megatron-core asks `torch.cuda` for the current device, streams and events unconditionally,
-its schedules create one tensor with the literal device "cuda", and its random-state tracker needs a
+Megatron-core asks `torch.cuda` for the current device, streams and events unconditionally, its
+schedules create one tensor with the literal device "cuda", and its random-state tracker needs a
 CUDA generator. PyTorch's CPU backend has no-op counterparts of all of these. On a host with CUDA
-only what fails without Transformer Engine is changed, so the training code calls both functions on
+only the code that fails without Transformer Engine is changed, so training calls both functions on
 any host.
 """
 
@@ -32,34 +32,33 @@ class CpuStream(torch.cpu.Stream):
 
 
 class CpuEvent(torch.cpu.Event):
-    """An event that is always complete, made with any of the options of one of CUDA."""
+    """An event that is always complete; accepts all options of a CUDA event."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
 
 class Calls(TorchFunctionMode):
-    """Context in which `call` makes every call of a torch function: of the function, its arguments
-    and its keywords."""
+    """Route every torch function within a context through `call(function, args, kwargs)`."""
 
     def __init__(self, call: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]):
         super().__init__()
         self.call = call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` by `call`."""
+        """Call `func` through `call`."""
         return self.call(func, args, dict(kwargs or {}))
 
 
 def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function with the CPU for a keyword `device="cuda"`."""
+    """Call a function, replacing a keyword `device="cuda"` by the CPU."""
     if str(kwargs.get("device", "")).startswith("cuda"):
         kwargs["device"] = "cpu"
     return function(*args, **kwargs)
 
 
 def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function, a product of types that this CPU has no instructions for through float32,
-    as a GPU accumulates it; bfloat16 takes 20 to 40 times as long as float32 (AMD EPYC, AVX2)."""
+    """Call a function; products in dtypes without instructions on this CPU run in float32, as a GPU
+    accumulates them; bfloat16 takes 20 to 40 times as long (AMD EPYC, AVX2)."""
     if function in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
         return function(*(x.float() for x in args)).to(args[0].dtype)
     return function(*args, **kwargs)
@@ -83,11 +82,11 @@ def widen_linears() -> None:
 
 @functools.cache
 def share_gloo_device() -> None:
-    """Let all gloo groups of this process share one device, or one for each of the interfaces that
-    GLOO_SOCKET_IFNAME names.
+    """Let all gloo groups of this process share one device, or one per interface in
+    GLOO_SOCKET_IFNAME.
 
-    A device has a thread that wakes 100 times a second, and a rank has about 20 groups: asleep, it
-    takes 2.7% of a core with a device for each group and 0.3% with one for all.
+    A device has a thread that wakes 100 times a second, and a rank has about 20 groups: an idle
+    rank takes 2.7% of a core with one device per group and 0.3% with a shared device.
     """
     plain: Any = distributed_c10d.ProcessGroupGloo
 
@@ -101,7 +100,7 @@ def share_gloo_device() -> None:
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = plain._Options()
             options._devices, options._timeout = devices(), timeout
-            options._threads = 2 * len(devices())  # as torch has it
+            options._threads = 2 * len(devices())  # as in torch
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDevice  # type: ignore[misc]
@@ -111,12 +110,12 @@ def prepare_megatron() -> None:
     """Make megatron-core usable on this host. Call before building a model."""
     from megatron.core.transformer.moe import moe_utils
 
-    # Without Transformer Engine the router's product looks up a kernel that does not exist.
+    # Without Transformer Engine the router's product uses a missing kernel.
     vars(moe_utils).setdefault("te_general_gemm", None)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    # Dropout is 0 everywhere, so no generator is ever drawn from: the inference tracker's fork() is
-    # a no-op, where the other one's asks for states that only Megatron's own start-up seeds.
+    # Dropout is 0 everywhere, so no generator is used: the inference tracker's fork() is a no-op,
+    # while the default tracker's needs states that only Megatron's own start-up seeds.
     initialize_rng_tracker(inference_rng_tracker=True)
     if torch.cuda.is_available():
         return
@@ -138,7 +137,7 @@ def prepare_megatron() -> None:
 
 @contextlib.contextmanager
 def schedule_devices() -> Iterator[None]:
-    """Context of Megatron's pipeline schedules: a literal "cuda" means this host's device in it.
+    """Replace a literal "cuda" in Megatron's pipeline schedules by this host's device.
 
     Enter it around a schedule call only: it intercepts every torch function.
     """

@@ -1,4 +1,4 @@
-"""Process groups of a layout, and which layers each model chunk holds."""
+"""Process groups of a layout, and the layers of each model chunk."""
 
 import datetime
 import itertools
@@ -22,7 +22,7 @@ WHOLE = Layout()
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of parallelism: its process group and this rank's place in it."""
+    """One axis of parallelism: its process group and this rank's index in it."""
 
     group: dist.ProcessGroup
     rank: int
@@ -30,7 +30,7 @@ class Axis:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
-        """Make the axis of an initialised process group."""
+        """Create the axis of an initialised process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -42,7 +42,7 @@ class Domain:
     tensor     the ranks that share each matrix
     replicas   the ranks that hold copies: gradients are reduced and state is sharded over them
     stage      tensor x replicas; a rank's number is its tensor rank + tensor size x replica rank
-    divisor    the number by which a summed gradient becomes the mean over the global batch
+    divisor    divisor that turns a summed gradient into the mean over the global batch
     ends       the two ranks, of the first and of the last pipeline stage, with the copies of this
                rank's piece of a tied embedding; None on other stages and without stages
     """
@@ -59,16 +59,16 @@ class Domain:
 class Groups:
     """Every process group that a rank belongs to.
 
-    layout     that they are made for
+    layout     layout of the groups
     tensor     ranks that share each dense matrix
     pipeline   ranks with the stages of one pipeline
     data       ranks that read different samples
     context    ranks that share each sequence
     expert     ranks that share the experts of a layer
-    dense      domain of everything but routed experts; its replicas are data x context
+    dense      domain of all parameters except routed experts; its replicas are data x context
     experts    domain of routed experts, with separate tensor ranks
     host       all ranks, over gloo whatever the device, for values of the host
-    store      where the ranks found each other; it outlives a failed collective
+    store      rendezvous store of the ranks; it outlives a failed collective
     device     of this rank's tensors
     """
 
@@ -95,7 +95,7 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
     Layers are split into `pipeline * virtual_pipeline` equal pieces; piece `v * pipeline + rank` is
     chunk v of the rank. The first piece has the embedding and the last the head. The layout may set
-    the number of layers of the first and the last stage, and the others share the rest equally.
+    the number of layers of the first and the last stage; the other stages share the rest equally.
     Raises ValueError if the layers do not divide.
     """
     size, virtual = layout.pipeline, layout.virtual_pipeline
@@ -117,7 +117,7 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
 
 def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Number of layers of each pipeline stage, with those of the first or the last given.
+    """Return the layers of each pipeline stage, given those of the first or the last.
 
     Raises ValueError if the other stages cannot share the rest equally.
     """
@@ -141,12 +141,12 @@ def uneven_stages(layers: int, layout: Layout) -> list[int]:
 
 
 def world_size() -> int:
-    """Number of processes that torchrun started, 1 without torchrun."""
+    """Return the number of processes of torchrun, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 GENERATIONS = itertools.count()
-"""Numbers the calls of `initialize`, which all ranks make in the same order."""
+"""Number of calls of `initialize`, which all ranks make in the same order."""
 
 
 def initialize(
@@ -156,14 +156,14 @@ def initialize(
     device_type: Literal["cuda", "cpu"] | None = None,
     agree: Callable[[], None] = lambda: None,
 ) -> Groups:
-    """Make the process groups of a layout: NCCL with one GPU per rank on GPUs, else gloo.
+    """Create the process groups of a layout: NCCL with one GPU per rank, or gloo.
 
-    `device_type` None means a GPU per rank where CUDA has any. Without torchrun the world is this
-    one process. A collective that waits longer than `timeout_seconds` for a rank fails. Call
-    `shutdown` at the end.
+    `device_type` None means a GPU per rank if CUDA is available. Without torchrun the world is this
+    process. A collective that waits longer than `timeout_seconds` for a rank fails. Call `shutdown`
+    at the end.
 
-    `agree` is called when all ranks can be reached, before the groups of the layout are made; if it
-    raises, no groups are left.
+    `agree` is called when all ranks can be reached, before the groups of the layout exist; if it
+    raises, no groups remain.
     """
     rank = os.environ.get("RANK", "0")
     device = torch.device("cpu")
@@ -198,17 +198,17 @@ def initialize(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
-        create_gloo_process_groups=False,  # hosts have one group of their own
+        create_gloo_process_groups=False,  # one separate group for host values
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
     return _groups(layout, device, host, store, _expert_stage(timeout))
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
-    """Make the axis of the ranks of this pipeline stage that hold the same experts, whole or cut.
+    """Create the axis of this pipeline stage's ranks that hold the same experts, whole or cut.
 
-    megatron-core numbers the ranks of a stage by expert tensor rank first, then expert rank, then
-    copy, and has groups of the first two only.
+    megatron-core numbers the ranks of a stage by expert tensor rank, then expert rank, then copy,
+    and has groups only of the first two.
     """
     state = parallel_state
     tensor = state.get_expert_tensor_parallel_world_size()
@@ -224,10 +224,10 @@ def _expert_stage(timeout: datetime.timedelta) -> Axis:
 
 
 def _store(timeout: datetime.timedelta) -> Store:
-    """Store by which ranks find each other, with a prefix for each call of `initialize`.
+    """Return the rendezvous store of the ranks, with a prefix for each call of `initialize`.
 
-    torchrun's own store outlives a restart, so it has a prefix for each restart too. Otherwise a
-    rank could find an address from before the last `shutdown` or restart.
+    torchrun's own store outlives a restart, so each restart has a prefix as well. Otherwise a rank
+    could read an address from before the last `shutdown` or restart.
     """
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
@@ -244,12 +244,12 @@ def _groups(
     store: Store,
     expert_stage: Axis,
 ) -> Groups:
-    """Collect the process groups that megatron-core has made."""
+    """Collect the process groups that megatron-core has created."""
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
     context = Axis.of(state.get_context_parallel_group())
-    # Each micro-batch's loss is a mean over its rank's tokens, whichever rank's experts saw them.
+    # Each micro-batch's loss is a mean over its rank's tokens, on any rank's experts.
     divisor = replicas.size
     return Groups(
         layout=layout,
@@ -280,15 +280,15 @@ def _groups(
 
 
 def _ends(layout: Layout) -> Axis | None:
-    """Make the axis of the first and the last pipeline stage, None between them."""
+    """Create the axis of the first and the last pipeline stage, None on other stages."""
     if layout.pipeline == 1 or not parallel_state.is_rank_in_embedding_group():
         return None
     return Axis.of(parallel_state.get_embedding_group())
 
 
 def abort() -> None:
-    """Leave the process groups after an error, waiting for nobody: under NCCL, peers that wait in a
-    collective would be waited for until they give up."""
+    """Leave the process groups after an error without waiting: NCCL would wait for peers in a
+    collective until they time out."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
     else:
@@ -296,7 +296,7 @@ def abort() -> None:
 
 
 def shutdown() -> None:
-    """Destroy the process groups, so that the process may initialise others."""
+    """Destroy the process groups, so that the process may initialise new ones."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

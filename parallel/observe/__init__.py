@@ -1,5 +1,5 @@
 """Measurements for monitors of a run: whole matrices, activations, gradients of micro-batches.
 
-Nothing here changes what a run computes, and no figure is made here: training/monitor makes them.
+Nothing here changes the results of a run; training/monitor computes the figures.
 Start with unit_gather.py.
 """

@@ -1,8 +1,8 @@
 """Activations and gradients of a monitored step: Gram matrices, sizes, attention scores.
 
-The inputs of every weight are added up to their Gram matrix A A^T as they come, a few thousand
-tokens at a time; no activation is kept. Hooks exist in monitored steps only and change nothing.
-What recomputation runs twice is counted once, in the pass that backward follows.
+The inputs of every weight are summed to their Gram matrix A A^T, a few thousand tokens at a time;
+no activation is kept. Hooks exist only in monitored steps and change no values. Recomputed passes
+are counted once, in the pass before backward.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,19 +23,19 @@ from parallel.comm.groups import Axis, Domain, Groups
 from parallel.model import ParallelModel
 
 CHUNK = 4096
-"""Tokens whose inputs are converted to float32 at once."""
+"""Tokens whose inputs are converted to float32 together."""
 
 EMBEDDING = "embedding"
 
 
 @dataclass
 class Inputs:
-    """The sum over tokens of what one parameter multiplies, its inputs A `[inputs, tokens]`.
+    """Sums over tokens of a parameter's inputs A `[inputs, tokens]`.
 
     gram     A A^T `[inputs, inputs]`, or this rank's rows of it before `ActivationWatch.inputs` if
-             tensor parallelism cuts A; for the embedding, how often each token occurred, `[rows]`
+             tensor parallelism cuts A; for the embedding, the count of each token, `[rows]`
     tokens   number of tokens, `[]`
-    cut      the ranks that A is cut over, None if it is whole
+    cut      the ranks that share A, None if it is whole
     """
 
     gram: Tensor
@@ -52,7 +52,7 @@ class Size:
     largest: Tensor
 
     def add(self, seen: Tensor) -> None:
-        """Count the entries of `seen`."""
+        """Add the entries of `seen`."""
         wide = seen.detach().double()
         self.square += wide.square().sum()
         self.number += wide.numel()
@@ -73,9 +73,9 @@ class ActivationWatch:
     ) -> None:
         """Install the hooks.
 
-        With `inputs` the inputs of the weights in `layers`, of the embedding and of the head are
-        added up, and the residual stream and the blocks' outputs are measured. With `attention`
-        the largest attention score of each layer is recorded.
+        With `inputs`, the inputs of the weights in `layers`, of the embedding and of the head are
+        summed, and the residual stream and the blocks' outputs are measured. With `attention`, the
+        largest attention score of each layer is recorded.
         """
         self.model = model
         self.groups = groups
@@ -100,7 +100,7 @@ class ActivationWatch:
         self._handles.clear()
 
     def inputs(self) -> dict[str, Inputs]:
-        """Inputs of each watched parameter over the global batch, by parameter.
+        """Return the inputs of each watched parameter over the global batch.
 
         All ranks of a stage call it together. Inputs that every tensor-parallel rank sees are
         counted once per rank, in `gram` and in `tokens`.
@@ -116,9 +116,9 @@ class ActivationWatch:
         return self.seen
 
     def blocks(self) -> dict[str, dict[str, float]]:
-        """Sizes and scores by layer, or by "embedding", on the first rank of each stage.
+        """Return sizes and scores by layer or "embedding", on the first rank of each stage.
 
-        All ranks of a stage call it together; the others get nothing.
+        All ranks of a stage call it together; other ranks return an empty result.
         """
         stage = self.groups.dense.stage
         figures: dict[str, dict[str, float]] = {}
@@ -135,7 +135,7 @@ class ActivationWatch:
         return figures if stage.rank == 0 else {}
 
     def _linears(self, layers: Collection[int]) -> Iterator[tuple[torch.nn.Module, Unit, Domain]]:
-        """Module, one unit and domain of every watched matrix parameter of this rank."""
+        """Yield module, one unit and domain of every watched matrix parameter of this rank."""
         module_of: dict[int, torch.nn.Module] = {}
         for chunk in self.model.chunks:
             for module in chunk.modules():
@@ -147,7 +147,7 @@ class ActivationWatch:
         done = set()
         for part in self.model.domains:
             for unit in part.units:
-                # The head that is the embedding has no figures of its inputs, on any layout.
+                # A tied head has no figures of its inputs, on any layout.
                 watched = unit.layer in layers or (unit.layer is None and not unit.is_copy)
                 if unit.is_matrix and watched and unit.parameter not in done:
                     done.add(unit.parameter)
@@ -202,13 +202,13 @@ class ActivationWatch:
     def _measure(
         self, module: torch.nn.Module, place: str, name: str, *, inputs: bool = False
     ) -> None:
-        """Measure the output of `module`, or its input."""
+        """Measure the output of `module` or its input."""
         zeros = [torch.zeros((), dtype=torch.float64, device=self.groups.device) for _ in range(3)]
         size = self.sizes[place, name] = Size(*zeros)
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
             if inputs and len(args) > 1:
-                return  # terms of a sum, on which the norm is called next
+                return  # terms of a sum that the next norm is called on
             seen = first(args, kwargs) if inputs else output
             if torch.is_grad_enabled():
                 size.add(seen[0] if isinstance(seen, tuple) else seen)
@@ -218,13 +218,13 @@ class ActivationWatch:
 
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """First argument of a module's forward."""
+    """Return the first argument of a module's forward."""
     argument: Tensor = (*args, *kwargs.values())[0]
     return argument.detach()
 
 
 def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
-    """What the weight of `module` multiplies, given the module's input `seen`.
+    """Return the input of the weight of `module`, given the module's input `seen`.
 
     Transformer Engine's linear layers contain the norm before them.
     """
@@ -247,7 +247,7 @@ def add_gram(inputs: Inputs, seen: Tensor) -> None:
 def count_tokens(inputs: Inputs, seen: Tensor) -> None:
     """Count the tokens `seen` `[b, s]`."""
     flat = seen.flatten()
-    # Whole numbers, whose sum is exact in any order; counting bins would wait for the device.
+    # Integers sum exactly in any order; bincount would wait for the device.
     inputs.gram.scatter_add_(0, flat, torch.ones_like(flat, dtype=inputs.gram.dtype))
     inputs.tokens += seen.numel()
 

@@ -1,10 +1,9 @@
-"""Gradients of single micro-batches and their inner products, which measure a step's noise.
+"""Gradients of single micro-batches and their inner products, for a step's gradient noise.
 
-The samples are the first micro-batches of the global batch, the same ones on every layout. Each
-rank keeps the gradients of its own samples until the backward pass is over. Then, one parameter at
-a time, all replicas see all samples, and only the products `[samples, samples]` of each matrix
-remain. Experts that ranks share are left out: their gradients come from the micro-batches of
-several ranks at once.
+The samples are the first micro-batches of the global batch, on every layout. Each rank keeps the
+gradients of its own samples until the end of the backward pass. Then, one parameter at a time, all
+replicas receive all samples, and only the products `[samples, samples]` of each matrix are kept.
+Expert-parallel experts are skipped: their gradients mix micro-batches of several ranks.
 """
 
 from typing import Final
@@ -18,7 +17,7 @@ from parallel.model import ParallelModel
 from parallel.storage.domain_model import DomainModel
 
 OBSERVER: Final = "gradient samples"
-"""Name under which it observes; samples that were not asked for are replaced by the next."""
+"""Name of the observer; samples that were never read are replaced by the next step's."""
 
 
 class GradientSamples:
@@ -57,10 +56,10 @@ class GradientSamples:
             self.kept.setdefault(name, []).append(gradient.detach().clone())
 
     def products(self) -> dict[str, Tensor]:
-        """Inner products `[samples, samples]`, float64, of each unit's gradients, by unit name.
+        """Return inner products `[samples, samples]`, float64, of each unit's gradients.
 
-        Every rank that holds part of a unit gets them; all ranks of a stage call it together. The
-        samples are dropped.
+        Every rank with a part of a unit gets its products; all ranks of a stage call it together.
+        The samples are dropped.
         """
         products: dict[str, Tensor] = {}
         self.model.sum_in_products(self.model.sums_in_products)
@@ -79,7 +78,7 @@ class GradientSamples:
         return products
 
     def _samples(self, part: DomainModel, name: str) -> Tensor:
-        """Every sample's gradient `[samples, elements]` of a parameter, up to a common factor."""
+        """Return a parameter's gradients `[samples, elements]`, up to a common factor."""
         slot = part.buffers.bucket_layout.slots[name][1]
         like = part.buffers.gradients[0]
         samples = like.new_zeros(self.count, slot.numel)

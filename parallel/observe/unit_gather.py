@@ -1,11 +1,10 @@
 """The unit gather: whole matrices on one rank each, for inspection: weights, gradients, updates.
 
-The singular values of the pieces into which a layout cuts a matrix say nothing about the matrix, so
-every matrix of the model, whatever rule steps it, has one rank that inspects it: its inspection
-rank. Anything that is in the ranks' shards can be gathered. It is sent as in a step, but in its
-own dtype, and in rounds, so that no rank holds more matrices than it has room for.
-Matrices of one parameter have the same inspection rank, which therefore also has the activations
-that they share.
+The singular values of a matrix do not follow from those of its pieces, so every matrix of the model
+has one rank that inspects it, its inspection rank. Anything in the ranks' shards can be gathered.
+It is sent as in a step, but in its own dtype, and in rounds that fit the memory of each rank.
+Matrices of one parameter share an inspection rank, which therefore also has their common
+activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from spectral.sharded.placement import longest_processing_time
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
     """Choose the rank, of the `ranks` of a stage, that inspects the matrices of each parameter.
 
-    `units` are those of each tensor-parallel rank. The costliest parameters are placed first, each
+    `units` are the units of each tensor-parallel rank. The costliest parameters are placed first,
     on the rank with the smallest load so far.
     """
     costs: dict[str, int] = {}
@@ -44,10 +43,10 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
 def inspection_rounds(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, ranks: int, elements: int
 ) -> list[dict[str, int]]:
-    """Divide the matrices of a stage into rounds; each is the inspection rank by unit name.
+    """Divide the matrices of a stage into rounds, mappings of unit names to inspection ranks.
 
-    A round has matrices of one bucket, and of each rank no more than `elements` elements, or a
-    single matrix. Arguments as of `inspection_ranks`.
+    A round contains matrices of one bucket, per rank at most `elements` elements or a single
+    matrix. Arguments as for `inspection_ranks`.
     """
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
@@ -55,8 +54,8 @@ def inspection_rounds(
     chunks: list[dict[str, int]] = []
     for members in buckets.values():
         rounds: list[dict[str, int]] = []
-        last: dict[int, tuple[int, int]] = {}  # by rank: its last round, and its elements there
-        # Matrices of one shape, which are inspected together, in the same round if they fit.
+        last: dict[int, tuple[int, int]] = {}  # by rank: the last round and its elements
+        # Matrices of one shape are inspected together, in one round if they fit.
         for unit in sorted(members, key=lambda u: (u.shape, u.name)):
             rank = places[unit.parameter]
             number, before = last.get(rank, (0, 0))
@@ -71,16 +70,16 @@ def inspection_rounds(
 
 
 MOMENTUM: Final = "momentum"
-"""Name of the momentum in the state of every rule that keeps one."""
+"""Name of the momentum in the state of every rule with momentum."""
 Shards = list[list[Tensor]]
-"""Per domain and bucket, this rank's shard of something that has the shape of the weights."""
+"""Per domain and bucket, this rank's shard of a tensor of the weights' shape."""
 
 
 @dataclass(frozen=True)
 class Inspection:
     """Whole matrices of one shape on their inspection rank.
 
-    matrices   `[units, rows, cols]` by the name of what was gathered
+    matrices   `[units, rows, cols]` by the name of the gathered array
     """
 
     units: list[Unit]
@@ -91,7 +90,7 @@ class Inspection:
 class Snapshot:
     """The weights at one moment.
 
-    shards   the masters; of a PC layer those of PC(W)
+    shards   the masters; for a PC layer the masters of PC(W)
     whole    W `[rows, cols]` of the PC layers that this rank steps, by unit name
     """
 
@@ -100,7 +99,7 @@ class Snapshot:
 
 
 def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
-    """Snapshot of the present weights; `copy` makes it outlive the next step."""
+    """Return a snapshot of the present weights; with `copy` it outlives the next step."""
     kept: Callable[[Tensor], Tensor] = torch.clone if copy else torch.Tensor.detach
     return Snapshot(
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
@@ -113,7 +112,7 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
-    """Present gradient shards; before the optimizer's step those of a PC layer are of PC(W)."""
+    """Return the present gradient shards; before the optimizer's step, a PC layer's is of PC(W)."""
     return [
         [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]
         for domain in optimizer.domains
@@ -121,7 +120,7 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Snapshot of the present momenta, 0 where a rule keeps none; of a PC layer those of W."""
+    """Return a snapshot of the momenta, 0 for rules without; for a PC layer the momentum of W."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {
@@ -142,7 +141,7 @@ class UnitGather:
     """The unit gathers of all domains of this rank's pipeline stage, planned once."""
 
     def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
-        """Plan the gathers; a rank inspects matrices of `elements` elements, or one, at a time."""
+        """Plan the gathers; a rank inspects at most `elements` elements or one matrix at a time."""
         self.plans = []
         for index, domain in enumerate(optimizer.domains):
             stage, units = domain.domain.stage, domain.model.stage_units
@@ -156,10 +155,10 @@ class UnitGather:
                 self.plans.append((index, bucket.index, stacks, exchange))
 
     def inspections(self, arrays: Mapping[str, Shards]) -> Iterator[Inspection]:
-        """Gather every matrix and yield those that this rank inspects, in stacks of equal shape.
+        """Gather every matrix and yield this rank's matrices in stacks of equal shape.
 
         `arrays` are the shards to gather, by name. All ranks of the stage call it together. The
-        matrices of an inspection are dropped when the next one is asked for.
+        matrices of an inspection are dropped when the next one is requested.
         """
         for index, bucket, stacks, exchange in self.plans:
             gathered = {}

@@ -1,5 +1,5 @@
-"""Finds weights that change while nobody steps them, bits that memory or a copy has flipped, and
-copies on different ranks that differ."""
+"""Detects weights that change between steps, bits flipped by memory or a copy, and copies that
+differ between ranks."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,23 +18,23 @@ from parallel.storage.stage_units import named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HASHED = 1 << 22
-"""Elements hashed at once."""
+"""Elements hashed at a time."""
 SHOWN = 8
-"""Findings that an error lists."""
+"""Largest number of findings in an error."""
 
 
 def bit_hash(value: Tensor) -> Tensor:
     """Hash a tensor's bits to a 0-d int64 tensor.
 
     The hash is the sum modulo 2^64 of each element's bits times an odd number that depends on its
-    place. Tensors that differ in exactly one element never have the same hash.
+    position. Tensors that differ in exactly one element never have the same hash.
     """
     bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, bits.numel(), HASHED):
         part = bits[start : start + HASHED].long()
         place = torch.arange(start, start + part.numel(), device=value.device)
-        # Knuth's multiplier spreads neighbouring places; the last bit makes the factor odd.
+        # Knuth's multiplier spreads neighbouring positions; the last bit makes the factor odd.
         total += (part * ((place * 6364136223846793005 + 1442695040888963407) | 1)).sum()
     return total
 
@@ -64,7 +64,7 @@ def check_replicas(model: ParallelModel) -> None:
 
 
 def summary_of_all(findings: Iterable[str]) -> str:
-    """Return what any rank has found, in one line, empty if nothing. Collective."""
+    """Return the findings of all ranks in one line, empty if there are none. Collective."""
     of_all = found_by_any(findings)
     more = f" and {len(of_all) - SHOWN} more" if len(of_all) > SHOWN else ""
     return ", ".join(of_all[:SHOWN]) + more
@@ -75,7 +75,7 @@ def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
     if axis is None or axis.size == 1 or not tensors:
         return []
     hashes = torch.stack([bit_hash(value) for value in tensors.values()])
-    # The complement reverses the order, also of the smallest integer, which has no negative.
+    # The complement reverses the order, even of the smallest integer, which has no negative.
     bounds = torch.stack([hashes, ~hashes])
     largest, turned = all_reduce_(bounds, axis, CommVolume(), "hashes of copies", MAX)
     same = (largest == ~turned).tolist()
@@ -83,7 +83,7 @@ def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
 
 
 CHUNK = 1 << 14
-"""Elements under one sum: what is found is known to this many elements."""
+"""Elements per sum: the resolution of a finding."""
 
 
 def chunk_sums(flat: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def chunk_sums(flat: Tensor) -> Tensor:
 class _Watched:
     """Flat memory of weights.
 
-    slots   of the weights, as they are in the bucket of which this memory is a part
-    first   element of the bucket with which this memory begins
+    slots of the weights in the bucket that this memory is a part of
+    first   first element of this memory in the bucket
     """
 
     kind: str
@@ -113,7 +113,7 @@ class _Watched:
     first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
-        """Yield the weights of which a chunk is not the same; takes a flag of each chunk."""
+        """Yield the weights with a changed chunk, given one flag per chunk."""
         last = self.first + self.flat.numel()
         for start in range(self.first, last, CHUNK):
             if next(same):
@@ -127,19 +127,19 @@ class _Watched:
 class WeightWatch:
     """Sums of all weights of one rank, taken after each step and compared before the next.
 
-    Covered are the parameters, this rank's shards of the masters, and the weights that owners of
-    matrices keep. Each step reads them twice, and ends when its new weights have arrived.
+    It covers the parameters, this rank's shards of the masters, and the weights that owners of
+    matrices keep. Each step reads them twice and waits for its new weights.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
-        """Watch the weights that `optimizer` steps, from the first `note` on."""
+        """Watch the weights of `optimizer` from the first `note` on."""
         self.optimizer = optimizer
         self.sums: list[Tensor] = []
         self.changed: list[Tensor] = []
 
     @torch.no_grad()
     def note(self) -> None:
-        """Take the sums that must hold until the next update."""
+        """Record the sums, which must hold until the next update."""
         self.optimizer.model.wait_for_weights()
         self.sums = [chunk_sums(watched.flat) for watched in self._watched()]
         if not self.changed:
@@ -147,9 +147,9 @@ class WeightWatch:
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Compare the weights with the sums of `note`, without a result on the host.
+        """Compare the weights with the sums of `note`, without waiting for the result.
 
-        The first call, and the first after `forget`, only take sums.
+        The first call, and the first call after `forget`, only record sums.
         """
         if not self.sums:
             self.note()
@@ -158,12 +158,13 @@ class WeightWatch:
             changed |= chunk_sums(watched.flat) != before
 
     def forget(self) -> None:
-        """Take the next weights unchanged, for instance those of a checkpoint."""
+        """Accept the next weights as unchanged, for instance after loading a checkpoint."""
         self.sums, self.changed = [], []
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise DisagreementError on every rank if weights have changed, or copies differ, on any.
+        """Raise DisagreementError on every rank if weights have changed or copies differ on any
+        rank.
 
         Collective, and waits for the device. The error names ranks, hosts and weights.
         """

@@ -1,12 +1,12 @@
 """The distributed optimizer: every matrix is stepped once, by the rank that owns it.
 
 Each rank keeps an even share of the state of every parameter; `parallel.optimizer.domain_optimizer`
-describes a step. Dense parameters and experts are two domains, copied over different ranks.
+describes a step. Dense parameters and experts are two domains, replicated over different ranks.
 
 `Update` clips and steps as one call, which on a GPU may be one CUDA graph. NCCL's collectives can
-be recorded where all ranks record the same ones, so every rank makes the same number of calls
-before it records. The recorded work waits for everything that it starts, including the gathers of
-new weights.
+be recorded if all ranks record the same ones, so every rank makes the same number of calls before
+it records. The recorded work waits for everything that it starts, including the gathers of new
+weights.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class GradientNorm:
     """The gradient norm of one step, as 0-d device tensors.
 
     total         norm of the whole gradient
-    coefficient   factor that the clipped gradients were multiplied by
+    coefficient   factor of the clipped gradients
     active        whether the norm is finite and all ranks allow the step, a bool
     """
 
@@ -50,7 +50,7 @@ class GradientNorm:
 
 
 class DistributedOptimizer:
-    """Steps every unit of the model, each once, by the rule of its role."""
+    """Steps every unit of the model once, by the rule of its role."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DistributedOptimizer:
 
         `owners` is the global rank that steps each matrix of this rank's pipeline stage, by name.
         With `overlap_gather`, `step` returns before all new weights have arrived; each module waits
-        for its own before its next forward, and `model.wait_for_weights` waits for all.
+        for its weights before its next forward, and `model.wait_for_weights` waits for all weights.
         """
         self.model = model
         self.domains = domains
@@ -73,25 +73,25 @@ class DistributedOptimizer:
 
     @property
     def stacks(self) -> list[OwnedStack]:
-        """Every stack of matrices that this rank steps."""
+        """All stacks of matrices that this rank steps."""
         return [stack for domain in self.domains for stack in domain.stacks]
 
     @property
     def materialized(self) -> list[MaterializedStack]:
-        """Every stack of PC layers that this rank steps."""
+        """All stacks of PC layers that this rank steps."""
         return [stack for stack in self.stacks if isinstance(stack, MaterializedStack)]
 
     @property
     def regions(self) -> list[Region]:
-        """Every region of this rank's shards."""
+        """All regions of this rank's shards."""
         return [region for domain in self.domains for region in domain.regions]
 
     @torch.no_grad()
     def add_penalty(self, *, enabled: bool, measured: bool) -> PenaltyFigures | None:
-        """Add the Gram penalty's gradient to that of the loss if it is `enabled`.
+        """Add the Gram penalty's gradient to the loss's gradient if `enabled`.
 
-        Call it once per step, after backward and before `clip`. Returns the penalty's figures if
-        `measured`, for which it waits for all ranks and for the device.
+        Call it once per step, after backward and before `clip`. If `measured`, returns the
+        penalty's figures, which waits for all ranks and for the device.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
@@ -106,10 +106,10 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
-        """Scale the gradients in place to at most `max_norm` and return their norm before that.
+        """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
-        `max_norm` None only measures. `sound`, a 0-d bool, is whether this rank may step; a
-        step is taken by all ranks or by none, whatever has happened to the copy of one.
+        `max_norm` None only measures. `sound`, a 0-d bool, is whether this rank may step; all ranks
+        step or none does, even if copies differ.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -122,7 +122,7 @@ class DistributedOptimizer:
         sums = torch.stack([square, refusals])
         all_reduce_(sums, None, self.model.comm_volume, "gradient norm")
         total = sums[0].sqrt()
-        active = (sums[1] == 0) & (total < math.inf)  # not NaN either
+        active = (sums[1] == 0) & (total < math.inf)  # also not NaN
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total), active)
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -131,7 +131,7 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Every gradient that this rank steps, and whether this rank counts it in the norm."""
+        """Yield every gradient of this rank, and whether this rank counts it in the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
@@ -147,10 +147,10 @@ class DistributedOptimizer:
         """Update every unit once.
 
         `factor` multiplies each unit's peak learning rate. If `active`, a 0-d bool tensor, is
-        False, no bit changes; where it is True, gradients must be finite, as their norm says.
+        False, no bit changes; if it is True, gradients must be finite (see `clip`).
         """
         self.model.wait_for_weights()
-        rate = cache(lambda peak: peak * factor)  # equal peaks share a tensor
+        rate = cache(lambda peak: peak * factor)  # equal peak rates share a tensor
         for domain in self.domains:
             for group in domain.step_groups:
                 momenta = domain.step_regions(group, rate, active)
@@ -163,11 +163,11 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_pc(self) -> tuple[Tensor, Tensor]:
-        """Largest normalised singular values and gammas, both `[units]`, of PC layers.
+        """Return the largest normalised singular values and gammas, both `[units]`, of PC layers.
 
-        The layers are those that this rank owns or has in its graph. Sound values are in [0, 1.1].
-        A layer whose tracked singular pair has lost the largest value gets a new pair. This costs
-        about fifty passes over the weights and is meant for logging steps.
+        The layers are owned by this rank or in its graph. Sound values are in [0, 1.1]. A layer
+        whose tracked singular pair misses the largest value gets a new pair. This costs about fifty
+        passes over the weights and is meant for logging steps.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -178,19 +178,19 @@ class DistributedOptimizer:
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
-        """Each matrix that this rank steps, with its rule's last report, 0-d tensors."""
+        """Yield each matrix that this rank steps, with its rule's last report, 0-d tensors."""
         for stack in self.stacks:
             for i, unit in enumerate(stack.units):
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def refused(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and number of refusals in the last step, 0-d, of everything that this rank steps.
+        """Yield names and 0-d numbers of refusals of this rank in the last step.
 
-        It is 0 or 1, of a matrix and of each range of a shard that an elementwise rule steps. Those
-        whose gradient and state are known to be sound are left out.
+        The number is 0 or 1 for a matrix, and for a range of a shard under an elementwise rule.
+        Parts with gradient and state known to be sound are left out.
         """
         for unit, report in self.reports():
-            if "refused" in report:  # not in that of a stack that has taken no step
+            if "refused" in report:  # missing before the first step of a stack
                 yield unit.name, report["refused"]
             if "gamma_refused" in report:
                 yield f"{unit.name}.gamma", report["gamma_refused"]
@@ -202,12 +202,12 @@ class DistributedOptimizer:
                     yield name, region.report["refused"][0]
 
     def memory_bytes(self) -> int:
-        """Bytes of optimizer state and of separate masters on this rank."""
+        """Return the bytes of optimizer state and of separate masters on this rank."""
         return sum(domain.memory_bytes() for domain in self.domains)
 
 
 class DisagreementError(RuntimeError):
-    """Ranks that must hold the same plan, or the same values, do not."""
+    """Ranks differ in plans or values that must be equal."""
 
 
 def build_optimizer(
@@ -222,12 +222,9 @@ def build_optimizer(
     """Build the optimizer of `model`, with one owner for every matrix of a pipeline stage.
 
     Args:
-        model: this rank's part of the model.
-        assign: rule, rates and penalty of each unit.
-        placement: how owners are chosen.
-        overlap_gather: whether `step` returns before new weights have arrived.
-        tensor_mode: who steps the matrices that tensor parallelism cuts.
-        **options: fields of `StepOptions`.
+        model: this rank's part of the model. assign: rule, rates and penalty of each unit.
+        placement: strategy of choosing owners. overlap_gather: whether `step` returns before new
+        weights have arrived. tensor_mode: see `TensorMode`. **options: fields of `StepOptions`.
 
     Raises DisagreementError if the ranks of a stage have made different plans.
     """
@@ -243,8 +240,8 @@ def build_optimizer(
         placed = place(placement, works, part.domain.stage.size, base=base)
         plan = layout, placed.strategy, placed.owners
         check_agreement(plan, part.domain.stage)
-        # Ranks own dense matrices and experts; experts are placed last, on top of the loads of the
-        # ranks that hold the same experts as this one.
+        # Ranks own dense matrices and experts; experts are placed last, on top of the dense loads
+        # of the ranks with the same experts as this rank.
         base = [
             load
             for i, load in enumerate(placed.loads)
@@ -280,9 +277,10 @@ class Update:
         self.device = optimizer.domains[0].buffers.master.device
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
-        """Clip and step; returns the norm before clipping and a 0-d bool, whether it stepped.
+        """Clip and step; returns the norm before clipping, and a 0-d bool that is True after a
+        step.
 
-        `factor` multiplies every unit's peak learning rate. Nothing changes unless `sound`, 0-d
+        `factor` multiplies every unit's peak learning rate. Nothing changes unless `sound`, a 0-d
         bool, is True on all ranks and the norm is finite.
         """
         if not isinstance(factor, Tensor):  # in float32, so that a recorded step has equal rates
@@ -292,22 +290,22 @@ class Update:
         return norm, norm.active
 
     def release(self) -> None:
-        """Free what the process groups must outlive."""
+        """Free resources that must be freed before the process groups."""
 
 
 class CapturedUpdate(Update):
-    """An update that is a CUDA graph from its third time on."""
+    """An update that is a CUDA graph from the third call on."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
         """Prepare as `Update` does; raises ValueError if a step cannot be recorded."""
         check_capturable(optimizer)
         super().__init__(optimizer, max_norm=max_norm)
-        # Written in place before each call, so that a recorded step reads the new values.
+        # These are written in place before each call, so that a recorded step reads the new values.
         self.factor = torch.ones((), device=self.device)
         self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self._captured = CapturedCall(self._run, self.device)
         self._done: tuple[GradientNorm, Tensor] | None = None
-        self._sent = CommVolume()  # by the recorded call, so by every replay
+        self._sent = CommVolume()  # written by the recorded call, so by every replay
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
         """Clip and step as `Update` does."""
@@ -320,12 +318,12 @@ class CapturedUpdate(Update):
         else:
             comm_volume.update(self._sent)
         assert self._done is not None
-        norm, active = self._done  # the next replay writes where this one did
+        norm, active = self._done  # the next replay overwrites the results
         copied = GradientNorm(norm.total.clone(), norm.coefficient.clone(), active.clone())
         return copied, copied.active
 
     def release(self) -> None:
-        """Free the graph; must be called before the process groups that it uses are destroyed."""
+        """Free the graph; call it before its process groups are destroyed."""
         self._captured.release()
 
     def _run(self) -> None:

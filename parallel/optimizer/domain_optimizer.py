@@ -1,10 +1,10 @@
-"""One domain's part of the distributed optimizer: even shards of state, and the units owned here.
+"""One domain's part of the distributed optimizer: equal shards of state, and owned units.
 
-A step takes the step groups in forward order. For each of them the elementwise rules run, and
-gradients of matrices become momentum, on this rank's shards (`step_regions`); matrices that are cut
-go to their owners, each owner steps its units in stacks of equal shape, and updates go back
+A step processes the step groups in forward order. In each group, on this rank's shards, elementwise
+rules run and gradients of matrices become momentum (`step_regions`); cut matrices are sent to their
+owners, each owner steps its units in stacks of equal shape, and updates are sent back
 (`step_matrices`); and the all-gather of the buckets' new weights starts while the next step group
-runs. The rules are those of `spectral.rules`, the same as in one process.
+runs. The rules are those of `spectral.rules`, as in one process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class Region:
     """A contiguous range of this rank's shard of a bucket whose elements share one assignment.
 
     start     within the shard
-    in_norm   whether this rank counts it in the gradient norm, where each element counts once
+    in_norm   whether this rank counts it in the gradient norm, in which each element counts once
     state     elementwise state of the rule, `[1, length]` each
     report    figures of the last step of an elementwise rule, `[1]` each
     """
@@ -55,7 +55,7 @@ class Region:
     report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
-        """View `[1, length]` of the region; `shards` has a tensor per bucket."""
+        """Return a view `[1, length]` of the region; `shards` has a tensor per bucket."""
         return shards[self.bucket].narrow(0, self.start, self.length)[None]
 
 
@@ -63,8 +63,8 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, stepped and all-gathered together.
 
-    kept   the weights `[elements]` of the owned units that are not whole in this rank's shard,
-           by name: equal to the masters that the units' ranks hold, as both add the same updates
+    kept   the weights `[elements]` of owned units that are not whole in this rank's shard, by name;
+           they equal the masters on the units' ranks, as both add the same updates
     """
 
     buckets: tuple[int, ...]
@@ -107,15 +107,13 @@ class DomainOptimizer:
         """Plan the step groups and allocate the state.
 
         Args:
-            model: the parameters of the domain.
-            parameters: the model's parameters by name.
-            assign: rule, rates and penalty of each unit.
-            transfers: owner and parts of every unit of the stage that has an owner, the same on
-                all ranks of the stage.
-            options: how a step is cut, and dtypes.
+            model: the parameters of the domain. parameters: the model's parameters by name. assign:
+            rule, rates and penalty of each unit. transfers: owner and parts of every unit of the
+            stage with an owner, the same on all ranks of the stage. options: groups and dtypes of a
+            step.
         """
         self.model = model
-        # This rank's piece of each unit in the model's parameters, views.
+        # Views of this rank's pieces of units in the model's parameters.
         self.weights = {u.name: u.view(parameters[u.parameter].detach()) for u in model.units}
         self.domain: Domain = model.domain
         self.buffers: Buffers = model.buffers
@@ -132,13 +130,13 @@ class DomainOptimizer:
 
     @property
     def stacks(self) -> list[OwnedStack]:
-        """Every stack that this rank steps, PC layers included."""
+        """All stacks that this rank steps, including PC layers."""
         groups = self.step_groups
         return [b for group in groups for b in (*group.stacks, *group.materialized.stacks)]
 
     @property
     def materialized(self) -> list[MaterializedUnits]:
-        """The PC layers of every step group."""
+        """The PC layers of all step groups."""
         return [group.materialized for group in self.step_groups]
 
     @property
@@ -152,12 +150,12 @@ class DomainOptimizer:
             units.publish()
 
     def reload_kept(self) -> None:
-        """Set the weights that owners keep to the masters, for instance after a checkpoint."""
+        """Set the weights that owners keep to the masters, for instance after a load."""
         for group in self.step_groups:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
 
     def memory_bytes(self) -> int:
-        """Bytes of optimizer state, separate masters and kept weights on this rank."""
+        """Return the bytes of optimizer state, separate masters and kept weights on this rank."""
         tensors = [t for region in self.regions for t in region.state.values()]
         tensors += [t for stack in self.stacks for t in stack.tensors()]
         tensors += [weight for group in self.step_groups for weight in group.kept.values()]
@@ -170,7 +168,7 @@ class DomainOptimizer:
     ) -> list[Tensor]:
         """Step elementwise units, and turn the gradients of matrices into momentum.
 
-        Returns the shards of the gradient buckets, which then hold momentum.
+        Returns the shards of the gradient buckets, which then contain momentum.
         """
         shards, masters = self.buffers.gradient_shards(), self.buffers.masters
         wide = torch.promote_types(shards[0].dtype, torch.float32)
@@ -203,7 +201,7 @@ class DomainOptimizer:
     ) -> None:
         """Step the matrices owned here, and add every owner's updates to the masters.
 
-        `momenta` are the shards that `step_regions` returns.
+        `momenta` are the result of `step_regions`.
         """
         exchange, wire = group.exchange, self.options.exchange_dtype
         master, masters = self.buffers.master, self.buffers.masters
@@ -257,7 +255,7 @@ class DomainOptimizer:
         return group
 
     def _new_regions(self, bucket: int) -> Iterator[Region]:
-        """Regions of this rank's shard of a bucket, made of the units' spans in it."""
+        """Return the regions of this rank's shard of a bucket, from the units' spans."""
         rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
         first = rank * shard.numel()
         bucket_layout = self.buffers.bucket_layout
@@ -281,15 +279,15 @@ class DomainOptimizer:
             yield Region(bucket, start, length, assigned, in_norm, state)
 
     def _counts(self, unit: Unit) -> bool:
-        """Whether this rank counts its part of a unit, of which other ranks may hold copies."""
+        """Whether this rank counts its part of a unit; other ranks may hold copies."""
         return not unit.is_copy and (not unit.replicated or self.domain.tensor.rank == 0)
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
-    """Turn new weights into updates to be sent, and add these to the weights that owners keep.
+    """Turn new weights into updates to send, and add these to the weights that owners keep.
 
-    `pairs` are both of each unit. Rules step weights in place, so an update is their difference; it
-    is added as rounded as it is sent, in `wire`, None for its dtype.
+    `pairs` are the new and the kept weight of each unit. Rules step weights in place, so an update
+    is their difference; it is added as it is sent, rounded to `wire` (None: unrounded).
     """
     if not pairs:
         return
@@ -308,7 +306,7 @@ AssignedSpan = tuple[int, int, Assignment, bool]
 
 
 def joined(spans: Sequence[AssignedSpan]) -> list[AssignedSpan]:
-    """Sort `spans` by start and join neighbours that touch and are treated the same."""
+    """Sort `spans` by start and join adjacent spans with equal assignments."""
     result: list[AssignedSpan] = []
     for start, length, assigned, in_norm in sorted(spans, key=lambda span: span[0]):
         kind = assigned, in_norm

@@ -1,11 +1,11 @@
-"""PC layers without a cost per micro-batch: the model's parameter is PC(W), its owner keeps W.
+"""PC layers at no cost per micro-batch: the model's parameter is PC(W), the owner keeps W.
 
 PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. The
 gradient of PC(W), accumulated over micro-batches and reduced over ranks like any other, is sent to
-the owner, passes once through the transposed Jacobian of the map, and so becomes the gradient of W
-and of gamma, which the owner steps. The new PC(W) is sent back to the shards and reaches all ranks
-by the ordinary all-gather. The model knows nothing of this. Source of the map: "PC Layer:
-Polynomial Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
+the owner, which multiplies it once by the transposed Jacobian of the map and steps W and gamma. The
+new PC(W) is sent back to the shards and reaches all ranks by the ordinary all-gather. The model
+code does not change. Source of the map: "PC Layer: Polynomial Weight Preconditioning for Improving
+LLM Pre-Training", algorithms 1 and 3.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from spectral.sharded.exchange import unpacked
 from spectral.stepping import Units, accumulate_, step_units
 
 CHUNK_NUMEL = 2**24
-"""Elements of weights that pass through the map at once, which bounds its scratch memory."""
+"""Elements of weights that are mapped at a time, which bounds the scratch memory."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class MaterializedStack(OwnedStack):
     """Preconditioned units of one shape and rule: W and its state.
 
     Attributes:
-        pc: how W becomes PC(W), and what trains gamma.
+        pc: the map from W to PC(W), and the rule of gamma.
         weight: W, `[batch, rows, cols]`, float32 or wider.
-        u, v: its top singular pair, `[batch, rows]` and `[batch, cols]`.
+        u, v: the top singular pair of W, `[batch, rows]` and `[batch, cols]`.
         gamma: `[batch, 1]`.
-        gamma_state: of the rule that trains gamma, empty if it is fixed.
+        gamma_state: state of gamma's rule, empty if gamma is fixed.
         gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
     """
 
@@ -61,10 +61,10 @@ class MaterializedStack(OwnedStack):
         return [*tensors, *self.state.values(), *self.gamma_state.values()]
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
-        """Key, transfer and value of every tensor that a checkpoint holds.
+        """Yield key, transfer and value of every tensor in a checkpoint.
 
-        The keys treat W as the model's parameter and gamma as one more parameter, so checkpoints
-        do not depend on where PC(W) is evaluated.
+        The keys treat W as the model's parameter and gamma as an additional parameter, so
+        checkpoints do not depend on where PC(W) is evaluated.
         """
         elementwise = not self.rule.whole_matrix
         for i, transfer in enumerate(self.transfers):
@@ -115,16 +115,16 @@ class MaterializedStack(OwnedStack):
         self.report["gamma"] = self.gamma[:, 0]
 
     def guard_(self) -> Tensor:
-        """Largest normalised singular value of each unit, `[batch]`.
+        """Return the largest normalised singular value of each unit, `[batch]`.
 
-        A tracked pair that has lost it is replaced (`Preconditioner.guard_`).
+        A tracked pair that misses it is replaced (`Preconditioner.guard_`).
         """
         guard = self.pc.preconditioner.guard_
         parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
         return torch.cat(parts)
 
     def effective(self) -> Iterator[tuple[UnitTransfer, Tensor]]:
-        """Each unit with PC(W) `[rows, cols]`."""
+        """Yield each unit with PC(W) `[rows, cols]`."""
         for part in self._chunks():
             stack = self.pc.preconditioner.effective(
                 self.weight[part], self.u[part], self.v[part], self.gamma[part, 0]
@@ -132,19 +132,19 @@ class MaterializedStack(OwnedStack):
             yield from zip(self.transfers[part], stack, strict=True)
 
     def stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
-        """Whole matrices `[part, rows, cols]` of some units, in the dtype of W."""
+        """Return the whole matrices `[part, rows, cols]` of some units, in the dtype of W."""
         matrices = [t.whole(pieces[t.unit.name]) for t in self.transfers[part]]
         return torch.stack(matrices).to(self.weight.dtype)
 
     def _chunks(self) -> Iterator[slice]:
-        """Slices of the stack of about `CHUNK_NUMEL` elements each."""
+        """Yield slices of the stack of about `CHUNK_NUMEL` elements."""
         size = max(1, CHUNK_NUMEL // self.weight[0].numel())
         for start in range(0, len(self.transfers), size):
             yield slice(start, start + size)
 
 
 class _SteppedWeights(Units):
-    """The weights W of a stack, to be stepped in place on `gradients` of its units, by name."""
+    """The weights W of a stack, stepped in place on `gradients` of its units, by name."""
 
     def __init__(
         self, owned: MaterializedStack, gradients: Mapping[str, Tensor], step: Step
@@ -162,7 +162,7 @@ class _SteppedWeights(Units):
         return stack
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Do nothing: weights and state were stepped in place."""
+        """Do nothing, as weights and state were stepped in place."""
 
 
 class MaterializedUnits:
@@ -175,12 +175,12 @@ class MaterializedUnits:
         model: DomainModel,
         options: StepOptions,
     ) -> None:
-        """Plan the exchange of the units among `transfers`; their owners take W from the masters.
+        """Plan the exchange of units in `transfers`; owners take W from the masters.
 
         Gradients are sent to owners in the exchange's dtype, None for their own. PC(W) is sent in
-        the parameters' dtype, so that every rank has the same.
+        the parameters' dtype, so that it is equal on all ranks.
         """
-        self.exists = bool(transfers)  # on every rank of the stage or on none
+        self.exists = bool(transfers)  # the same on all ranks of the stage
         self.buffers = model.buffers
         self.dtype = options.exchange_dtype
         self.exchange = stage_exchange(transfers, model.domain, model.comm_volume)
@@ -194,12 +194,12 @@ class MaterializedUnits:
         self._gradients: dict[str, Tensor] | None = None
 
     def _taken(self) -> dict[str, Tensor]:
-        """Send the gradients of PC(W) to their owners and turn them into those of W and gamma, once
+        """Send the gradients of PC(W) to the owners and compute the gradients of W and gamma, once
         per step."""
         if self._gradients is not None:
             return self._gradients
         shards = self.buffers.gradient_shards()
-        # Those of a unit that is one part of this rank's shard stay there.
+        # Gradients of a unit that is one part of this rank's shard are not moved.
         gradients = {
             t.unit.name: t.sources[0].of(shards)
             for t in self.owned
@@ -218,7 +218,7 @@ class MaterializedUnits:
         return gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
-        """Each stack with its units' gradients of W, to be measured and scaled in place."""
+        """Yield each stack with its units' gradients of W, to measure and scale in place."""
         gradients = self._taken()
         for stack in self.stacks:
             yield stack, [gradients[unit.name] for unit in stack.units]
@@ -234,7 +234,7 @@ class MaterializedUnits:
     def publish(self) -> None:
         """Compute PC(W) of every unit owned here and write it to the masters' shards.
 
-        An element that is not finite is not written, and its unit is counted as refused.
+        Nonfinite elements are not written, and their units count as refused.
         """
         masters, some = self.buffers.masters, self.buffers.parameters[0]
         moved: dict[str, Tensor] = {}
@@ -243,8 +243,8 @@ class MaterializedUnits:
             for transfer, effective in stack.effective():
                 finite.append(effective.isfinite().all())
                 if transfer.is_local:
-                    # Rounded to the parameters' dtype, as what is sent is, so that the result does
-                    # not depend on who owns what.
+                    # Rounded to the parameters' dtype, like sent values, so that the result does
+                    # not depend on the owners.
                     piece = effective.to(some.dtype).reshape(-1)
                     for part in transfer.targets:
                         target, new = part.of(masters), narrowed(piece, part.whole)
@@ -266,7 +266,7 @@ class MaterializedUnits:
 def materialized_stack(
     stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
 ) -> MaterializedStack:
-    """Make a stack that has taken no step, from W `[batch, rows, cols]` of its units."""
+    """Create a new stack from W `[batch, rows, cols]` of its units."""
     pc = stack.assigned.pc
     assert pc is not None
     preconditioner = pc.preconditioner

@@ -1,6 +1,6 @@
-"""Stacks of units of equal shape and rates: the state and memory that their owner has for them.
+"""Stacks of units of equal shape and rates, with their owner's state and memory.
 
-Stacks that do not depend on each other may be stepped on parallel streams of a GPU.
+Independent stacks may be stepped on parallel streams of a GPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How a step is cut, and the dtypes of what it sends and keeps.
+    """Step groups, and dtypes of sent and kept tensors.
 
-    step_groups      most groups of buckets; None as in `BucketLayout.step_groups`
+    step_groups      largest number of groups of buckets; None as in `BucketLayout.step_groups`
     exchange_dtype   of momentum and updates that are sent; None for their own
     momentum_dtype   of the momentum of whole-matrix rules; None for the masters'
     """
@@ -39,16 +39,16 @@ class StepOptions:
 STREAMS: Final = 4
 
 LARGE: Final = 1 << 21
-"""Elements of matrices that fill a GPU by themselves: a product of 128 x 128 has 128 tiles."""
+"""Elements of matrices that fill a GPU alone: a product of 128 x 128 has 128 tiles."""
 
 
 class Streams:
-    """Streams for work that does not depend on each other.
+    """Streams for independent work.
 
-    Small stacks of small matrices leave most of a GPU idle, so they take turns on the streams,
-    which start after what the current one has done and which it waits for at the end; so the whole
-    can be recorded as a CUDA graph. Large ones stay on the current stream: on another they gain
-    nothing, and PyTorch's allocator would keep a pool of their scratch for each.
+    Small stacks of small matrices leave most of a GPU idle, so they are spread over streams, which
+    start after the current stream's work and are joined at the end; so the whole can be recorded as
+    a CUDA graph. Large stacks stay on the current stream: they gain nothing on another, and
+    PyTorch's allocator would keep a scratch pool per stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,10 +57,10 @@ class Streams:
         ]
 
     def spread(self, items: Sequence[Item], elements: Callable[[Item], int]) -> Iterator[Item]:
-        """Yield the items, of so many elements of matrices, each while its stream is the current
-        one.
+        """Yield the items, whose sizes are in elements of matrices, each with its stream as the
+        current one.
 
-        Later work on the stream that is current now sees the results.
+        Later work on the present stream sees the results.
         """
         if not self.streams or len(items) < 2:
             yield from items
@@ -77,13 +77,13 @@ class Streams:
             stream.wait_event(began)
             with torch.cuda.stream(stream):
                 yield item
-        # A stream without an item is not part of a capture, so a capture must not wait for it.
+        # A stream without items is not part of a capture, so a capture must not wait for it.
         for stream in self.streams[:used]:
             current.wait_stream(stream)
 
 
 class StackMemory:
-    """Memory for the pieces of stacks of units, each stack in one block.
+    """Memory for the pieces of stacks of units, one block per stack.
 
     Attributes:
         pieces: `[elements]` of each unit, by name; views.
@@ -92,7 +92,7 @@ class StackMemory:
     def __init__(
         self, stacks: Iterable[Sequence[UnitTransfer]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate memory for the units of `stacks`, each of units of one shape."""
+        """Allocate memory for the units of `stacks`, one shape per stack."""
         self.dtype, self.device = dtype, device
         self.pieces: dict[str, Tensor] = {}
         self._blocks: dict[str, Tensor] = {}  # by the name of the first unit
@@ -103,7 +103,7 @@ class StackMemory:
             self.pieces |= zip(names, block, strict=True)
 
     def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
-        """Return some matrices of a stack `[units, rows, cols]`: a view, if all are `in_order`."""
+        """Return some matrices `[units, rows, cols]` of a stack, a view if all are `in_order`."""
         if all(transfer.in_order for transfer in transfers):
             first = transfers[0].unit
             return self._blocks[first.name].view(len(transfers), *first.shape)[part]
@@ -125,13 +125,12 @@ def cut_all_(
 
 @dataclass
 class OwnedStack:
-    """Units of one shape and rule that this rank steps as one stack, a row of state each.
+    """Units of one shape and rule that this rank steps as one stack, with one row of state each.
 
     Attributes:
-        transfers: how each unit comes to this rank and goes back, in the order of the stack.
-        assigned: what happens to the first unit; others differ at most in their penalty.
-        state: the rule's, `[batch, ...]` each.
-        report: figures of the last step.
+        transfers: the transfers of the units, in the order of the stack. assigned: assignment of
+        the first unit; other units differ at most in the penalty. state: the rule's state, tensors
+        `[batch, ...]`. report: figures of the last step.
     """
 
     transfers: list[UnitTransfer]
@@ -150,11 +149,11 @@ class OwnedStack:
         return self.assigned.rule
 
     def tensors(self) -> list[Tensor]:
-        """List all memory that outlives a step."""
+        """List all tensors that outlive a step."""
         return list(self.state.values())
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
-        """Yield key, transfer and value, a view, of everything that a checkpoint holds of it."""
+        """Yield key, transfer and value (a view) of the stack's tensors in a checkpoint."""
         for i, transfer in enumerate(self.transfers):
             for name, value in self.state.items():
                 yield f"optimizer/{transfer.unit.name}/{name}", transfer, value[i]
@@ -163,10 +162,9 @@ class OwnedStack:
 def owned_stacks(
     transfers: Sequence[UnitTransfer], assign: Callable[[Unit], Assignment]
 ) -> list[OwnedStack]:
-    """Group the transfers into stacks, whose state is still empty.
+    """Group the transfers into stacks with empty state.
 
-    Units share a stack if they agree in shape, rule, rates, and how their weights become effective
-    ones.
+    Units share a stack if they have equal shapes, rules, rates, and maps to effective weights.
     """
 
     def kind(transfer: UnitTransfer) -> tuple[object, ...]:
@@ -191,7 +189,7 @@ def gathered_weights(
 
 
 class SteppedStack(Units):
-    """A stack to be stepped from `momenta`, in `weights`."""
+    """A stack that is stepped from `momenta` in `weights`."""
 
     def __init__(
         self, owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step
@@ -201,7 +199,7 @@ class SteppedStack(Units):
         self.owned, self.momenta, self.weights, self.step = owned, momenta, weights, step
 
     def take(self, part: slice) -> Stack:
-        """Assemble matrices of their pieces."""
+        """Assemble matrices from their pieces."""
         transfers = self.owned.transfers
         weight = self.weights.assembled(transfers, part)
         momentum = self.momenta.assembled(transfers, part).to(weight.dtype)

@@ -1,9 +1,9 @@
-"""The Gram penalty's gradient, added once per step to that of the loss.
+"""The Gram penalty's gradient, added once per step to the loss's gradient.
 
-It depends on the weight alone, so the unit's owner computes it from the parameter that every
-data-parallel rank holds; for a PC layer that is the effective weight. It is sent to the ranks whose
-shards hold the unit's gradient, as an owner's update is, and everything that follows, from the
-gradient norm on, takes it for part of the gradient of the loss.
+It depends only on the weight, so the unit's owner computes it from the parameter that every
+data-parallel rank holds; for a PC layer that is the effective weight. Like an owner's update, it is
+sent to the ranks whose shards hold the unit's gradient. All later steps, from the gradient norm on,
+treat it as part of the loss's gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ SUMS = 5
 class PenaltyFigures:
     """The penalty over all units at one step.
 
-    value                coefficient times the sum of the penalties, in nats per token like the loss
+    value coefficient times the sum of the penalties, in nats per token like the loss
     share                mean over units of ||OffDiag||_F^2 / ||W||_F^4, which is independent of
                          the scale of W
     gradient_norm        of `value`
@@ -46,7 +46,7 @@ class PenaltyFigures:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Figures from the sums `[SUMS]` over all ranks; waits for the device."""
+        """Compute figures from the sums `[SUMS]` over all ranks; waits for the device."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
@@ -56,8 +56,8 @@ def weight_exchange(
 ) -> Exchange:
     """Plan the gather of the weights of units from the model's parameters.
 
-    Every data-parallel rank holds its tensor rank's parameters in full, so an owner lacks only the
-    pieces of other tensor-parallel ranks, and receives them from the ranks of its own tensor group.
+    Every data-parallel rank holds its tensor rank's whole parameters, so an owner receives only the
+    pieces of other tensor-parallel ranks, from its own tensor group.
     """
     tensor, data_rank = domain.tensor, domain.replicas.rank
 
@@ -103,7 +103,7 @@ class PenalisedUnits:
         self.stacks = grouped(owned, lambda t: (assign(t.unit).penalty, t.unit.shape))
 
     def add_(self, *, enabled: bool, measured: bool) -> Tensor | None:
-        """Add the penalty's gradient to the gradient shards if it is `enabled`.
+        """Add the penalty's gradient to the gradient shards if `enabled`.
 
         All ranks of the stage call it together. Returns this rank's sums `[SUMS]` for
         `PenaltyFigures` if `measured`, else None.

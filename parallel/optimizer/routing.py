@@ -1,4 +1,4 @@
-"""Routing: the rule and rates of each unit, one row per unit, and the work of its owner."""
+"""Routing: a table with the rule and rates of each unit, and the work of its owner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,12 @@ from spectral.sharded.placement import Work
 
 @dataclass(frozen=True)
 class PCAssignment:
-    """How the owner of a unit turns W into the effective weight that the model multiplies by.
+    """Map of a unit's owner from W to the effective weight of the model.
 
     Attributes:
-        preconditioner: the map.
-        gamma_rule: the elementwise rule that trains gamma, None if gamma is fixed.
-        gamma_lr: its peak learning rate.
-        gamma_weight_decay: its decoupled decay, towards 0.
+        preconditioner: the map. gamma_rule: the elementwise rule of gamma, None if gamma is fixed.
+        gamma_lr: peak learning rate of gamma. gamma_weight_decay: decoupled decay of gamma, towards
+        0.
     """
 
     preconditioner: Preconditioner
@@ -34,7 +33,7 @@ class PCAssignment:
 
 @dataclass(frozen=True)
 class Penalty:
-    """What is added to the loss for a unit: `coefficient` times its Gram penalty.
+    """Term of the loss for a unit: `coefficient` times its Gram penalty.
 
     The other attributes are the settings of `spectral.gram_penalty`.
     """
@@ -45,14 +44,14 @@ class Penalty:
     normalize: Normalize | None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of the gradient: the smaller Gram matrix, and W times it."""
+        """Count the FLOPs of the gradient: the smaller Gram matrix, and its product with W."""
         short, long = sorted(shape)
         return 2 * product_flops(short, long, short)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What happens to a unit.
+    """Rule, rates, PC map and penalty of a unit.
 
     Attributes:
         group: matrix, embedding, head or scalar, under which its learning rate is logged.
@@ -73,13 +72,13 @@ class Assignment:
     penalty: Penalty | None = None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step of a unit of logical `shape`, the currency of placement."""
+        """Count the FLOPs of one step of a unit of logical `shape`, which placement balances."""
         flops = self.rule.cost(shape)
         flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
 
     def step(self, rate: Callable[[float], Rate], active: Tensor) -> Step:
-        """Return what a step is taken with; `rate` gives the learning rate of a peak."""
+        """Return the arguments of a step; `rate` maps a peak to the current learning rate."""
         return Step(rate(self.lr), self.weight_decay, active)
 
     @property
@@ -102,10 +101,9 @@ class Route:
     """One row of the routing table.
 
     Attributes:
-        lr: peak learning rate of this unit, with the factors of its role and layer.
-        radius, scale: of the rule for this shape, None where it has none.
-        pc: polynomial of the PC layer, None where there is none.
-        penalty: coefficient of the Gram penalty, None where there is none.
+        lr: peak learning rate of this unit, with the factors of its role and layer. radius, scale:
+        the rule's values for this shape, or None. pc: polynomial of the PC layer, or None. penalty:
+        coefficient of the Gram penalty, or None.
     """
 
     unit: str
@@ -124,7 +122,7 @@ class Route:
 
 
 def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
-    """Make the row of a unit; `owners` has the rank of each matrix, if it is known."""
+    """Return the row of a unit; `owners` maps matrices to ranks, if known."""
     rule = assigned.rule
     radius = scale = None
     if rule.whole_matrix:
@@ -151,7 +149,7 @@ def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
 
 
 def level_name(pc: PCAssignment) -> str:
-    """Name the polynomial of a PC layer."""
+    """Return the name of a PC layer's polynomial."""
     level = pc.preconditioner.level
     if isinstance(level, int | str):
         return f"level {level}" if isinstance(level, int) else level
@@ -161,14 +159,14 @@ def level_name(pc: PCAssignment) -> str:
 def unit_work(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, assign: Assign
 ) -> list[Work]:
-    """Collect cost and holders of every unit of a stage that has an owner, names ascending.
+    """Collect cost and holders of every unit with an owner in a stage, by ascending name.
 
     Args:
         units: of each tensor-parallel rank of the stage, ranks ascending.
         bucket_layout: of the stage, the same on every tensor-parallel rank.
-        assign: rule and penalty of each unit; units that no rank needs whole have no owner.
+        assign: rule and penalty of each unit; elementwise units without a penalty have no owner.
     """
-    cost = cache(Assignment.cost)  # units of one shape share it
+    cost = cache(Assignment.cost)  # shared by units of one shape
     holders_of: dict[str, dict[int, int]] = {}
     costs: dict[str, float] = {}
     local: dict[str, dict[int, int]] = {}

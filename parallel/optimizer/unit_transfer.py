@@ -1,4 +1,4 @@
-"""The transfer of units: pieces of cut matrices go to their owners, and updates come back.
+"""Transfer of units: pieces of cut matrices are sent to their owners, and updates back.
 
 A matrix may be cut twice: by tensor parallelism, and by the border of a data-parallel shard. Each
 matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends the pieces
@@ -21,20 +21,20 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""Who steps a matrix that tensor parallelism cuts: its one owner, or each rank its own piece as a
-matrix of its own, which is different mathematics."""
+"""Step of a matrix that tensor parallelism cuts: by its one owner, or by each rank on its own piece
+as a separate matrix, which is different mathematics."""
 
 
 @dataclass(frozen=True)
 class UnitTransfer(Transfer):
-    """Where the pieces of one unit lie and which rank steps it; the same on every rank of a stage.
+    """Positions of the pieces of one unit, and its owner; the same on every rank of a stage.
 
-    Parts are in the shards of the buckets, and in the unit's flattened pieces, one after the other.
+    Parts are in the shards of the buckets, and in the concatenation of the unit's flattened pieces.
 
     owner          rank within the stage: tensor rank + tensor size * data rank
     tensor_ranks   tensor-parallel ranks whose pieces make up the unit; all of them if it is cut
-    targets        the sources, except for a replicated unit, whose copies all take the update that
-                   the owner made from its own copy
+    targets        the sources; for a replicated unit all copies, which get the update of the
+                   owner's copy
     """
 
     unit: Unit
@@ -47,16 +47,16 @@ class UnitTransfer(Transfer):
 
     @property
     def in_order(self) -> bool:
-        """Whether the pieces, one after the other, are the whole matrix."""
+        """Whether the concatenated pieces are the whole matrix."""
         return self.pieces == 1 or self.unit.shard_axis == 0
 
     def logical(self, pieces: Tensor) -> Tensor:
-        """View flattened pieces `[elements]` in the order of the matrix, its cut axis as two."""
+        """View flattened pieces `[elements]` in the matrix's order, with the cut axis as two."""
         local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
         return local.movedim(0, self.unit.shard_axis or 0)
 
     def whole(self, pieces: Tensor) -> Tensor:
-        """Return the matrix `[rows, cols]` of flattened pieces: a view, if they are `in_order`."""
+        """Return the matrix `[rows, cols]` of flattened pieces, a view if they are `in_order`."""
         return self.logical(pieces).reshape(self.unit.shape)
 
     def cut_(self, whole: Tensor, pieces: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Where the elements of parameters and gradients lie: flat buckets, their shards, units in them.
+"""Memory of parameters and gradients: flat buckets, their shards, and units in them.
 
-Nothing here knows an update rule or an owner of a matrix. Start with bucket_layout.py, then
+Nothing here depends on update rules or owners of matrices. Start with bucket_layout.py, then
 buffers.py.
 """

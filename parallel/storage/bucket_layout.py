@@ -1,13 +1,13 @@
-"""The bucket layout: where every parameter is in the flat buckets of data parallelism.
+"""The bucket layout: positions of parameters in the flat buckets of data parallelism.
 
 A bucket is one flat buffer, cut into `ranks` equal shards; data-parallel rank r owns the elements
 `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets are in
-the order in which the backward pass completes gradients, last layer first. Parameters follow each
-other without gaps; the border of a shard may cut a unit, whose momentum is then sent to one rank.
+the order in which the backward pass completes gradients, last layer first. Parameters are adjacent,
+without gaps; the border of a shard may cut a unit, whose momentum is then sent to one rank.
 
 If all units of a parameter are PC layers, their owners keep W, and the shards are not stepped. Such
-parameters have separate buckets, whose shards need no float32 master. So has an embedding that
-two pipeline stages hold, whose shards are then the same on both.
+parameters have separate buckets, whose shards need no float32 master. An embedding on two pipeline
+stages also has a separate bucket, so that its shards are equal on both.
 
 Everything here is a pure function of the units' shapes, the same on every rank.
 """
@@ -23,19 +23,19 @@ from models.units import ALL, Unit
 from spectral.batching import grouped
 
 DEFAULT_BUCKET = 40_000_000
-"""Elements."""
+"""Default size of a bucket in elements."""
 LAYERS_PER_BUCKET = 2
 NEGLIGIBLE = 0.01
 """Share of a bucket's size by which small parameters, such as gains, may exceed it."""
 
 STEP_ELEMENTS = 1 << 27
-"""Elements of a rank that a step group has at most by default, where four groups allow it. Their
-step takes about 24 bytes of scratch per element."""
+"""Default limit of a rank's elements in a step group, if four groups allow it. A step takes about
+24 bytes of scratch memory per element."""
 MOST_STEP_GROUPS = 4
 GOLDEN = 618
-"""Thousandths: multiples of the golden ratio are spread evenly over a circle."""
+"""The golden ratio in thousandths: its multiples are spread evenly over a circle."""
 WORD = 8
-"""Elements that kernels read at once: 16 bytes of bfloat16."""
+"""Elements of a vectorized read of kernels: 16 bytes of bfloat16."""
 SMALLEST_ALIGNMENT = WORD
 ALIGNMENT_PADDING = 0.005
 """Share of a bucket that may be padded for alignment before the alignment is halved."""
@@ -54,10 +54,10 @@ class Slot:
 class Bucket:
     """One flat buffer.
 
-    index               place among the buckets
-    slots               of its parameters, by offset
+    index               position among the buckets
+    slots               slots of its parameters, by offset
     numel               elements with padding, a multiple of the number of ranks
-    stepped_by_owners   whether owners keep the weights of all its units, so that no rule steps its
+    stepped_by_owners   whether owners keep the weights of all its units, so no rule steps its
                         shards
     """
 
@@ -79,7 +79,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Span:
-    """A contiguous range `[start, start + length)` of a bucket that holds part of a unit.
+    """A contiguous range `[start, start + length)` of a bucket with a part of a unit.
 
     piece_start   position of the first element in the unit's flattened local piece
     """
@@ -102,11 +102,12 @@ class BucketLayout:
 
     @cached_property
     def slots(self) -> dict[str, tuple[Bucket, Slot]]:
-        """Bucket and slot of each parameter, in the order of the buckets."""
+        """The bucket and slot of each parameter, in the order of the buckets."""
         return {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
 
     def spans(self, unit: Unit) -> tuple[Span, ...]:
-        """Spans of the unit's local piece, in the row-major order of `unit.view(parameter)`.
+        """Return the spans of the unit's local piece, in the row-major order of
+        `unit.view(parameter)`.
 
         Raises KeyError for a unit whose parameter has no slot.
         """
@@ -118,7 +119,7 @@ class BucketLayout:
         return tuple(spans)
 
     def cuts(self, unit: Unit) -> list[tuple[int, Span]]:
-        """Cut `spans(unit)` at the borders of shards: the data-parallel rank of each, ascending.
+        """Cut `spans(unit)` at the borders of shards; return them by ascending data-parallel rank.
 
         `start` still counts from the beginning of the bucket.
         """
@@ -133,11 +134,11 @@ class BucketLayout:
         return sorted(cuts, key=lambda cut: cut[0])
 
     def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
-        """Keep the cuts of a unit in the shard of data-parallel rank `rank`."""
+        """Return the cuts of a unit in the shard of data-parallel rank `rank`."""
         return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Elements of the unit's local piece in the shard of each data-parallel rank that has any.
+        """Return the elements of the unit's local piece in each data-parallel rank's shard, if any.
 
         Ranks are ascending.
         """
@@ -147,8 +148,9 @@ class BucketLayout:
         return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Sum over units of elements times weight, in the shard of each data-parallel rank."""
-        # Differences of neighbouring ranks, so that a unit takes equally long on any number.
+        """Sum elements times weight over units, in the shard of each data-parallel rank."""
+        # Sum differences between neighbouring ranks, so that the time does not depend on the number
+        # of ranks.
         steps = [0] * (self.ranks + 1)
         edges = [0] * self.ranks
         for unit, weight in weighted:
@@ -162,20 +164,20 @@ class BucketLayout:
         return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
 
     def shard_numel(self, bucket: int) -> int:
-        """Elements of each shard of bucket number `bucket`."""
+        """Return the elements of a shard of bucket number `bucket`."""
         return self.buckets[bucket].numel // self.ranks
 
     def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
-        """Indices of the buckets of each of at most `count` step groups, in forward order.
+        """Return the bucket indices of each of at most `count` step groups, in forward order.
 
-        None stands for `default_step_groups` of a rank's shards.
+        None means `default_step_groups` of a rank's shards.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
         return forward_groups(len(self.buckets), chosen)
 
     @property
     def numel(self) -> int:
-        """Elements of all buckets, padding included."""
+        """Elements of all buckets, including padding."""
         return sum(bucket.numel for bucket in self.buckets)
 
     @property
@@ -185,12 +187,13 @@ class BucketLayout:
 
 
 def local_ranges(unit: Unit) -> list[tuple[int, int]]:
-    """`(start, length)` of each contiguous range of the unit in its flattened local parameter.
+    """Return `(start, length)` of each contiguous range of the unit in its flattened local
+    parameter.
 
-    The ranges are in the row-major order of `unit.view(parameter)`. They depend on shapes alone.
+    The ranges are in the row-major order of `unit.view(parameter)`. They depend only on shapes.
     """
     offset, stride = 0, prod(unit.view_shape)
-    kept: list[tuple[int, int]] = []  # (size, stride) of the axes that remain
+    kept: list[tuple[int, int]] = []  # (size, stride) of the remaining axes
     picks = (*unit.index, *(ALL,) * (len(unit.view_shape) - len(unit.index)))
     for size, pick in zip(unit.view_shape, picks, strict=True):
         stride //= size
@@ -212,15 +215,15 @@ def local_ranges(unit: Unit) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlanner:
-    """Lays out the buckets of the parameters of one rank's pipeline stage.
+    """Planner of the buckets of one rank's pipeline stage.
 
     Attributes:
         ranks: data-parallel size.
         alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
             bucket that it would pad by more than half a percent.
-        parameter_bytes: per element, of the all-gather.
-        preconditioned: whether a unit is a PC layer whose owner keeps W; None if none is. It
-            matters for parameters narrower than float32 alone, since wider ones need no master.
+        parameter_bytes: per element, of the all-gather. preconditioned: whether a unit is a PC
+        layer whose owner keeps W; None if no unit is. It only matters for parameters narrower than
+        float32, as wider ones need no master.
     """
 
     ranks: int = 1
@@ -229,7 +232,7 @@ class BucketPlanner:
     preconditioned: Callable[[Unit], bool] | None = None
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
-        """Lay out the parameters that hold `units`, which are in forward order."""
+        """Lay out the parameters of `units`, which are in forward order."""
         contents = bucket_parameters(units)
         contents = set_apart(contents, {unit.parameter for unit in units if unit.tied_stage})
         by_parameter = grouped(units, lambda unit: unit.parameter)
@@ -252,18 +255,18 @@ class BucketPlanner:
 
     @property
     def word(self) -> int:
-        """Elements that parameters begin at multiples of, as far as their sizes allow."""
+        """Alignment of the starts of parameters in elements, as far as their sizes allow."""
         return min(WORD, self.alignment)
 
     def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         """Lay out the parameters `members`, given in backward order."""
         slots, offset = [], 0
         names = list(members)
-        # Layers have equal parameters. Each bucket starts with another one, so that those with most
-        # state or work are not in the same rank's shard every time.
+        # Layers have equal parameters. Each bucket starts with a different parameter, so that those
+        # with most state or work are not always in the same rank's shard.
         first = index * GOLDEN % 1000 * len(names) // 1000
         ordered = names[first:] + names[:first]
-        # What would shift its followers off 16 bytes comes last: gammas, a number per unit.
+        # Gammas (a number per unit) are last, as they would shift their followers off 16 bytes.
         for name in sorted(ordered, key=lambda name: _numel(members[name]) % self.word > 0):
             numel = _numel(members[name])
             slots.append(Slot(name, offset, numel))
@@ -272,7 +275,7 @@ class BucketPlanner:
         return Bucket(index, tuple(slots), -(-offset // step) * step)
 
     def _step(self, used: int) -> int:
-        """Number that the size of a bucket with `used` elements must be a multiple of."""
+        """Return the divisor of the size of a bucket with `used` elements."""
         alignment = self.alignment
         while (
             -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used
@@ -284,15 +287,15 @@ class BucketPlanner:
 
 
 def _numel(units: Sequence[Unit]) -> int:
-    """Elements of the parameter that has these units."""
+    """Return the elements of the parameter with these units."""
     return prod(units[0].view_shape)
 
 
 def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
-    """Names of the parameters of each bucket, in backward order.
+    """Return the parameter names of each bucket, in backward order.
 
-    Whole layers, and the parameters between them, are joined up to `bucket_numel` elements and two
-    layers.
+    Whole layers, and the parameters between layers, are joined up to `bucket_numel` elements and
+    two layers.
     """
     sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
     most = bucket_numel(sizes) * (1 + NEGLIGIBLE)
@@ -310,13 +313,13 @@ def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
 
 
 def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
-    """Split each bucket into its names outside of `some` and those in it, none empty, in order."""
+    """Split each bucket into its names outside and inside `some`; drop empty buckets."""
     split = (([n for n in b if n not in some], [n for n in b if n in some]) for b in buckets)
     return [names for both in split for names in both if names]
 
 
 def bucket_numel(sizes: dict[str, int]) -> int:
-    """Elements at which a bucket is closed.
+    """Return the number of elements at which a bucket is closed.
 
     It is one layer, or 40M elements if a layer is smaller, but at most two layers.
     """
@@ -330,22 +333,22 @@ def bucket_numel(sizes: dict[str, int]) -> int:
 
 
 def layer_of(parameter: str) -> str | None:
-    """Prefix of the layer: `layers.3` of `layers.3.mlp.down`, None outside of the layers."""
+    """Return the layer's prefix: `layers.3` of `layers.3.mlp.down`, None outside layers."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
 
 def default_step_groups(shard_numel: int) -> int:
-    """Return the number of step groups for a rank whose shards hold `shard_numel` elements.
+    """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    The fewest of at most four that have no more than `STEP_ELEMENTS` each: every further group
-    makes a rank step more, and smaller, stacks of matrices, each with all launches of its rule.
+    It is the smallest number up to four with at most `STEP_ELEMENTS` per group: every further group
+    makes a rank step more and smaller stacks of matrices, each with all launches of its rule.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
 
 
 def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
-    """Indices of the buckets of each step group, in forward order.
+    """Return the bucket indices of each step group, in forward order.
 
     Buckets are numbered in backward order. There are at most `groups` step groups, each of
     consecutive buckets, and their numbers of buckets differ by at most one.

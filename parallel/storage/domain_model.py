@@ -1,11 +1,12 @@
 """The parameters of one domain on one rank: flat buckets of weights and gradients.
 
 Parameters and gradients are views of the buckets, shards are slices. Gradients are accumulated in
-their buckets, and each bucket is reduced once it is complete; new weights are all-gathered.
+their buckets, and each bucket is reduced when it is complete; new weights are all-gathered.
 
-Linears add the gradients of their weights to the buckets by the products that compute them. Else
-every micro-batch writes a gradient in 16 bits, and another pass adds it to the float32 sum: 10
-bytes per parameter, and one rounding more. Megatron has the seam, for an extension of Apex.
+Linears accumulate the gradients of their weights in the buckets within the products that compute
+them. Otherwise every micro-batch writes a 16-bit gradient, and another pass adds it to the float32
+sum: 10 bytes per parameter, and an additional rounding. Megatron has this hook for an extension of
+Apex.
 """
 
 import contextlib
@@ -29,11 +30,11 @@ from spectral.batching import copy_all_
 class Buffers:
     """Parameter and gradient buckets of one rank.
 
-    parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view of it
+    parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view
     gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
-    masters      per bucket, this rank's shard `[numel / replicas]` of the weights that the
-                 optimizer steps: a float32 copy of 16-bit parameters, or the parameters' shard
-                 itself if they are wider or if the owners of the bucket's units keep its weights
+    masters      per bucket, this rank's shard `[numel / replicas]` of the stepped weights: a
+                 float32 copy of 16-bit parameters, or the parameters' shard itself if they are
+                 wider or if the owners of the bucket's units keep its weights
     master       an empty tensor with the masters' device and dtype
     """
 
@@ -47,8 +48,8 @@ class Buffers:
     ) -> None:
         """Move the parameters' values into the buckets.
 
-        Gradients are accumulated in `gradient_dtype`; None stands for float32 with 16-bit
-        parameters and for the parameters' dtype with wider ones.
+        Gradients are accumulated in `gradient_dtype`; None means float32 with 16-bit parameters,
+        and the parameters' dtype otherwise.
         """
         self.bucket_layout = bucket_layout
         self.replicas = replicas
@@ -82,12 +83,12 @@ class Buffers:
         ]
 
     def shard(self, flat: Tensor) -> Tensor:
-        """View of this rank's shard of the bucket `flat`."""
+        """Return a view of this rank's shard of the bucket `flat`."""
         size = flat.numel() // self.replicas.size
         return flat.narrow(0, self.replicas.rank * size, size)
 
     def gradient_shards(self) -> list[Tensor]:
-        """Views of this rank's shard of every gradient bucket."""
+        """Return views of this rank's shards of the gradient buckets."""
         return [self.shard(flat) for flat in self.gradients]
 
     def write_parameters(self, buckets: Sequence[int]) -> None:
@@ -110,15 +111,15 @@ Observer = Callable[[str, Tensor], None]
 class GradientReducer:
     """Accumulates gradients in their buckets and averages the shards over the replicas.
 
-    Megatron's schedules run all but the last micro-batch inside `no_sync` and call `finish` at the
-    end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when its
-    last gradient is there, and overlaps with the rest; otherwise all start in `finish`.
+    Megatron's schedules run all micro-batches but the last inside `no_sync` and call `finish` at
+    the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
+    its last gradient is complete; otherwise all start in `finish`.
 
-    observers     by name, what is called with each micro-batch's gradient of each parameter
+    observers     by name, callbacks for each micro-batch's gradient of each parameter
     tensor_sums   units whose gradient is a sum over tensor-parallel ranks: the gains under sequence
-                  parallelism, where each rank sees its part of the sequence
-    tied          a tied embedding of which another pipeline stage holds a copy: its gradient is the
-                  sum of those of both, over `domain.ends`
+                  parallelism
+    tied          a tied embedding with a copy on another pipeline stage: its gradient is the sum of
+                  both copies' gradients, over `domain.ends`
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches after which no reduction starts."""
+        """Suppress reductions after micro-batches within a context."""
         self._syncing = False
         try:
             yield
@@ -157,7 +158,7 @@ class GradientReducer:
             self._syncing = True
 
     def finish(self) -> None:
-        """Wait until this rank's shard of every bucket holds the mean gradient."""
+        """Wait until this rank's shard of every bucket contains the mean gradient."""
         for bucket in range(len(self._names)):
             if bucket not in self._handles:
                 self._reduce(bucket)
@@ -175,7 +176,7 @@ class GradientReducer:
     def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             gradient = parameter.grad
-            if gradient is not None:  # else its product has added it
+            if gradient is not None:  # otherwise its product has accumulated it
                 for observe in self.observers.values():
                     observe(name, gradient)
                 parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
@@ -194,8 +195,8 @@ class GradientReducer:
 
     @cached_property
     def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
-        """What this rank's shards hold of gradients that are partial sums, views: over which ranks,
-        as what it is counted, and the views."""
+        """Yield views of gradients that are partial sums: the axis of the sum, the kind of
+        communication, and the views."""
         layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
         partial = []
         for axis, kind, units in (
@@ -210,14 +211,14 @@ class GradientReducer:
         return partial
 
     def _sum(self, axis: Axis, kind: str, parts: list[Tensor]) -> None:
-        """All-reduce the parts over an axis, packed."""
+        """All-reduce the packed parts over an axis."""
         packed = torch.cat(parts)
         all_reduce_(packed, axis, self.comm_volume, kind)
         torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, in its type, from operands of another type."""
+    """Add `left @ right` to `total` in the dtype of `total`, from operands of another dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -227,22 +228,22 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class WeightProducts:
-    """What Megatron calls instead of Apex's extension, by the name that it has there."""
+    """Replacement of Apex's extension, with the method name that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """Add the gradient of a weight to `total` `[rows, cols]`, from those of the outputs
-        `[tokens, rows]` and from the `inputs` `[tokens, cols]`."""
+        """Add a weight's gradient to `total` `[rows, cols]`, from the outputs' gradients `[tokens,
+        rows]` and the `inputs` `[tokens, cols]`."""
         add_product_(total, gradient.t(), inputs)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
-    """Let linears of `chunks` add their weights' gradients to `main_grad` themselves, or not.
+    """Enable or disable accumulation in `main_grad` by the linears of `chunks`.
 
-    Weights that are computed in the forward pass have none. The gradient that autograd sees then is
-    None.
+    Weights that are computed in the forward pass have no `main_grad`. Autograd then sees the
+    gradient None.
     """
     layers.fused_weight_gradient_mlp_cuda = WeightProducts
     for chunk in chunks:
@@ -255,11 +256,11 @@ def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
 
 @dataclass
 class DomainModel:
-    """The dense parameters of one rank, or its experts.
+    """The dense parameters or the experts of one rank.
 
     stage_units   the units of every tensor-parallel rank of the domain's stage, in forward order
-    comm_volume   where sent bytes are counted
-    gathers       by bucket, the all-gather of new weights that may still be under way
+    comm_volume   counter of sent bytes
+    gathers       by bucket, the all-gather of new weights, possibly still running
     """
 
     domain: Domain
@@ -271,28 +272,28 @@ class DomainModel:
 
     @property
     def units(self) -> list[Unit]:
-        """Units that this rank holds, whole or in part, in forward order."""
+        """Units on this rank, whole or in part, in forward order."""
         return self.stage_units[self.domain.tensor.rank]
 
     @torch.no_grad()
     def start_gathers(self, buckets: Sequence[int], comm_volume: CommVolume) -> None:
-        """Round the masters of `buckets` into the parameters, and start to all-gather those."""
+        """Round the masters of `buckets` into the parameters, and start their all-gathers."""
         self.buffers.write_parameters(buckets)
         for bucket in buckets:
             flat = self.buffers.parameters[bucket]
             self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
 
     def all_gather_weights(self) -> None:
-        """Round the masters into the parameters and all-gather those, waiting for the result.
+        """Round the masters into the parameters, all-gather the parameters and wait.
 
-        This is no part of a step, so that its bytes are not counted.
+        Its bytes are not counted, as it is not part of a step.
         """
         buckets = range(len(self.buffers.parameters))
         self.start_gathers(buckets, CommVolume())
         self.wait(buckets)
 
     def wait(self, buckets: Sequence[int]) -> None:
-        """Wait for the all-gathers of `buckets` that are under way."""
+        """Wait for the running all-gathers of `buckets`."""
         for bucket in buckets:
             handle = self.gathers.pop(bucket, None)
             if handle is not None:

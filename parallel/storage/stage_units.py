@@ -17,8 +17,8 @@ def declare_stage_units(
 ) -> list[list[Unit]]:
     """Declare the units of each tensor-parallel rank of a stage, in forward order.
 
-    `chunks` are those of the stage's ranks, in forward order; `split` are further fields of
-    `models.layout.Split`, such as which of the ranks that share experts this one is.
+    `chunks` are the chunks of the stage's ranks, in forward order; `split` are further fields of
+    `models.layout.Split`, such as this rank's index among the expert-parallel ranks.
     """
     family = FAMILIES[model.family]
     split |= {"expert_size": layout.expert, "expert_tensor": layout.expert_tensor}
@@ -35,7 +35,7 @@ def declare_stage_units(
 
 
 def units_of_domain(stage_units: Sequence[Sequence[Unit]], name: str) -> list[list[Unit]]:
-    """Keep the units of one domain, "dense" or "expert", of each tensor-parallel rank."""
+    """Return the units of one domain, "dense" or "expert", of each tensor-parallel rank."""
     return [[unit for unit in units if unit.domain == name] for units in stage_units]
 
 
@@ -44,7 +44,7 @@ def named_parameters(
     modules: Sequence[torch.nn.Module],
     specs: Sequence[ChunkSpec],
 ) -> dict[str, torch.nn.Parameter]:
-    """Parameters of the chunks by declared global name."""
+    """Return the parameters of the chunks by declared global name."""
     parameters: dict[str, torch.nn.Parameter] = {}
     for module, spec in zip(modules, specs, strict=True):
         declared = names(module, spec.layers)
@@ -56,9 +56,10 @@ def named_parameters(
 def named_buffers(
     chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers of the chunks, which are equal on all ranks of a pipeline stage.
+    """Return the persistent buffers of the chunks, which are equal on all ranks of a pipeline
+    stage.
 
-    The name is made from that of the parameter next to it: `layers.0.router.expert_bias`.
+    The name is derived from the parameter next to it: `layers.0.router.expert_bias`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for chunk in chunks:
