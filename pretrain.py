@@ -1,16 +1,15 @@
-"""Pretrain a language model as a config describes.
+"""Pretrain a language model from a config.
 
     python pretrain.py --config configs/tiny_sso.yaml --ranks 2 [key=value ...]
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
 Exit codes: 0 the run ended as configured or was stopped and saved, 130 Ctrl-C stopped it and it was
-saved, 1 it failed, 2 its input was wrong. A plan that does not fit its GPUs says so and
-exits with 0.
+saved, 1 it failed, 2 its input was wrong. A plan that does not fit its GPUs also exits with 0.
 """
 
 import signal
 
-if __name__ == "__main__":  # until the run listens for Ctrl-C, it ends without a traceback
+if __name__ == "__main__":  # before the run handles Ctrl-C, Ctrl-C ends it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -23,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Nothing here imports torch: Ctrl-C is listened for before that, and --help does without it.
+# Nothing here imports torch: Ctrl-C is handled before that import, and --help does not need it.
 from parallel.error_text import described
 from training.errors import (
     InputError,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 MODES = ("print_config", "dry_run", "fit", "rehearse")
-"""Options that say what to do instead of training."""
+"""Options that replace training."""
 NEEDS = {
     "gpus": ("dry_run", "fit", "rehearse"),
     "device": ("dry_run", "fit", "rehearse"),
@@ -51,17 +50,17 @@ NEEDS = {
     "resume": (),
     "ranks": (),
 }
-"""By option, those of `MODES` that it belongs to; none of them: a run that trains."""
+"""The modes that each option belongs to; an empty entry means training."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line: a config file, dotted overrides, and what to do with the run."""
+    """Return the parsed command line: a config file, dotted overrides, and the mode."""
     parser = argparse.ArgumentParser(
         description="Pretrain a language model with spectral optimizers.",
         epilog="Overrides are dotted keys, e.g. train.steps=100 optimizer.matrix.lr=0.01",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--print-config", action="store_true", help="print the resolved config instead of training"
@@ -139,26 +138,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def flag(name: str | None) -> str:
-    """Return an option as it is typed, or what None of `MODES` is."""
+    """Return the flag of an option, or a phrase for training (None)."""
     return "a run that trains" if name is None else f"--{name.replace('_', '-')}"
 
 
 def positive(text: str) -> int:
-    """Return the number that `text` is, at least 1."""
+    """Parse `text` as a whole number, at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
     return int(text)
 
 
 def rank_or_all(text: str) -> int:
-    """Return the rank that `text` names, -1 for all."""
+    """Parse `text` as a rank, -1 for all."""
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be all or a rank, got {text!r}")
     return -1 if text == "all" else int(text)
 
 
 def resume_from(text: str) -> str:
-    """Return `text` if it is none, latest or a step."""
+    """Check that `text` is none, latest or a step, and return it."""
     if text not in ("none", "latest") and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r}")
     return text
@@ -167,7 +166,7 @@ def resume_from(text: str) -> str:
 def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
     """Run the command line and return the exit code.
 
-    `interrupts` listens for Ctrl-C; without it, Ctrl-C raises KeyboardInterrupt.
+    `interrupts` handles Ctrl-C; without it, Ctrl-C raises KeyboardInterrupt.
     """
     options = parse(arguments)
     if find_spec("torch") is None:
@@ -192,7 +191,7 @@ def without_ranks(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
-    """Do what the command line asks for, on this rank, and return the exit code."""
+    """Run the chosen mode on this rank and return the exit code."""
     from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
     from training.machine.device import prepare
@@ -243,8 +242,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
 
 
 def unused(config: "Config", options: argparse.Namespace) -> list[str]:
-    """Return the keys of rules that no role uses, of those that the command line or its file
-    gives."""
+    """Return the keys, given by the command line or its file, of rules that no role uses."""
     from training.config.effects import settings_of_unused_rules
     from training.config.yaml_files import own_keys
 
@@ -253,7 +251,7 @@ def unused(config: "Config", options: argparse.Namespace) -> list[str]:
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield where a missing set is looked for and was named, and how it is left out."""
+    """Yield where a missing set is expected and named, and how to leave it out."""
     if error.key is None:
         return
     from training.config.yaml_files import place_of
@@ -275,7 +273,7 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
 
 
 def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
-    """Train on the ranks that a launcher started, or else on one, and return the exit code."""
+    """Train on the ranks of a launcher, or on one rank, and return the exit code."""
     if own_rank() == 0:
         from training.report.console import first_line, opening
 
@@ -294,7 +292,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     from training.start_groups import start_groups
 
     config = with_vocabulary(config)
-    # Batches of a ramp are checked once it is known where the run continues.
+    # Batches of a ramp are checked later, when the step to continue from is known.
     check(config, groups.world_size(), step=config.train.steps)
     if own_rank() == 0:
         for line in opening(config, groups.world_size()):
@@ -319,7 +317,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         if out_of_memory(error):
             text = f"out of memory: {' '.join(str(error).split())}"
             return fail(text, code=1, same_on_all_ranks=False)
-        # Said before anything else, as peers that are left waiting may keep this rank from it.
+        # Printed first, as waiting peers may block this rank later.
         traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -330,7 +328,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Return whether Python, numpy or torch could not allocate memory, of the host or of a GPU."""
+    """Return whether Python, numpy or torch failed to allocate memory of the host or a GPU."""
     from torch import OutOfMemoryError
 
     kinds = MemoryError, OutOfMemoryError
@@ -342,6 +340,6 @@ if __name__ == "__main__":
     interrupts = Interrupts()
     interrupts.listen()
     code = main(interrupts=interrupts)
-    # Python would search all objects for garbage before it ends, seconds for which others may wait.
+    # Python's final garbage collection takes seconds, for which other ranks may wait.
     gc.freeze()
     sys.exit(code)

@@ -1,6 +1,6 @@
-"""The library under its installed name: in a checkout, `spectrain` is the folder spectral/.
+"""The library under its installed name: in a checkout `spectrain` is the folder spectral/.
 
-Both names import the same modules, so that a program or a rule's package works with either.
+Both names import the same modules, so programs and packages of rules may use either.
 """
 
 import importlib
@@ -29,7 +29,7 @@ class Alias(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec again: the import system has set this one."""
+        """Restore the module's own spec, which the import system has replaced."""
         if (spec := module.__spec__) is not None:
             module.__spec__ = spec.loader_state
 

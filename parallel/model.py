@@ -55,7 +55,7 @@ class ParallelModel:
     comm_volume       bytes sent for gradients, optimizer and weights
     sequence_length   tokens of a sample, before context parallelism cuts it
     in_graph          PC layers whose effective weight is computed in every forward pass
-    sums_in_products whether linears accumulate their weights' gradients in the buckets themselves
+    sums_in_products  whether linears accumulate their weights' gradients in the buckets themselves
     after_backward    called when the backward pass only waits for gradients of other ranks
     """
 

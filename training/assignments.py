@@ -17,7 +17,7 @@ GAMMA = "gamma"
 
 
 def unit_options(config: Config) -> dict[str, Any]:
-    """Return how the config splits fused weights into units."""
+    """Return the config's options for splitting fused weights into units."""
     return {
         "qkv_units": config.optimizer.qkv_units,
         "split_gate_up": config.optimizer.split_gate_up,
@@ -36,7 +36,7 @@ def config_assignments(config: Config) -> Assign:
 
 
 def config_routes(config: Config, owners: Mapping[str, int] | None = None) -> list[Route]:
-    """Return the routing table of the whole model; `owners` has the rank of each matrix."""
+    """Return the routing table of the whole model; `owners` contains the rank of each matrix."""
     assign = config_assignments(config)
     return [route(unit, assign(unit), owners or {}) for unit in config_units(config)]
 
@@ -73,10 +73,10 @@ def _assignment(
 
 
 def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
-    """Return the penalty on `unit`, None if its role is not penalised."""
+    """Return the penalty of `unit`, None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
-    assert section.coefficient is not None  # `load_config` puts the paper's choice there
+    assert section.coefficient is not None  # `load_config` has set the paper's choice
     return Penalty(
         coefficient=section.coefficient,
         power=section.power,
@@ -99,7 +99,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return how the owner of `unit` computes PC(W), None if that is not its task."""
+    """Return the owner's map to PC(W) for `unit`, None if owners do not compute it."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

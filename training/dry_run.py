@@ -1,4 +1,4 @@
-"""The plan of a run from its config: its steps, and what it reads of each set of its data."""
+"""The plan of a run from its config: its steps, and the use of each data set."""
 
 import math
 import os
@@ -30,11 +30,11 @@ from training.report.table import table
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """What a run reads in one phase.
+    """Use of the data sets in one phase of a run.
 
     after_steps  steps before the phase
     samples      of all sets
-    weights      of the sets, by name, each above 0
+    weights      of the sets, by name, all above 0
     """
 
     after_steps: int
@@ -43,18 +43,18 @@ class PhaseUse:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples; all together are 1."""
+        """Share of each set in the samples; the sum is 1."""
         total = math.fsum(self.weights.values())
         return {name: weight / total for name, weight in self.weights.items()}
 
     def tokens(self, sequence_length: int) -> dict[str, int]:
-        """Return what the samples predict of each set, to the token."""
+        """Return the exact number of tokens of each set that the samples predict."""
         used = build_blend(self.weights).used(self.samples).tolist()
         return {n: count * sequence_length for n, count in zip(self.weights, used, strict=True)}
 
 
 def phase_uses(config: Config) -> list[PhaseUse]:
-    """Return what a run from step 0 on reads in each phase."""
+    """Return the use of data in each phase of a run from step 0."""
     train = config.train
     first = {name: each.weight for name, each in with_mock_sets(config.data).train.items()}
     mixtures = [first, *(phase.weights for phase in config.data.phases)]
@@ -69,7 +69,7 @@ def phase_uses(config: Config) -> list[PhaseUse]:
 
 
 def set_sizes(config: Config) -> dict[str, int]:
-    """Return the tokens of an epoch of each set whose manifest is there."""
+    """Return the tokens per epoch of each set with a manifest."""
     sizes, length = {}, config.train.sequence_length
     for name, each in {} if config.data.mock else config.data.train.items():
         if (manifest := manifest_of(each.path)) is not None:
@@ -78,7 +78,7 @@ def set_sizes(config: Config) -> dict[str, int]:
 
 
 def data_table(config: Config) -> str:
-    """Return a row per set with its shares, tokens and epochs, and which are read repeatedly."""
+    """Return a row per set with shares, tokens and epochs, and the repeatedly read sets."""
     uses, sizes, tokens = phase_uses(config), set_sizes(config), Counter[str]()
     parts = [use.tokens(config.train.sequence_length) for use in uses]
     for part in parts:
@@ -103,7 +103,7 @@ def data_table(config: Config) -> str:
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
-    """Return the plan of `config` on `world_size` GPUs, of the config's kind if not told."""
+    """Return the plan of `config` on `world_size` GPUs, by default the config's device."""
     return plan(
         step_shape(config, world_size, device),
         config_assignments(config),
@@ -120,9 +120,8 @@ def step_flops(config: Config) -> float:
 
 
 def attended_length(config: Config) -> float:
-    """Return the attended length of the training sets, each by what the run reads of it,
-    or that of `data.mock` if they are not here; of whole sequences if attention crosses the borders
-    of documents."""
+    """Return the attended length of the training sets, weighted by use, or of `data.mock` without
+    the sets; the whole sequence if attention crosses the borders of documents."""
     if not config.data.document_mask:
         return config.train.sequence_length
     weights = {name: each.weight for name, each in config.data.train.items()}
@@ -134,7 +133,7 @@ def attended_length(config: Config) -> float:
 
 
 def documents_known(config: Config) -> bool:
-    """Return whether the training sets are on this machine, so that their documents are known."""
+    """Return whether the training sets, and so their documents, are on this machine."""
     paths = [f"{each.path}{end}" for each in config.data.train.values() for end in (".idx", ".bin")]
     return not config.data.mock and all(map(os.path.isfile, paths))
 
@@ -148,7 +147,7 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return what the plan of a step depends on, the rules aside."""
+    """Return the shape of a step for its plan, without rules."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -179,7 +178,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
-    """Return the parts of the run with one global batch, with the modelled time of their steps."""
+    """Return the parts of the run with equal global batch, and the modelled time of their steps."""
     shape = step_shape(config, planned.gpus, planned.device)
     loads = [stage.load for stage in planned.stages]
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
@@ -190,7 +189,7 @@ def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float
 
 
 def gpu_hours(config: Config, planned: Plan) -> float:
-    """Return the GPU-hours of the whole run by the modelled times of its steps."""
+    """Return the GPU-hours of the whole run from the modelled times of its steps."""
     seconds = sum(each.steps * time for each, time in batch_seconds(config, planned))
     return seconds * planned.gpus / 3600
 
@@ -209,7 +208,7 @@ def fused_on_gpu(config: Config) -> bool:
 
 
 def rule_operands(config: Config) -> str:
-    """Return the type of the operands of the matrices' rule, as devices name it."""
+    """Return the operands' dtype of the matrices' rule, by its name in `Device.peak`."""
     rule = config.optimizer.rule(config.optimizer.matrix.rule)
     half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
     return "bf16" if half else "fp32"

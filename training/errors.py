@@ -1,5 +1,5 @@
-"""Errors of a user's input, which entry points print as `error: ...` and end on with code 2, and
-errors of files that a run can do without, which end nothing.
+"""Errors of a user's input, which entry points print as `error: ...` before they exit with code 2,
+and errors of optional files, which do not end a run.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Final
 from parallel.error_text import described
 
 PATIENCE: Final = 5.0
-"""Seconds in which torchrun stops a rank whose error rank 0 has printed."""
+"""Seconds within which torchrun stops a rank after rank 0 has printed the error."""
 
 
 class InputError(ValueError):
@@ -32,8 +32,7 @@ class DataError(InputError):
 
 
 class MissingSetError(DataError):
-    """A token set whose files are not there; `key` is its place in the config, outermost first,
-    if that is known."""
+    """A token set without files; `key` is its position in the config, outermost first, if known."""
 
     def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
         super().__init__(message)
@@ -41,7 +40,7 @@ class MissingSetError(DataError):
 
 
 class VocabularyError(DataError):
-    """A model whose vocabulary is not that of its data."""
+    """A model whose vocabulary does not fit its data."""
 
 
 class BrokenCheckpointError(InputError):
@@ -54,10 +53,10 @@ _COMMANDS: Final = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return a text from elsewhere in which nothing commands a terminal or a page.
+    """Return a text without characters that control a terminal or a page.
 
-    Control characters other than line breaks and tabs, half surrogates, which UTF-8 cannot write,
-    and characters that turn the direction of writing are U+FFFD instead.
+    Control characters other than line breaks and tabs, lone surrogates, which UTF-8 cannot encode,
+    and characters that change the direction of writing become U+FFFD.
     """
     return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
@@ -72,18 +71,18 @@ LAUNCHED: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT",
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
-"""Environment variables of a launcher that are whole numbers."""
+"""A launcher's environment variables with whole numbers."""
 LAST_PORT: Final = 65535
 
 
 def own_rank() -> int:
-    """Return the global rank, 0 without a launcher and where `check_launched` refuses."""
+    """Return the global rank, 0 without a launcher or if `check_launched` refuses."""
     text = os.environ.get("RANK", "0")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def check_launched() -> None:
-    """Raise ConfigError for a launcher's variable that is no number, rank or port."""
+    """Raise ConfigError for a launcher's variable that is not a valid number, rank or port."""
     given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     problems = [
         f"the environment variable {name} must be a whole number, got {text!r:.40}"
@@ -104,8 +103,8 @@ def check_launched() -> None:
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     """Print an error, one line per problem, and return the exit code `code`.
 
-    Rank 0 speaks for all ranks if the error is `same_on_all_ranks`. A rank that still lives when
-    rank 0 has had the time to print has an error of its own, and names itself.
+    Rank 0 prints for all ranks if the error is `same_on_all_ranks`. A rank that still runs after
+    rank 0 had time to print has a different error, and prints it with its rank.
     """
     rank = own_rank()
     if rank > 0 and same_on_all_ranks:
@@ -118,7 +117,7 @@ def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
 
 
 def tell_torchrun(message: str) -> None:
-    """Leave the message where torchrun looks for it, so that its report, the last thing on the
+    """Write the message to torchrun's error file, so that torchrun's report, the last lines on the
     screen, ends with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -129,13 +128,13 @@ def tell_torchrun(message: str) -> None:
 
 
 class Aid:
-    """Context in which an OSError ends nothing but the context: training is worth more.
+    """A context that an OSError ends without ending the run.
 
     The first of consecutive errors is printed as a warning.
     """
 
     def __init__(self, what: str) -> None:
-        """`what` begins the warning."""
+        """`what` is the beginning of the warning."""
         self.what = what
         self._failed = False
 

@@ -1,4 +1,4 @@
-"""Reading JSON that may be damaged or made to do harm."""
+"""Reading of JSON that may be damaged or malicious."""
 
 import json
 import os
@@ -9,13 +9,12 @@ from typing import Any, Final
 from training.errors import InputError
 
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
-"""How a file of text begins that Git LFS keeps instead of a large one."""
+"""First bytes of the pointer file that Git LFS stores instead of a large file."""
 UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds. Raises ValueError, also for one that is nested too deeply or
-    is not UTF-8."""
+    """Parse a JSON text. Raises ValueError, also for deep nesting or text that is not UTF-8."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -28,7 +27,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_pointer(path: Path) -> bool:
-    """Return whether a file is one that Git LFS keeps instead of a large one."""
+    """Return whether a file is a Git LFS pointer."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -36,17 +35,17 @@ def is_pointer(path: Path) -> bool:
 
 
 KERNEL: Final = ("/proc", "/sys")
-"""Folders of files that the kernel makes: to read one may wait for ever, or change something."""
+"""Folders of kernel files: reading one may block forever, or change something."""
 
 
 def real_path(path: str | Path) -> Path:
-    """Return a path with links followed. A loop of links, of which `Path.resolve` makes a
-    RuntimeError, is left for who opens the file, which is an OSError."""
+    """Return a path with links followed. A loop of links, a RuntimeError in `Path.resolve`, becomes
+    an OSError when the file is opened."""
     return Path(os.path.realpath(path))
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a FIFO, which would hang, and for a file that the kernel makes."""
+    """Raise OSError for a FIFO, which would block, and for a kernel file."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
     if any(real_path(path).is_relative_to(folder) for folder in KERNEL):
@@ -60,17 +59,15 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return what a JSON file holds. Raises OSError as `read_regular` does, or ValueError as
-    `parse_json` does."""
+    """Parse a JSON file. Raises OSError as `read_regular`, or ValueError as `parse_json`."""
     return parse_json(read_regular(Path(path)))
 
 
 def check_shape(value: Any, shape: Any, place: str) -> None:
-    """Raise InputError for the first thing in `value` that has not its shape.
+    """Raise InputError for the first part of `value` that does not have its shape.
 
     A shape is a type or a union of types; `[shape]`, a list of any length; or a mapping with the
-    shapes of keys that must be there, of which `...` stands for all other keys. `place` names the
-    value.
+    shapes of required keys, where `...` stands for all other keys. `place` names the value.
     """
     if isinstance(shape, list):
         if not isinstance(value, list):

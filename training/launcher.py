@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, as torchrun does, for `pretrain.py --ranks N`."""
+"""Launcher of a run's ranks on this machine, like torchrun, for `pretrain.py --ranks N`."""
 
 import logging
 import os
@@ -19,17 +19,17 @@ from training.errors import print_error
 from training.lifecycle.terminal import CODE, LAUNCHER, SECOND, say
 
 GRACE: Final = 30
-"""Seconds that the other ranks have to end after one has failed, as under torchrun."""
+"""Seconds for the other ranks to end after one has failed, as under torchrun."""
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of ranks that were ended by a second Ctrl-C."""
+"""Exit codes of ranks that a second Ctrl-C has ended."""
 POLL: Final = 0.1
-"""Seconds between two looks at the ranks."""
+"""Seconds between two polls of the ranks."""
 
 
 class Ranks:
-    """The rank processes of this machine, and the signals that are passed on to them.
+    """The rank processes of this machine, and the signals to forward to them.
 
-    Signals that come before the ranks have been started wait for them.
+    Signals that arrive before the ranks have started are forwarded later.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class Ranks:
         signal.set_wakeup_fd(-1)
 
     def started(self, context: SubprocessContext) -> None:
-        """Pass signals on to the processes of `context` from now on."""
+        """Forward signals to the processes of `context` from now on."""
         self.context = context
         self.processes = [handler.proc for handler in context.subprocess_handlers.values()]
         for number in self._waiting:
             self._pass_on(number, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on to every rank: the second SIGINT as SIGKILL, SIGHUP as SIGTERM."""
+        """Forward a signal to every rank: the second SIGINT as SIGKILL, SIGHUP as SIGTERM."""
         if not self.processes:
             self._waiting.append(number)
             return
@@ -67,7 +67,7 @@ class Ranks:
                 os.kill(process.pid, number)
 
     def wait(self) -> int:
-        """Wait for all ranks and return the exit code of the run: that of the first to fail."""
+        """Wait for all ranks and return the run's exit code, that of the first rank to fail."""
         while (codes := [process.poll() for process in self.processes]).count(None):
             failed = [code for code in codes if code]
             if failed and not self.interrupted:
@@ -79,7 +79,7 @@ class Ranks:
         return self._failure(codes)
 
     def _failure(self, codes: Sequence[int | None]) -> int:
-        """Return the exit code of the ranks that have ended by themselves, 1 for a signal."""
+        """Return the exit code of ranks that have exited without the launcher, 1 for a signal."""
         failed = {rank: code for rank, code in enumerate(codes) if code}
         for rank, code in failed.items():
             if code < 0:
@@ -90,11 +90,11 @@ class Ranks:
 def launch(ranks: int, command: Sequence[str]) -> int:
     """Run a Python `command` on `ranks` processes of this machine and return its exit code.
 
-    Ctrl-C and SIGTERM are passed on to the ranks, each once; a second Ctrl-C kills them.
+    Ctrl-C and SIGTERM are forwarded to the ranks once; a second Ctrl-C kills the ranks.
     """
-    # It warns of every signal that it sends; errors are said by the ranks.
+    # It warns of every signal that it sends; the ranks print their errors.
     logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)
-    # As torchrun's agent does, for a port that no other process can take meanwhile.
+    # As in torchrun's agent, so that no other process can take the port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -109,10 +109,10 @@ def launch(ranks: int, command: Sequence[str]) -> int:
     environments = {
         rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
     }
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others have handlers of ours
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Ranks` handles others
     processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="spectrain-ranks-") as folder:
-        # A rank unblocks Ctrl-C when it listens for it.
+        # A rank unblocks Ctrl-C when it handles it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         context = start_processes(
             "pretrain",
@@ -125,6 +125,6 @@ def launch(ranks: int, command: Sequence[str]) -> int:
         processes.started(context)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         code = processes.wait()
-    if processes.killed:  # without Python's way to its end, which takes a second
+    if processes.killed:  # skips Python's shutdown, which takes a second
         os._exit(code)
     return code

@@ -1,4 +1,4 @@
-"""The training loop: take steps, report what is due after each, save, stop and rewind."""
+"""The training loop: steps, reports, validation, saves, stops and rewinds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     step        last step taken, counted from 1
     validation  metrics of the last validation
-    stopped     why the run ended before its last step, None if it did not
+    stopped     reason of an end before the last step, else None
     """
 
     step: int
@@ -43,13 +43,13 @@ def ignore(*_: object) -> None:
 class Hooks:
     """Parts of a run that surround its steps; without them the loop only trains.
 
-    report     takes the metrics of a logging or validation step, the same on every rank, and the
+    report     receives the metrics of a logging or validation step, the same on every rank, and the
                step
-    record     takes the figures of the monitors, and the step
-    note       takes kind, step and text of an event
-    on_step    takes the number of each step, and its result
-    rewind     goes back to an earlier checkpoint after an error; returns whether it did
-    lifecycle  saves checkpoints and hears stop requests
+    record     receives the figures of the monitors, and the step
+    note       receives kind, step and text of an event
+    on_step    receives the number of each step, and its result
+    rewind     returns to an earlier checkpoint after an error, and whether it did
+    lifecycle  saves checkpoints and receives stop requests
     profile    times the operations of some steps
     """
 
@@ -66,7 +66,7 @@ NO_HOOKS = Hooks()
 
 
 class Loop:
-    """The training loop of one rank: the steps of a trainer, and what is due after each."""
+    """The training loop of one rank: a trainer's steps, and the work due after each step."""
 
     def __init__(self, trainer: Trainer, hooks: Hooks = NO_HOOKS) -> None:
         self.trainer = trainer
@@ -74,8 +74,8 @@ class Loop:
         self.hooks = hooks
 
     def run(self) -> Outcome:
-        """Train from the current step to the last, validate, and return the outcome; rewind after
-        too many consecutive skipped steps, where the hooks can.
+        """Train from the current step to the last, validate, and return the outcome; after too many
+        consecutive skipped steps rewind, if the hooks can.
 
         Raises NonFiniteError if they cannot, CheckpointError if a checkpoint cannot be written.
         """
@@ -108,7 +108,7 @@ class Loop:
         return Outcome(trainer.progress.step, validation or {}, reason)
 
     def step_and_report(self) -> dict[str, float] | None:
-        """Take the next step and report what is due.
+        """Take the next step and make the due reports.
 
         Returns the metrics of the validation, {} without one, None if a stop interrupted it.
         """
@@ -140,7 +140,7 @@ class Loop:
         return self.validate_and_report(metrics)
 
     def begin_phase(self, read: Mapping[str, SetCount]) -> None:
-        """Read the next mixture, where the run has `read` so much of each set."""
+        """Switch to the next mixture; `read` are the counts of each set so far."""
         trainer, progress = self.trainer, self.trainer.progress
         mixture = trainer.data.at(progress.step)
         progress.phase = mixture.phase_after(progress.sample, read)
@@ -154,9 +154,9 @@ class Loop:
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
     ) -> dict[str, Any]:
-        """Return the metrics that are due after `step`, with [first, end) of its samples.
+        """Return the metrics due after `step`, with [first, end) of its samples.
 
-        Notes what the monitors have seen, and checks the run's weights and losses.
+        Records the monitors' figures, and checks the run's weights and losses.
         """
         trainer, hooks = self.trainer, self.hooks
         metrics: dict[str, Any] = {}
@@ -177,15 +177,14 @@ class Loop:
         return metrics
 
     def report_unreported(self) -> dict[str, float] | None:
-        """Make the report that a stop has prevented, if any, and return what `validate_and_report`
-        does."""
+        """Make a report that a stop prevented; return the result of `validate_and_report`."""
         progress = self.trainer.progress
         metrics, progress.unreported = progress.unreported, {}
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if that is due, report `metrics`, and return those of the validation: {} without
-        one, None if a stop interrupted it."""
+        """Validate if due, report `metrics`, and return the validation's metrics: {} without one,
+        None if a stop interrupted it."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}
@@ -206,8 +205,8 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether what is done every `interval` steps, never for 0, and after the last step
-        of the run is due after `step`."""
+        """Return whether work of every `interval` steps (0: never) and of the last step is due
+        after `step`."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:
@@ -235,7 +234,7 @@ class Loop:
         )
 
     def paused(self, measure: Callable[[], Result]) -> Result:
-        """Return the result of `measure`, in time that is not the steps'."""
+        """Return the result of `measure`, whose time does not count as step time."""
         with self.trainer.pace.pause(), profiler.record_function("validation"):
             return measure()
 
@@ -244,7 +243,7 @@ class Loop:
         return self.hooks.lifecycle is not None and self.hooks.lifecycle.stop_now()
 
     def beat(self) -> None:
-        """Tell the watchdog, if there is one, that the run is alive."""
+        """Send a heartbeat to the watchdog, if any."""
         if self.hooks.lifecycle is not None:
             self.hooks.lifecycle.watchdog.beat(self.trainer.progress.step)
 

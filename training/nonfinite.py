@@ -1,4 +1,4 @@
-"""Guards against bad steps: skip non-finite ones and loss spikes, abort after too many."""
+"""Guards against bad steps: skip nonfinite steps and loss spikes, abort after too many."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,21 +21,22 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Detector of losses far above the last ones; decides on the device, the same on every rank."""
+    """Detector of losses far above the last ones; decides on the device, equally on all ranks."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
-        """Compare with the losses of the last `window` steps that were taken.
+        """Compare with the losses of the last `window` taken steps.
 
-        A spike is more than `deviations` standard deviations above their mean; None finds none.
+        A spike is more than `deviations` standard deviations above their mean; None disables
+        detection.
         """
         self.deviations = deviations
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
 
     def is_not_spike(self, loss: Tensor) -> Tensor:
-        """Return a 0-d bool, False for a spike; always True until the window is full."""
+        """Return a 0-d bool that is False for a spike; it is True until the window is full."""
         if self.deviations is None:
             return torch.ones((), dtype=torch.bool, device=loss.device)
-        # NaN until the window is full, and nothing is larger than NaN.
+        # NaN until the window is full, and no value is larger than NaN.
         limit = self.losses.mean() + self.deviations * self.losses.std()
         return ~(loss > limit)
 
@@ -46,7 +47,7 @@ class SpikeDetector:
             self.losses = torch.where(active, longer, self.losses)
 
     def restore(self, losses: Sequence[float]) -> None:
-        """Set the window to the last losses of a checkpoint, as many as fit."""
+        """Fill the window with the last losses of a checkpoint."""
         recent = torch.tensor(losses[-len(self.losses) :], dtype=torch.float64)
         self.losses.fill_(torch.nan)
         self.losses[len(self.losses) - len(recent) :] = recent.to(self.losses.device)
@@ -55,13 +56,12 @@ class SpikeDetector:
 class NonFiniteGuard:
     """Counter of skipped steps that aborts the run after too many consecutive ones.
 
-    On a GPU `record` only keeps the step's predicate and `check`, on logging steps, reads it, so
-    that other steps do not wait for the device. On a CPU `record` checks at once.
+    On a GPU `record` only keeps the step's predicate, and `check` reads it on logging steps, so
+    that other steps do not wait for the device. On a CPU `record` checks immediately.
     """
 
     def __init__(self, *, limit: int, spikes: bool = False) -> None:
-        """Allow `limit` consecutive skipped steps; `spikes` says whether steps may also be skipped
-        for a loss spike."""
+        """Allow `limit` consecutive skipped steps; `spikes`: loss spikes may be skipped too."""
         self.limit = limit
         self.spikes = spikes
         self.skipped = 0
@@ -93,8 +93,8 @@ class NonFiniteGuard:
     def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
         """Raise NonFiniteError if a unit has refused more than `limit` consecutive updates.
 
-        name, row  the unit with most of them before `step`, and how many
-        samples    [first, end) of those of `step`; earlier steps have at most as many
+        name, row  the unit with most refusals before `step`, and their number
+        samples [first, end) of the samples of `step`; earlier steps have at most as many
         """
         if row > self.limit:
             first, end = samples
@@ -111,7 +111,7 @@ class NonFiniteGuard:
         return {"skipped": self.skipped, "in_a_row": [list(step) for step in self._in_a_row]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from the result of `state`."""
         self.skipped = state["skipped"]
         self._in_a_row = [(step, sample) for step, sample in state["in_a_row"]]
         self._pending.clear()

@@ -1,7 +1,7 @@
-"""When the Gram penalty is active, and its metrics.
+"""The Gram penalty's schedule and metrics.
 
-Source: "Learning in Transformers under Spectral Constraints", section 6, where it is active in the
-first tenth of the steps.
+Source: "Learning in Transformers under Spectral Constraints", section 6, where the penalty is
+active in the first tenth of the steps.
 """
 
 import math
@@ -13,7 +13,7 @@ from training.config.schema import GramPenaltyConfig
 
 
 class GramPenalty:
-    """The Gram penalty of one run, added to the gradient of each step in which it is active."""
+    """The Gram penalty of one run, added to the gradients of its active steps."""
 
     def __init__(
         self, section: GramPenaltyConfig, config: Config, optimizer: DistributedOptimizer
@@ -28,12 +28,13 @@ class GramPenalty:
     def reports(self, step: int) -> bool:
         """Return whether the penalty's metrics are logged after `step`, counted from 1.
 
-        They are after the first step, to judge the coefficient by, and after every logging step.
+        They are logged after the first step, to judge the coefficient, and after every logging
+        step.
         """
         return step == 1 or step % self.log_interval == 0 or step == self.last
 
     def add(self, index: int) -> None:
-        """Add the penalty's gradient in step `index`, counted from 0, if it is active there.
+        """Add the penalty's gradient in step `index`, counted from 0, if active.
 
         Waits for the device only in steps that are logged.
         """
@@ -43,7 +44,7 @@ class GramPenalty:
             self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the metrics of the last step, of the weights before it; `loss` is its mean loss.
+        """Return the last step's metrics, of the weights before it; `loss` is its mean loss.
 
         penalty/on              1 if the penalty was active
         penalty/value           coefficient times the sum of the penalties, active or not

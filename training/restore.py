@@ -1,4 +1,4 @@
-"""Restoring a trainer from a checkpoint: when a run continues, or returns to an earlier step."""
+"""Restoring of a trainer from a checkpoint, to continue a run or return to an earlier step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ from training.step import Trainer
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """Load a checkpoint, saved on any layout, and check that copies of a weight agree over ranks.
+    """Load a checkpoint, saved on any layout, and check that copies of weights agree over ranks.
 
     Raises ResumeError if the checkpoint does not fit the model, DisagreementError if copies differ.
     """
     rng, meta = info.path / RNG, info.path / META
-    with refusing(rng, Exception):  # of any kind: the file may be anything
+    with refusing(rng, Exception):  # any error, as the file may contain anything
         generators = torch.load(rng, weights_only=True)
     progress = resumed_progress(info, trainer.data)
     try:
@@ -53,7 +53,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress at a checkpoint, in a new phase if its mixture was another than that of
+    """Return the progress at a checkpoint, in a new phase if its mixture differs from that of
     `data`.
 
     Raises ResumeError if the data has changed and the checkpoint does not state its counts.
@@ -75,7 +75,7 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
 
 @contextlib.contextmanager
 def refusing(place: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Context in which errors of these kinds are a ResumeError that names the place."""
+    """Turn errors of these types within a context into a ResumeError that names the place."""
     try:
         yield
     except kinds as error:
@@ -87,8 +87,8 @@ def rewind(
 ) -> bool:
     """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
 
-    Collective; `log` is that of the reporting rank. Returns False, having done nothing, if
-    `spikes.rewinds` are used up or there is no such checkpoint.
+    Collective; `log` is the reporting rank's log. Does nothing and returns False if no
+    `spikes.rewinds` are left or there is no such checkpoint.
     """
     run_dir = trainer.config.run.dir
     left_out = (*trainer.progress.left_out, error.samples)

@@ -1,4 +1,4 @@
-"""A run from start to end: what it continues from, trains, saves and reports."""
+"""A run from start to end: its checkpoint, training, saves and reports."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -78,18 +78,18 @@ from training.step_profile import StepProfile, announcement
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
     """Return, for each matrix of the whole model, the global rank of its owner; collective."""
     gathered = from_all(dict(optimizer.owners))
-    # The first stage's of a tied embedding, of which the last stage steps a copy.
+    # A tied embedding's owner on the first stage; the last stage steps a copy.
     return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a run begins with.
+    """Starting point of a run.
 
-    start     the checkpoint that it continues from, None for a new run
-    weights   of another run that it begins from, None if it does not
-    facts     about config and data, for the identity of its checkpoints
-    run_id    that all its checkpoints have
+    start     the checkpoint to continue from, None for a new run
+    weights   weights of another run to begin from, or None
+    facts     facts about config and data, for the identity of its checkpoints
+    run_id    id in all checkpoints of the run
     """
 
     start: CheckpointInfo | None
@@ -99,7 +99,7 @@ class Beginning:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What every checkpoint says of the run."""
+        """The run's entries in every checkpoint."""
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
@@ -116,9 +116,9 @@ def train(
 ) -> Outcome:
     """Run the config to its end on this rank; rank 0 writes `run.dir` and prints.
 
-    `resume` is `latest` (the newest checkpoint of `run.dir`), a step, or `none`; where torchrun or
-    SLURM starts a command again, `latest` stands for the others. `on_step` is called after every
-    step with its number and result. `interrupts` listens for Ctrl-C, which stops the run.
+    `resume` is `latest` (the newest checkpoint of `run.dir`), a step, or `none`; if torchrun or
+    SLURM restarts a command, `latest` replaces the other values. `on_step` is called after every
+    step with its number and result. `interrupts` handles Ctrl-C, which stops the run.
 
     Raises ConfigError for a backend that is not installed or a CUDA graph without a GPU, DataError
     for unusable data, FolderError or ResumeError for an unusable folder or checkpoint,
@@ -159,7 +159,7 @@ def train(
         stack.callback(trainer.update.release)
         if start is not None:
             restore(trainer, start)
-        # Nothing before this line has changed the run folder, and nothing after it refuses the run.
+        # No line before this changes the run folder, and no line after it refuses the run.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
             interrupts.training_begins()
@@ -193,7 +193,7 @@ def agreed_facts(
     validation: Sequence[ValidationData],
     tasks: Sequence[Task],
 ) -> Identity:
-    """Return the facts about the data for the identity of a run, which all ranks must agree on."""
+    """Return the data's facts for the identity of a run; they must be equal on all ranks."""
     facts = data_facts(config, data, validation, data_manifest(config))
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     require_agreement(dict(flat(facts)))
@@ -205,7 +205,7 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
     """Check the config against the checkpoint that the run continues from, None for a new run.
 
     Raises ResumeError for initial weights that the checkpoint's run did not begin with,
-    InvalidConfigError for a batch that is still ahead and does not fit the ranks.
+    InvalidConfigError for a later batch that does not fit the ranks.
     """
     if start is not None:
         check_beginning(config, start)
@@ -215,10 +215,10 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
 
 
 def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
-    """Return the weights of another run that a new run begins with, None to initialize weights.
+    """Return the weights of another run to begin with, None to initialise weights.
 
     Raises BrokenCheckpointError or ResumeError for weights that cannot be used, VocabularyError for
-    new weights of more rows than the data needs.
+    new weights with more rows than the data needs.
     """
     weights = initial_weights(config, facts["tokenizer"]["sha256"], tokenizer_path(config))
     if weights is None:
@@ -234,8 +234,7 @@ def run_hooks(
     log: RunLog | None,
     on_step: Callable[[int, StepResult], None],
 ) -> Hooks:
-    """Return the parts of a run that surround its steps. An error of the log ends the run only
-    once it has saved."""
+    """Return the hooks of a run. An error of the log ends the run only after a save."""
     config = trainer.config
     logged = Hooks() if log is None else Hooks(report=log.report, record=log.record, note=log.note)
     note, profile = lifecycle.deferring(logged.note), None
@@ -253,7 +252,7 @@ def run_hooks(
 
 
 def resumed(run_dir: str, resume: str, rank: int) -> str:
-    """Return where a run continues: where it is started again, from the newest checkpoint."""
+    """Return the checkpoint choice of a run: the newest one after a restart."""
     if not any(from_all(starts_again(run_dir))) or resume == "latest":
         return resume
     if rank == 0:
@@ -264,7 +263,7 @@ def resumed(run_dir: str, resume: str, rank: int) -> str:
 def open_log(
     trainer: Trainer, data: TrainingData, beginning: Beginning, kernel: str | None
 ) -> RunLog | None:
-    """Open the log of a run, None on every rank but the first, and note what it begins with."""
+    """Open the log of a run and write its first notes; None on every rank but the first."""
     config, progress = trainer.config, trainer.progress
     routes = config_routes(config, all_owners(trainer.optimizer))
     counts = trainer.spectral.state()  # by all ranks together
@@ -274,7 +273,7 @@ def open_log(
         config,
         routes,
         data,
-        progress.step - bool(progress.unreported),  # a report that a stop prevented is made again
+        progress.step - bool(progress.unreported),  # repeats a report that a stop prevented
         counts,
         beginning.run_id,
         progress,
@@ -291,7 +290,7 @@ def open_log(
 def opening_notes(
     config: Config, trainer: Trainer, beginning: Beginning, kernel: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of what a log says first: device, kernels, origin, what has changed."""
+    """Yield kind and text of a log's first notes: device, kernels, origin, changes."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
     for text in shared_sets(config.data):
@@ -335,7 +334,7 @@ def opening_notes(
 
 
 def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of what a config says that the run does not do."""
+    """Yield kind and text of a config's settings without effect on the run."""
     ids = data_vocabulary(config)
     if ids is not None and ids != config.model.vocab_size:
         yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} for {ids:,} ids of the data"
@@ -346,8 +345,8 @@ def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
 def reports(error: Exception, rank: int) -> bool:
     """Return whether this rank writes the event of its failure.
 
-    What all ranks fail with is an event of rank 0, what it fails with alone of any rank, and of
-    ranks that miss others in a collective the first one writes.
+    Rank 0 writes an error of all ranks, any rank an error of its own, and the first of the ranks
+    that miss others in a collective writes their error.
     """
     if isinstance(error, CollectiveError):
         return all(before in error.absent for before in range(rank))
@@ -357,7 +356,7 @@ def reports(error: Exception, rank: int) -> bool:
 
 @contextlib.contextmanager
 def naming_absent(groups: Groups) -> Iterator[None]:
-    """Context in which a failing collective also names the ranks that did not come to it."""
+    """Add the missing ranks to the error of a failing collective within a context."""
     try:
         yield
     except CollectiveError as error:
@@ -369,12 +368,12 @@ def naming_absent(groups: Groups) -> Iterator[None]:
 
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:
-    """Return whether the run ends at a checkpoint and has reported everything."""
+    """Return whether the run ends at a checkpoint with all reports made."""
     return start.step >= config.train.last and not start.meta["progress"]["unreported"]
 
 
 def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
-    """Return the outcome of a run that is finished already, and print that it is."""
+    """Print that a run is already finished, and return its outcome."""
     if groups.rank == 0:
         mark_done(config.run.dir, start.step >= config.train.steps)
         longer = "train.steps and set checkpoint.allow_change=[schedule]"
@@ -392,7 +391,7 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 def accompanied(
     trainer: Trainer, beginning: Beginning, interrupts: Interrupts | None
 ) -> Iterator[Lifecycle]:
-    """Context in which the run saves checkpoints, is watched, and stops when asked to."""
+    """Provide saves, the watchdog and stop requests of a run within a context."""
     config, groups = trainer.config, trainer.groups
     facts = beginning.kept | {
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""What a run writes to its folder and prints on the console."""
+"""The log of a run, in its folder and on the console."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ EVENTS_FILE: Final = "events.jsonl"
 
 
 def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> Counts:
-    """Return what a run that continues from `progress` will have read of each set at its end."""
+    """Return the counts of each set at the end of a run that continues from `progress`."""
     step, tokens, sample = progress.step, progress.tokens, progress.sample
     present = data.at(step).since(progress.phase)
     for start, mixture in data.later:
@@ -46,13 +46,13 @@ class RunLog:
     config.yaml     the resolved config
     routing.jsonl   a line per unit
     data.json       fingerprint, use of every token set in the whole run, first sample of the
-                    present mixture, and the tokens of sets that it leaves out
+    present mixture, and tokens of removed sets
     metrics.jsonl   a line per logged step
     monitors.jsonl  a line per monitored step
     events.jsonl    a line per event: time, step that it followed, kind and text
 
-    A run that continues appends to metrics and monitors, less the lines of steps that it takes
-    again. Those of an earlier run in the same folder are kept as metrics.1.jsonl and so on.
+    A continued run appends to metrics and monitors after dropping the lines of steps that it
+    repeats. Files of an earlier run in the same folder are kept as metrics.1.jsonl and so on.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class RunLog:
     ) -> None:
         """Open the folder of a run that continues after `step`.
 
-        warned    warnings given before that step, as `SpectralMetrics.state` returns them
+        warned    warnings before that step, as `SpectralMetrics.state` returns them
         run_id     id of the run for trackers
-        progress   of the run; its step is `step`, or the one after if that is still to be reported
+        progress   of the run; its step is `step`, or the next one if that has no report yet
         monitor_interval   steps between monitored steps, as `Monitors` has it
         """
         self.config = config
@@ -186,7 +186,7 @@ class RunLog:
         self.monitors.log(line, step=step)
 
     def rewind(self, step: int, text: str) -> None:
-        """Drop the lines of steps after `step`, which the run takes again; `text` says why."""
+        """Drop the lines of steps after `step`, which the run repeats; `text` is the reason."""
         self.note("rewind", step, text)
         self._close_figures()
         drop_later_lines(self.writer.path, step)
@@ -199,13 +199,13 @@ class RunLog:
             self.monitors.close()
 
     def close(self) -> None:
-        """Close files and trackers, however the run ended."""
+        """Close files and trackers after any end of the run."""
         self._close_figures()
         self.events.close()
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
-        """Print how the run ended, and mark it as done if it has taken its last step.
+        """Print the outcome of the run, and mark the run as done after its last step.
 
         `comparison` has each validation set's loss and unigram entropy.
         """
@@ -230,16 +230,16 @@ class RunLog:
 
 
 def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
-    """Return a line of events.jsonl; its text comes last."""
+    """Return a line of events.jsonl, with the text last."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"time": now, "step": step, "kind": kind, **facts, "text": text}
 
 
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
-    """Write what ended the run on this rank as an event, as far as the disk allows.
+    """Write the error that ended the run on this rank as an event, if the disk allows.
 
-    The event has the kind of error, this rank and its host, and, if a collective failed, the rank
-    and host of each that did not come to it. The caller prints the error.
+    The event contains the kind of error, this rank and its host, and for a failed collective the
+    missing ranks and their hosts. The caller prints the error.
     """
     facts: dict[str, Any] = {
         "error": type(error).__name__, "rank": rank, "host": socket.gethostname()
@@ -268,7 +268,7 @@ WARNINGS: Final = {
         "singular value was {largest:.3f}",
     ),
 }
-"""By what `SpectralMetrics.state` counts: its metric, and what is said of new ones."""
+"""By key of `SpectralMetrics.state`: the metric, and the warning about new events."""
 
 
 def set_aside(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Samples of text: how the model in training continues the beginning of each validation set."""
+"""Samples of text: the model's continuation of the beginning of each validation set."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,8 +31,8 @@ from training.errors import ConfigError
 class Sampler:
     """Writer of samples, with the prompts and the tokenizer of a run.
 
-    prompts  `[sets, sequence_length]`, of which the first `prompt` tokens are kept
-    firsts   of each set what `written_documents` returns
+    prompts  `[sets, sequence_length]`, whose first `prompt` tokens are kept
+    firsts   the result of `written_documents` for each set
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sampler:
 
 
 def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
-    """Return what writes samples of text, None if the config asks for none.
+    """Return the writer of samples of text, None without samples in the config.
 
     Raises ConfigError without a tokenizer to write them with.
     """
@@ -129,9 +129,9 @@ def next_tokens(
 ) -> Tensor:
     """Return the most probable token after position `place` of each window, int64 `[rows]`.
 
-    `windows` is `[rows, sequence_length]`, the same on every rank, `firsts` the places of the first
-    tokens of their documents. Each is a micro-batch of its own, and every data-parallel rank
-    computes all of them.
+    `windows` is `[rows, sequence_length]`, the same on every rank, `firsts` the positions of the
+    first tokens of their documents. Each window is a separate micro-batch, and every data-parallel
+    rank computes all of them.
     """
     rows = len(windows)
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.
@@ -158,7 +158,7 @@ def next_tokens(
     figures: list[dict[str, Any]] = model.forward_backward(
         batches, choose, microbatches=count, micro_batch=1, train=False
     )
-    # The rank that holds the position on the last stage knows the tokens, the others have zeros.
+    # The rank with the position on the last stage has the tokens, other ranks have zeros.
     tokens = torch.zeros(count, dtype=torch.int64, device=groups.device)
     for i, figure in enumerate(figures):
         tokens[i] = figure["token"]
@@ -172,7 +172,7 @@ def best_token(
 ) -> Tensor:
     """Return the token with the largest of logits `[1, s / context, v / tensor]` at `place`, 0-d.
 
-    Of equal ones it is the first; 0 on context ranks that do not hold the position. Rows that pad
+    Of equal logits it is the first; on context ranks without the position it is 0. Padding rows of
     the vocabulary are not tokens.
     """
     length = logits.shape[1] * groups.context.size
@@ -185,6 +185,6 @@ def best_token(
     ids = torch.arange(len(row), device=row.device) + tensor.rank * len(row)
     row = row.masked_fill(ids >= vocab_size, -torch.inf)
     largest = all_reduce_(row.max(), tensor, model.comm_volume, "samples", MAX)
-    # The largest of negated ids is the smallest id; ranks without the value give the least.
+    # The largest negated id is the smallest id; ranks without the value contribute the minimum.
     first = torch.where(row == largest, -ids, -len(row) * tensor.size).max()
     return -all_reduce_(first, tensor, model.comm_volume, "samples", MAX)

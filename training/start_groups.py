@@ -1,4 +1,4 @@
-"""The start of process groups, whose ranks must agree on settings, code, versions and data."""
+"""Start of process groups, and agreement of ranks on settings, code, versions and data."""
 
 import hashlib
 import os
@@ -20,15 +20,15 @@ PACKAGES: Final = ("spectral", "models", "parallel", "training")
 
 
 class RanksDifferError(InputError):
-    """Ranks of one run that were given different settings, code, versions or data."""
+    """Ranks of one run differ in settings, code, versions or data."""
 
 
 def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
     them.
 
-    Raises RanksDifferError if ranks have other settings, `options`, code or versions than others,
-    ConfigError as `check_restarts` and `allow_open_files` do.
+    Raises RanksDifferError if ranks differ in settings, `options`, code or versions, ConfigError as
+    `check_restarts` and `allow_open_files` do.
     """
     check_restarts()
     allow_open_files()
@@ -43,8 +43,8 @@ def start_groups(config: Config, **options: str) -> Groups:
 
 
 def check_restarts() -> None:
-    """Raise ConfigError if torchrun may restart the ranks of several nodes in one store: each node
-    counts its restarts by itself, and the ranks would look for each other in different attempts."""
+    """Raise ConfigError if torchrun may restart ranks of several nodes in one store: nodes count
+    restarts separately, so ranks could look for each other in different attempts."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
@@ -62,7 +62,7 @@ def program() -> dict[str, Any]:
 
 
 def source_hash(folder: Path) -> str:
-    """Return a hash of all Python files in a folder, by their places in it."""
+    """Return a hash of all Python files in a folder and their paths."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()

@@ -1,7 +1,7 @@
 """The training step: forward and backward, monitors, penalty, guards and update.
 
-`Trainer` has the model, the optimizer and the data of one rank, and its progress; what is due after
-a step is in loop.py.
+`Trainer` contains one rank's model, optimizer, data and progress; loop.py does the work due after a
+step.
 """
 
 import math
@@ -53,7 +53,7 @@ class StepResult:
 
 
 class Trainer:
-    """The steps of one rank over a built model, optimizer and data."""
+    """The training steps of one rank, given model, optimizer and data."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Trainer:
         sampler: Sampler | None = None,
         monitor_interval: int | None = None,
     ) -> None:
-        """Build everything that a step needs next to model and optimizer.
+        """Build the remaining parts of a step.
 
         data       the training data, whose counts checkpoints keep
-        batches    function from the progress to an iterator of the micro-batches that follow on
-                   this rank, `[micro_batch, sequence_length + 1]`
-        tasks      multiple-choice tasks that the model is scored on when that is due
-        sampler    writer of the samples of text that are due, None without samples
+        batches    function from the progress to an iterator of this rank's next micro-batches,
+                   `[micro_batch, sequence_length + 1]`
+        tasks      multiple-choice tasks to score the model on
+        sampler    writer of samples of text, None without samples
         monitor_interval   of `Monitors`
         """
         self.config = config
@@ -91,7 +91,7 @@ class Trainer:
         self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
         self.progress = Progress()
         self.tokens_before = 0
-        """Tokens that the steps before the present one have predicted."""
+        """Tokens predicted by the steps before the present one."""
         self.read_on()
         self.pace = Pace(config, groups, data)
         model.after_backward = self.pace.clock.end
@@ -114,19 +114,19 @@ class Trainer:
         return self.batch // (self.config.train.micro_batch * self.groups.data.size)
 
     def read_on(self) -> None:
-        """Read what follows on the progress, with the global batch of the next step."""
+        """Read on from the progress, with the global batch of the next step."""
         self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
         self.batches = self.make_batches(self.progress)
 
     def step(self, index: int) -> StepResult:
         """Take optimizer step `index`, counted from 0, without waiting for the device.
 
-        Monitored steps, and those in which the Gram penalty is reported, do wait.
+        Only monitored steps, and steps that report the Gram penalty, wait.
         """
         with profiler.record_function("forward_backward"):
             means = self.compute_gradients(index)
             loss, z_loss = (means, None) if means.ndim == 0 else means.unbind()
-        # The forward pass has the precision that the user set, and the mathematics its own.
+        # The forward pass uses the user's precision, the optimizer's mathematics its own.
         with ieee_products():
             with profiler.record_function("monitors"):
                 self.monitors.after_backward()
@@ -151,8 +151,7 @@ class Trainer:
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Return the means of `mean_loss` over the global batch, whose gradients are then in their
-        shards."""
+        """Compute the gradient shards; return the means of `mean_loss` over the global batch."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
@@ -171,8 +170,8 @@ class Trainer:
         return self.mean_over_ranks(figures)
 
     def weigh(self, batches: Sequence[Batch]) -> None:
-        """Give the counted labels of the step's micro-batches equal weights, however many there
-        are in each: the mean over micro-batches and ranks of the weighted sums is their mean."""
+        """Weight the counted labels of the step's micro-batches equally: the mean of the weighted
+        sums over micro-batches and ranks is the mean over labels."""
         replicas = self.groups.dense.replicas
         counts = torch.stack([batch["counted"].sum() for batch in batches])
         total = all_reduce_(counts.sum(), replicas, self.model.comm_volume, "counted tokens")
@@ -182,7 +181,7 @@ class Trainer:
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
         """Return the means of `mean_loss` over the global batch, the same on every rank.
 
-        `figures` has those of the last pipeline stage and is empty on the others.
+        `figures` contains the figures on the last pipeline stage and is empty on other stages.
         """
         shape = (2,) if self.config.train.z_loss else ()
         total = torch.zeros(shape, device=self.groups.device)
@@ -194,7 +193,7 @@ class Trainer:
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics that depend on nothing but the step; waits for the device."""
+        """Return the metrics that depend only on the step; waits for the device."""
         factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
@@ -211,7 +210,7 @@ class Trainer:
         }
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside tensors, fit for JSON; waits for the device.
+        """Return the trainer's state other than tensors, for JSON; waits for the device.
 
         Raises DisagreementError if weights are watched and have changed.
         """
@@ -234,7 +233,7 @@ class Trainer:
         return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
 
     def read(self) -> dict[str, SetCount]:
-        """Return what the run has read of each set."""
+        """Return the run's counts of each set."""
         return self.present.read(self.progress.sample)
 
     @property
@@ -243,7 +242,7 @@ class Trainer:
         return self.data.at(self.progress.step).since(self.progress.phase)
 
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
-        """Continue from `progress` and what `checkpoint` returned as `trainer`."""
+        """Continue from `progress` and `trainer`, the result of `checkpoint`."""
         self.progress = progress
         self.read_on()
         self.guard.restore(state["guard"])
@@ -254,7 +253,7 @@ class Trainer:
             self.weights.forget()
 
     def leave_out(self, windows: Windows) -> None:
-        """Read on without the samples of these windows."""
+        """Read on, skipping the samples of these windows."""
         self.progress.left_out = windows
         self.read_on()
 
@@ -263,7 +262,8 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     """Return the loss function of training: the mean token loss of the micro-batch plus `z_loss`
     times the mean squared log-sum-exp of the logits, or the sums with the batch's `weights`.
 
-    Its figure `loss` has the first mean `[]`, with a z-loss both `[2]`, without the coefficient.
+    Its figure `loss` is the first mean `[]`, or with a z-loss both means `[2]`, without the
+    coefficient.
     """
     weights = batch.get("weights")
 

@@ -1,6 +1,6 @@
-"""The profile of chosen steps: what each operation of a rank took, as a trace for Perfetto.
+"""The profile of chosen steps: times of a rank's operations, as a trace for Perfetto.
 
-Nothing here ends a run, and no result depends on it.
+No failure here ends a run, and no result depends on it.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from training.config import Config
 from training.config.schema import ProfileConfig
 
 FOLDER: Final = "profile"
-"""Of the run folder, where the files are."""
+"""Subfolder of the run folder for the files."""
 LARGEST_HISTORY: Final = 1_000_000
-"""Allocations that a memory snapshot remembers."""
+"""Largest number of allocations in a memory snapshot."""
 
 
 def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
@@ -32,7 +32,7 @@ def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return what a run that continues after step `after` says of its profile; None without."""
+    """Return the first note on the profile of a run that continues after `after`, or None."""
     section, last = config.log.profile, config.train.last
     if section is None:
         return None
@@ -56,7 +56,7 @@ def _named(steps: range) -> str:
 
 
 class StepProfile:
-    """The profile of this rank's steps, which all ranks call, whether or not they are profiled."""
+    """The profile of this rank's steps; all ranks call it, profiled or not."""
 
     def __init__(
         self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
@@ -78,7 +78,7 @@ class StepProfile:
         self._messages: list[str] = []
 
     def before(self, step: int) -> None:
-        """Begin with the first of the steps, and mark each."""
+        """Start the profile at its first step, and mark each step."""
         if self._done or not self.profiled or step not in self.steps or self._messages:
             return
         with self._failing():
@@ -89,7 +89,7 @@ class StepProfile:
             self._span.__enter__()
 
     def after(self, step: int) -> None:
-        """End the mark of a step; after the last of the steps, write and say what there is."""
+        """End the mark of a step; after the last step, write the files and note their paths."""
         with self._failing():
             self._span.__exit__(None, None, None)
         self._span = contextlib.nullcontext()
@@ -97,7 +97,7 @@ class StepProfile:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Write the steps up to `step`, and say where they are; all ranks call it together."""
+        """Write the steps up to `step`, and note the paths; all ranks call it together."""
         if self._done or step < self.steps[0]:
             return
         self._done = True
@@ -106,7 +106,7 @@ class StepProfile:
             self.note("warning" if text.startswith("warning") else "profile", step, text)
 
     def close(self) -> None:
-        """Stop without a trace, where a run ends with an error."""
+        """Stop without a trace after a run's error."""
         session, self._session = self._session, None
         if session is not None:
             with self._failing():
@@ -151,7 +151,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Context in which an error is kept as a warning, and ends the profile alone."""
+        """Turn errors within a context into a warning that ends only the profile."""
         try:
             yield
         except Exception as error:
@@ -164,8 +164,8 @@ class StepProfile:
 def write_trace(session: profiler.profile, path: Path) -> Path:
     """Write the trace of a session that has ended to a compressed file; return its path.
 
-    Raises OSError if the disk did not take all of it, RuntimeError if there is nothing to write, as
-    another program ended the profiler: to write that would end the process.
+    Raises OSError if the disk is full, RuntimeError if there is nothing to write because other code
+    ended the profiler: writing would end the process.
     """
     results = None if session.profiler is None else session.profiler.kineto_results
     if results is None or not results.events():
@@ -173,7 +173,7 @@ def write_trace(session: profiler.profile, path: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
         plain, compressed = Path(folder) / "trace.json", Path(folder) / path.name
         session.export_chrome_trace(str(plain))
-        if not plain.exists():  # all that the profiler says is a line on stderr
+        if not plain.exists():  # the profiler only prints a line on stderr
             raise OSError(None, "the profiler could not write its trace", str(path))
         with plain.open("rb") as file, gzip.open(compressed, "wb", compresslevel=5) as target:
             shutil.copyfileobj(file, target)

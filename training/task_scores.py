@@ -1,7 +1,7 @@
-"""Scores of the model in training on multiple-choice tasks, by its own forward pass on any layout.
+"""Scores of the model in training on multiple-choice tasks, by its forward pass on any layout.
 
-Every choice is a separate sequence. Sequences are grouped by length, so that short ones do not
-cost a whole window, and shared by the data-parallel ranks; causal attention hides what pads them.
+Every choice is a separate sequence. Sequences are grouped by length, so that short sequences do not
+cost a whole window, and divided over the data-parallel ranks; causal attention hides padding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from training.data.tasks import Request, Task, accuracies
 from training.validation import PASSES
 
 SHORTEST: Final = 16
-"""Tokens below which sequences are not grouped further."""
+"""Length in tokens below which sequences are not grouped further."""
 
 
 def score(
@@ -38,8 +38,8 @@ def score(
     """Return `task/<name>/acc` and `acc_norm` of every task, and their means over tasks, `task/acc`
     and `task/acc_norm`; the same on every rank.
 
-    `vocab_size` is the number of rows of the head that are tokens. A pass has at most `most_tokens`
-    tokens, or one sequence. Returns None if `stop`, which all ranks call together now and then,
+    `vocab_size` is the number of tokens among the head's rows. A pass has at most `most_tokens`
+    tokens, or one sequence. Returns None if `stop`, which all ranks call together at intervals,
     returned True.
     """
     requests = [request for task in tasks for request in task.requests]
@@ -59,7 +59,7 @@ def score(
 
 
 def tokens_of_a_pass(train: TrainConfig, model: ModelConfig, groups: Groups) -> float:
-    """Return the tokens with as many logits at once as training has."""
+    """Return the number of tokens per pass with as many logits as in training."""
     rows = model.padded_vocab / groups.tensor.size
     share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
     return share * train.micro_batch * train.sequence_length
@@ -76,7 +76,7 @@ def log_likelihoods(
 ) -> list[float] | None:
     """Return the sum of the log-probabilities of each request's scored tokens, in nats.
 
-    `vocab_size`, `most_tokens` and `stop` are those of `score`.
+    `vocab_size`, `most_tokens` and `stop` are as for `score`.
     """
     window, scorer = model.sequence_length, Scorer(model, groups, requests, vocab_size)
     by_length: dict[int, list[int]] = {}
@@ -96,8 +96,8 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return the lengths of grouped sequences, ascending: a window, and its halves as far as the
-    layout can cut them."""
+    """Return the lengths of grouped sequences, ascending: a window, and its repeated halves that
+    the layout can cut."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
@@ -118,13 +118,13 @@ class Scorer:
         self.losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)
 
     def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
-        """Add the losses of requests to their entries of `losses`, in sequences of `length` tokens
-        of which a pass has `rows`; return whether `stop` did not interrupt that."""
+        """Add the losses of requests to their entries of `losses`, in passes of `rows` sequences of
+        `length` tokens; return False if `stop` interrupted it."""
         stages = self.groups.pipeline.size
         count = -(-len(indices) // (rows * self.groups.data.size))
         # The interleaved schedule takes micro-batches in multiples of the pipeline size.
         count = -(-count // stages) * stages
-        # A stage of several chunks goes through the batches once per chunk.
+        # A stage of several chunks iterates over the batches once per chunk.
         streams = [self.batches(indices, length, rows, count) for _ in self.model.chunks]
         for first in range(0, count, PASSES * stages):
             if stop():
@@ -145,9 +145,9 @@ class Scorer:
     def batches(
         self, indices: Sequence[int], length: int, rows: int, count: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's micro-batches: `tokens` `[rows, length / context]`, and of each scored
-        token that this context rank predicts the `place` in them, flattened, whose logits predict
-        it, the `target` and the `request`."""
+        """Yield this rank's micro-batches: `tokens` `[rows, length / context]`, and for each scored
+        token that this context rank predicts the flattened `place` of its logits, the `target` and
+        the `request`."""
         data, context = self.groups.data, self.groups.context
         cut = {"rank": context.rank, "size": context.size}
         held = [position for chunk in context_chunks(length, **cut) for position in chunk]
@@ -174,9 +174,9 @@ class Scorer:
             }
 
     def scored(self, batch: dict[str, Tensor]) -> LossFunction:
-        """Return the loss function of a micro-batch's scored tokens, from logits
-        `[rows, length / context, vocabulary / tensor]`. Those that pad the vocabulary count as
-        impossible: they are no tokens, and an export does not have them."""
+        """Return the loss function of a micro-batch's scored tokens, from logits `[rows, length /
+        context, vocabulary / tensor]`. Padding rows of the vocabulary count as impossible: they are
+        not tokens, and an export does not contain them."""
         tensor, comm_volume = self.groups.tensor, self.model.comm_volume
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Validation: mean loss of every named set, each window counted once on any layout."""
+"""Validation: mean loss of every named set, with each window counted once on any layout."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,9 +29,9 @@ def evaluate(
     """Return the metrics of every validation set, the same on every rank.
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` the perplexity, `val/<set>/bpb` in bits
-    per byte of text. `val/loss` and `val/bpb` are the means that `mean_over_sets` takes, `mixture`
-    the weights of the training sets. Returns None if `stop`, which all ranks call together now and
-    then, returned True.
+    per byte of text. `val/loss` and `val/bpb` are means by `mean_over_sets`, `mixture` are the
+    weights of the training sets. Returns None if `stop`, which all ranks call together at
+    intervals, returned True.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -56,7 +56,7 @@ def evaluate(
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
     """Return the mean over validation sets, weighted as the training sets of the same names.
 
-    If a set has no training set of its name, or one of weight 0, all sets count equally.
+    If a set has no training set of its name, or its weight is 0, all sets count equally.
     """
     named = all(mixture.get(name) for name in values)
     weights = {name: mixture[name] if named else 1.0 for name in values}
@@ -86,7 +86,7 @@ def mean_loss(
             assert last is not None  # `count` is at least 1
             yield as_batch(last, groups, data.borders, torch.zeros(micro_batch))
 
-    # A stage of several chunks goes through the batches once per chunk.
+    # A stage of several chunks iterates over the batches once per chunk.
     streams = [batches() for _ in model.chunks]
     sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
     passes = PASSES * groups.pipeline.size

@@ -103,7 +103,7 @@ def chunk_sums(flat: Tensor) -> Tensor:
 class _Watched:
     """Flat memory of weights.
 
-    slots of the weights in the bucket that this memory is a part of
+    slots   of the weights in the bucket that this memory is a part of
     first   first element of this memory in the bucket
     """
 

@@ -32,7 +32,7 @@ SUMS = 5
 class PenaltyFigures:
     """The penalty over all units at one step.
 
-    value coefficient times the sum of the penalties, in nats per token like the loss
+    value                coefficient times the sum of the penalties, in nats per token like the loss
     share                mean over units of ||OffDiag||_F^2 / ||W||_F^4, which is independent of
                          the scale of W
     gradient_norm        of `value`

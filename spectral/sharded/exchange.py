@@ -33,7 +33,7 @@ class Part:
     """A part of a matrix on one rank.
 
     rank     within the group
-    tensor key of the rank's tensor that contains it
+    tensor   key of the rank's tensor that contains it
     inside   where in that tensor; () for all of it
     whole    where in the matrix
     """
@@ -60,7 +60,7 @@ class Transfer:
     matrix    its name
     owner     the rank, within the group, that runs its rule
     sources   the parts that the owner needs
-    targets the parts that receive the owner's result
+    targets   the parts that receive the owner's result
     """
 
     matrix: Hashable

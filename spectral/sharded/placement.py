@@ -41,7 +41,7 @@ class Work:
 class Placement:
     """Owners of the units of one group of ranks.
 
-    strategy the strategy used; for `auto` its choice, ping_pong or longest_processing_time
+    strategy   the strategy used; for `auto` its choice, ping_pong or longest_processing_time
     owners     rank within the group by unit name, names ascending
     loads      summed cost of each rank in FLOPs per step, its earlier load included
     moved      elements whose momentum is sent to an owner on another rank

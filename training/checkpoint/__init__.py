@@ -1,5 +1,5 @@
-"""Checkpoints on disk: when a run saves one, what makes it complete, and how a run continues.
+"""Checkpoints on disk: saving, completeness, and continuing of runs.
 
-How the tensors of many ranks become files is in parallel/checkpoint/. Start with checkpoints.py,
+parallel/checkpoint/ writes the tensors of all ranks. Start with checkpoints.py,
 then resume.py.
 """

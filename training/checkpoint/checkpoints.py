@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder: how one is completed, found, verified and removed.
+"""The checkpoints of a run folder: completing, finding, verifying and removing.
 
     RUN/checkpoints/latest          name of the newest step folder, for people and scripts
     RUN/checkpoints/step_00000100/
@@ -8,9 +8,9 @@
         meta.json    step, data position, identity, versions, and a hash of every file
         COMPLETE     hash of meta.json, written last
 
-A checkpoint is written to `.writing-...` beside these and renamed once all of it is on disk, so a
-folder named step_* was complete once. It needs nothing outside its folder, and `latest` never
-decides what is loaded.
+A checkpoint is written to `.writing-...` in the same folder and renamed when all of it is on disk,
+so a folder named step_* was complete once. It needs nothing outside its folder, and `latest` never
+decides which checkpoint is loaded.
 """
 
 import contextlib
@@ -67,9 +67,8 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
     Checks that it is complete and that its files have their sizes; `problems` also compares their
-    content. Prints a warning of each newer one that is broken. Needs no process group. Raises
-    BrokenCheckpointError, or ResumeError if there is no folder, or none of its checkpoints is
-    complete.
+    content. Prints a warning for each newer broken checkpoint. Needs no process group. Raises
+    BrokenCheckpointError, or ResumeError without a folder or a complete checkpoint.
     """
     path = Path(path)
     if not (path / FOLDER).is_dir():
@@ -99,7 +98,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
 
 
 def steps(run_dir: str | Path) -> list[int]:
-    """Return the steps of the checkpoints in a run folder, ascending, broken ones included."""
+    """Return the steps of the checkpoints in a run folder, ascending, including broken ones."""
     folder = Path(run_dir) / FOLDER
     names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     matches = [(int(match[1]), match[0]) for match in names if match]
@@ -153,8 +152,8 @@ def _complete(path: Path) -> CheckpointInfo:
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
-    """Raise BrokenCheckpointError unless the files that a checkpoint lists are in its folder, and
-    the required ones are among them."""
+    """Raise BrokenCheckpointError unless a checkpoint lists the required files and only files
+    inside its folder."""
     for name in listed:
         if not real_path(path / name).is_relative_to(real_path(path)):
             raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is not inside")
@@ -164,9 +163,9 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 
 
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each file, of a share of them, that has changed since it was written.
+    """Yield a sentence for each file in a share of the files that has changed since it was written.
 
-    The first share also has the tensors' index, which must name no file that is not compared.
+    The first share also contains the tensors' index, whose files must all be compared.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -181,9 +180,9 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
 
 
 def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each tensor, of a share of them, that is not finite.
+    """Yield a sentence for each nonfinite tensor in a share of the tensors.
 
-    Raises BrokenCheckpointError if they cannot be read, as after `problems`.
+    Raises BrokenCheckpointError if they cannot be read; call it after `problems`.
     """
     stored = StoredTensors(info.state)
     for key in stored.keys()[share]:
@@ -192,7 +191,7 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:
-    """Yield why the index of tensors cannot be trusted, or each file that it alone names."""
+    """Yield why the index of tensors is not trusted, or the files that only the index names."""
     try:
         named = set(index_files(read_index(info.state)))
     except UnsafeIndexError as error:
@@ -204,9 +203,9 @@ def _unlisted(info: CheckpointInfo) -> Iterator[str]:
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:
-    """Make and return a folder to write the checkpoint of `step` to, with an empty `state`.
+    """Create and return a folder for the checkpoint of `step`, with an empty `state`.
 
-    The run folder must exist: one that has gone is not made again.
+    The run folder must exist: it is not created again.
     """
     folder = Path(run_dir) / FOLDER / f".writing-{step}-{secrets.token_hex(4)}"
     folder.parent.mkdir(exist_ok=True)
@@ -218,10 +217,10 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 def complete(
     folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
 ) -> Path:
-    """Seal the checkpoint written to `folder`, and return the step folder that it becomes.
+    """Seal the checkpoint in `folder`, rename it and return its step folder.
 
-    `meta` and `state` are those of `seal`. Everything is on disk before the folder is renamed, and
-    the new name before this returns. `name_latest` comes next.
+    `meta` and `state` are as for `seal`. All files are on disk before the folder is renamed, and
+    the new name is on disk before this returns. Call `name_latest` next.
     """
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
@@ -231,15 +230,16 @@ def complete(
     try:
         sync(target.parent)
     except OSError:
-        target.rename(folder)  # after a crash it might be gone
+        target.rename(folder)  # it might be lost after a crash
         raise
     return target
 
 
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
-    """Write meta.json and COMPLETE into a checkpoint that has all other files, and sync it to disk.
+    """Write meta.json and COMPLETE to a checkpoint with all other files, and sync it to disk.
 
-    `state` has size and hash of the files in its state folder, whose tensors are on disk already.
+    `state` contains size and hash of the files in its state folder, whose tensors are already on
+    disk.
     """
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
     files |= {path.name: file_facts(path) for path in _files(folder)}
@@ -253,17 +253,17 @@ def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) 
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder, without those of folders in it."""
+    """Return the files directly in a folder."""
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:
-    """Make `latest` name a step folder, atomically, and sync it and the folder to disk."""
+    """Set `latest` to a step folder atomically, and sync it and the folder to disk."""
     replace_file(Path(run_dir) / FOLDER / LATEST, name + "\n", synced=True)
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, renaming it first so that a half-removed one is never loaded."""
+    """Remove a checkpoint; rename it first, so that a half-removed one is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     delete(doomed)
@@ -279,9 +279,9 @@ def quarantine(folder: Path) -> Path:
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    Keeps the `keep_last` newest complete ones (None: all) and those whose step is a multiple of
-    `keep_every` (None: no others). Broken ones are left alone. What an earlier call could not
-    remove is removed first.
+    Keeps the `keep_last` newest complete checkpoints (None: all) and those whose step is a multiple
+    of `keep_every` (None: no others). Broken checkpoints are not removed. Leftovers of an earlier
+    call are removed first.
     """
     for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
         delete(leftover)
@@ -289,7 +289,7 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
         return []
     whole: list[int] = []
     for step in steps(run_dir):
-        with contextlib.suppress(InputError):  # of one that is broken
+        with contextlib.suppress(InputError):  # of a broken checkpoint
             whole.append(_complete(step_folder(run_dir, step)).step)
     old = whole[:-keep_last]
     doomed = [step for step in old if keep_every is None or step % keep_every]
@@ -301,7 +301,7 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
 def sweep(run_dir: str | Path) -> list[str]:
     """Remove unfinished and half-removed checkpoints and return their names.
 
-    No other process may be using the run folder.
+    No other process may use the run folder.
     """
     folder = Path(run_dir) / FOLDER
     if not folder.is_dir():
@@ -313,9 +313,9 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move the checkpoints of steps after `step` out of the way.
+    """Move the checkpoints of steps after `step` to another folder.
 
-    A run that returned to `step` must never continue from them. Returns their new folder, None if
+    A run that returned to `step` must never continue from them. Returns the new folder, None if
     there are no such checkpoints.
     """
     later = [each for each in steps(run_dir) if each > step]

@@ -1,4 +1,4 @@
-"""Starting a run from the weights of another: `checkpoint.initialize_from`."""
+"""Initial weights from another run: `checkpoint.initialize_from`."""
 
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,27 +35,27 @@ class InitialWeights:
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool = True
     ) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json, `compared` whether its tokenizer
-        and the run's are known."""
+        """`digest` is the sha256 of the checkpoint's meta.json; `compared` is whether both
+        tokenizers are known."""
         self.weights = weights
         self.digest = digest
         self.compared = compared
         units = all_units(config.model, **unit_options(config))
         self._whole = {unit.name: unit for unit in units}
-        self._last: tuple[str, Tensor] | None = None  # units of one parameter follow each other
+        self._last: tuple[str, Tensor] | None = None  # units of one parameter are consecutive
 
     @property
     def info(self) -> CheckpointInfo:
-        """The checkpoint that the weights come from."""
+        """The source checkpoint of the weights."""
         return self.weights.info
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What the checkpoints of a run say of the weights that it began with."""
+        """The entry of initial weights in the run's checkpoints."""
         return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
-        """Return the whole of `unit`, `[*shape]`, float32; `unit` may be declared on any rank."""
+        """Return the whole `unit`, `[*shape]`, float32; `unit` may be declared on any rank."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
             self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
@@ -81,12 +81,12 @@ def check_beginning(config: Config, start: CheckpointInfo) -> None:
 def initial_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> InitialWeights | None:
-    """Return the weights that `checkpoint.initialize_from` names, None if it is null; collective.
+    """Return the weights of `checkpoint.initialize_from`, None if it is null; collective.
 
     `tokenizer` is the sha256 of the data's `file`, None if it is not known. Rank 0 chooses the
-    checkpoint for all: the run that it is of may save another meanwhile. Raises
-    BrokenCheckpointError or ResumeError for one that cannot be read or has another model or
-    tokenizer.
+    checkpoint for all ranks, as its run may save another one meanwhile. Raises
+    BrokenCheckpointError or ResumeError for a checkpoint that cannot be read or has another model
+    or tokenizer.
     """
     path = config.checkpoint.initialize_from
     if path is None:
@@ -100,7 +100,7 @@ def initial_weights(
 def _chosen(
     path: str, config: Config, tokenizer: str | None, file: Path | None
 ) -> tuple[CheckpointInfo, str, bool]:
-    """The checkpoint to begin from, the sha256 of its meta.json, whether tokenizers are known."""
+    """Return the checkpoint, the sha256 of its meta.json, and whether both tokenizers are known."""
     info = read_checkpoint(path)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
     saved, configured = (
@@ -125,8 +125,8 @@ def _chosen(
 
 
 def same_tokens(saved_file: Path, data_file: Path | None) -> bool:
-    """Return whether two tokenizer.json differ in nothing but the template around a text, which
-    exports leave out as data is prepared without it."""
+    """Return whether two tokenizer.json files differ at most in the template around a text, which
+    data preparation and exports leave out."""
     if data_file is None or not (saved_file.is_file() and data_file.is_file()):
         return False
     first, second = (

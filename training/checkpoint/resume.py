@@ -20,11 +20,11 @@ from training.errors import BrokenCheckpointError
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from, decided without changing anything in its folder.
+    """The start of a run, decided without changing its folder.
 
     info    checkpoint to continue from, None to start from step 0
     resume  `latest`, `none` or a step
-    broken  by step, why its checkpoint cannot be loaded
+    broken  by step, the reason why its checkpoint cannot be loaded
     """
 
     info: CheckpointInfo | None
@@ -32,9 +32,9 @@ class Start:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def settle(self, run_dir: str | Path) -> None:
-        """Move aside what must not be continued later, and print it (rank 0).
+        """Move aside checkpoints that must not be continued later, and print them (rank 0).
 
-        For when nothing can refuse the run any more.
+        Call it when the run can no longer be refused.
         """
         if self.resume == "none":
             start_over(run_dir)
@@ -65,16 +65,16 @@ class Start:
 
 
 def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
-    """Return what to start from: a checkpoint, fully verified, or step 0.
+    """Return the start of a run: a fully verified checkpoint, or step 0.
 
     Collective; changes nothing.
 
     resume   `latest`, `none` or a step
-    now      identity of the run that is to continue
-    allowed  kinds in which it may differ from the checkpoint's
+    now      identity of the continuing run
+    allowed  kinds that may differ from the checkpoint's identity
 
-    Raises ResumeError if there are checkpoints but the run can continue from none of them: starting
-    over is for the user to decide.
+    Raises ResumeError if there are checkpoints but the run can continue from none of them: only the
+    user may start over.
     """
     if resume == "none":
         return Start(None, resume)
@@ -113,7 +113,7 @@ def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
 
 
 def start_over(run_dir: str | Path) -> None:
-    """Move all checkpoints of the run folder out of the way."""
+    """Move all checkpoints of the run folder to another folder."""
     folder = Path(run_dir) / checkpoints.FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         aside = checkpoints.free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
@@ -131,7 +131,7 @@ def check_content(info: CheckpointInfo) -> None:
     """Raise BrokenCheckpointError, on every rank, if a file has changed since it was written, or a
     tensor is not finite.
 
-    Collective; each rank reads a share of the files, and of the tensors.
+    Collective; each rank reads a share of the files and tensors.
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
     for find in (checkpoints.problems, checkpoints.not_finite):

@@ -1,4 +1,4 @@
-"""The identity of a run: what a checkpoint and the run that continues it must agree in."""
+"""The identity of a run: facts that must be equal in a checkpoint and the continuing run."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,25 +20,25 @@ from training.data.validation_data import ValidationData
 
 SHOWN: Final = 6
 OF_STATE: Final = re.compile(r".*\.rule|qkv_units|split_gate_up|momentum_dtype|pc\.(blocks|roles)")
-"""Keys that decide what a checkpoint has beside the weights."""
+"""Keys that determine the state in a checkpoint other than weights."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
-"""Keys of the train section that results depend on; the schedule has the steps."""
+"""Keys of the train section that change results; the steps belong to the schedule."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
-"""Keys of the model section that choose an implementation and change no result."""
+"""Keys of the model section that select an implementation without changing results."""
 
 Identity = dict[str, dict[str, Any]]
 """Values by kind, such as model or schedule, and dotted key."""
 
 
 def identity(config: Config, facts: Identity) -> Identity:
-    """Return everything that must stay the same for a run to be continued, by kind.
+    """Return the facts that must not change when a run continues, by kind.
 
-    `facts` has the kinds `data` and `tokenizer`, from `data_facts`. Layout, micro-batches,
+    `facts` contains the kinds `data` and `tokenizer`, from `data_facts`. Layout, micro-batches,
     backends, paths, logging, validation and `train.exit_step` are not part of an identity, as no
     result depends on them.
     """
     kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
-    # A share of the steps, or the decay, begins elsewhere if other sections change.
+    # A phase's start by share of steps, or by decay, moves if other sections change.
     kept |= {f"phases[{i}].start": start for i, start in enumerate(config.phase_starts())}
     return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
 
@@ -46,9 +46,9 @@ def identity(config: Config, facts: Identity) -> Identity:
 def saved_identity(info: CheckpointInfo) -> Identity:
     """Return the identity of the run that saved a checkpoint.
 
-    Its settings come from its config, so a key that its version did not know has its default, and
-    one with another name since is compared under the present one. Raises BrokenCheckpointError if
-    the config is not as it was written.
+    Its settings come from its config: a key that its version did not have gets its default, and a
+    renamed key is compared under its present name. Raises BrokenCheckpointError if the config is
+    not as it was written.
     """
     return identity(info.config, info.meta["identity"])
 
@@ -59,7 +59,7 @@ def data_facts(
     validation: Iterable[ValidationData],
     manifest: Manifest | None,
 ) -> Identity:
-    """Return the kinds `data` and `tokenizer` of an identity, which checkpoints keep."""
+    """Return the kinds `data` and `tokenizer` of an identity for checkpoints."""
     return {
         "data": _data(config, data, validation),
         "tokenizer": {"sha256": _tokenizer(config, manifest)},
@@ -67,20 +67,21 @@ def data_facts(
 
 
 def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return, by key of the kind `data`, when sets were written to that no hash covers whole.
+    """Return the modification times of sets that no hash covers completely, by key of the kind
+    `data`.
 
-    Copies of a set on several nodes may differ in it, so one rank says it for all.
+    They may differ between copies on several nodes, so one rank provides them for all.
     """
     times = {f"{each.name}.modified": each.modified for each in data.all_sets}
     return {key: time for key, time in times.items() if time is not None}
 
 
 def settings(config: Config) -> Identity:
-    """Return the kinds of an identity that the config alone decides."""
+    """Return the kinds of an identity that depend only on the config."""
     units = all_units(config.model)
     model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
-    if config.pc is not None:  # where PC(W) is evaluated changes no result
+    if config.pc is not None:  # the evaluator of PC(W) changes no result
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
     optimizer = _optimizer(config)
     if config.gram_penalty is not None:
@@ -110,7 +111,7 @@ def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dic
 def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
     """Return a sentence for each accepted change since a checkpoint that figures depend on.
 
-    These are changes of allowed kinds, of validation, of tasks, and of what counts as a spike.
+    These are changes of allowed kinds, of validation, of tasks, and of spike detection.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -122,7 +123,7 @@ def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str
 
 
 def _beside(config: Config) -> dict[str, Any]:
-    """What is not part of the identity but changes the metrics of a run."""
+    """Return settings outside the identity that change the metrics of a run."""
     spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
     sets = {f"validation.{name}": "there" for name in config.data.validation}
     sets |= {f"tasks.{name}": "there" for name in config.tasks.files}
@@ -135,8 +136,9 @@ def _beside(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both without what only one of them can say: a validation set or task may come or go,
-    data with a manifest has the sha256 of a set, a large set without one when it was written to."""
+    """Return both without facts that only one of them has: validation sets and tasks may be added
+    or removed; a set has a sha256 with a manifest, and a modification time if it is large and has
+    none."""
     optional = {
         key
         for key in saved.keys() | now.keys()
@@ -150,7 +152,7 @@ def comparable(
 
 
 def refusal(place: str, different: Mapping[str, list[str]], pc: bool) -> str:
-    """Return the message of a refusal to continue: a line per kind, and what to do about it.
+    """Return the message of a refusal to continue: a line per kind, and the remedy.
 
     `pc` says whether the run has PC layers.
     """
@@ -169,9 +171,8 @@ def refusal(place: str, different: Mapping[str, list[str]], pc: bool) -> str:
 
 
 def new_run(place: str, pc: bool) -> str:
-    """Return what a run, with PC layers or without, can do if the state of a checkpoint does not
-    fit."""
-    if pc:  # checkpoint.initialize_from is refused, as they would change the effective weights
+    """Return the remedy for a state that does not fit a run, with PC layers or without."""
+    if pc:  # checkpoint.initialize_from is refused, as PC layers would change the effective weights
         return "name another run.dir"
     return f"name another run.dir, and checkpoint.initialize_from={place} to begin from its weights"
 
@@ -192,7 +193,7 @@ def _short(value: Any) -> str:
 def _data(
     config: Config, data: TrainingData, validation: Iterable[ValidationData]
 ) -> dict[str, Any]:
-    """What determines the tokens of sample k, and of validation."""
+    """Return the facts that determine the tokens of sample k, and of validation."""
     facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     for each in data.all_sets:
         facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
@@ -208,13 +209,13 @@ def _data(
         for name, share in mixture.shares.items():
             facts[f"{place}.{name}.share"] = round(share, 6)
         facts[f"{place}.fingerprint"] = mixture.fingerprint()
-    # Covers also what the keys above do not say of the order.
+    # It also covers parts of the order outside the keys above.
     facts["fingerprint"] = data.fingerprint()
     return facts
 
 
 def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
-    """The sha256 of the tokenizer's file, None if there is no file."""
+    """Return the sha256 of the tokenizer's file, None without a file."""
     if config.data.tokenizer is None:
         return None if manifest is None else manifest.tokenizer.sha256
     path = tokenizer_file(config.data.tokenizer)
@@ -222,15 +223,14 @@ def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Settings of the groups, of the rules in use, and of the distribution if results depend on
-    them."""
+    """Return the settings of groups, used rules, and the distribution if results depend on them."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     del settings["rules"]
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     plain = replace(config.optimizer, roles={})
-    for role, overrides in settings["roles"].items():  # what its group says too is no difference
+    for role, overrides in settings["roles"].items():  # equal to the group's is no difference
         usual = asdict(plain.settings_for(role))
         settings["roles"][role] = {
             k: v for k, v in overrides.items() if v not in (None, usual.get(k))

@@ -1,4 +1,4 @@
-"""Saving a run: one checkpoint at a time, written in the background, completed by all ranks."""
+"""Saves of a run: one checkpoint at a time, written in the background, completed by all ranks."""
 
 import random
 import shutil
@@ -36,9 +36,9 @@ from training.report.log_lines import LOGS
 Result = TypeVar("Result")
 
 ATTEMPTS: Final = 2
-"""How often a save is tried: a disk that fails once does not end a run."""
+"""Attempts of a save: a disk that fails once does not end a run."""
 REFUSALS: Final = 3
-"""Consecutive checkpoints with a state that is not finite that end a run."""
+"""Consecutive checkpoints with a nonfinite state after which the run ends."""
 
 
 class CheckpointError(RuntimeError):
@@ -46,7 +46,7 @@ class CheckpointError(RuntimeError):
 
 
 class Saver:
-    """Saves the run of one model.
+    """Saver of one model's run.
 
     All ranks call the same methods in the same order, except `status`, which is local.
     """
@@ -61,8 +61,8 @@ class Saver:
         *,
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """`facts` goes into every meta.json, beside what `begin` is given; `check_folder` raises
-        InputError on rank 0 once the run folder is no longer this run's."""
+        """`facts` are added to every meta.json, next to the argument of `begin`; `check_folder`
+        raises InputError on rank 0 when the run folder no longer belongs to this run."""
         self.config = config
         self.groups = groups
         self.model = model
@@ -70,7 +70,7 @@ class Saver:
         self.facts = facts
         self.check_folder = check_folder
         self.last_saved: int | None = None
-        self._yaml = to_yaml(config)  # once, as it takes longer than copying a small state
+        self._yaml = to_yaml(config)  # only once, as it takes longer than copying a small state
         self._meta: dict[str, Any] = {}
         self._generators: list[Any] = []
         self._folder = Path()
@@ -78,7 +78,7 @@ class Saver:
         self._attempt = 1
         self._pending: PendingSave | None = None
         self._gathered = False
-        """Whether all tensors are written, and rank 0 seals the checkpoint."""
+        """Whether all tensors are written and rank 0 is sealing the checkpoint."""
         self._sealing: Future[Path] | None = None
         self._retiring: Future[None] | None = None
         self._retired = Aid("older checkpoints are not removed")
@@ -87,14 +87,14 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is running."""
         return self._pending is not None
 
     def begin(self, meta: Mapping[str, Any]) -> None:
         """Copy this rank's state and start to write it.
 
-        `meta` has at least the step. Raises CheckpointError if the folder cannot be made, and
-        FolderError if the run folder was moved, removed or taken by another run.
+        `meta` contains at least the step. Raises CheckpointError if the folder cannot be created,
+        and FolderError if the run folder was moved, removed or taken over by another run.
         """
         assert self._pending is None
         self._wait_for_removal()
@@ -106,7 +106,7 @@ class Saver:
         self._pending = start_save(state, self.model, self.optimizer, step, self._planner)
 
     def _new_folder(self) -> Path:
-        """Make the folder to write to, on rank 0, for all ranks."""
+        """Create the folder of the save on rank 0, for all ranks."""
         run_dir, step = self.config.run.dir, self._meta["step"]
 
         def make() -> Path:
@@ -126,7 +126,7 @@ class Saver:
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Whether this rank has done its part, well or not, after at most `timeout` seconds."""
+        """Return whether this rank's part has ended or failed, after at most `timeout` seconds."""
         assert self._pending is not None
         try:
             if self._problem is None and not self._gathered:
@@ -138,10 +138,10 @@ class Saver:
         return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
-        """Wait until the save under way, if any, is complete and old checkpoints are removed.
+        """Wait until a running save is complete and old checkpoints are removed.
 
-        `failed_anywhere` returns on every rank whether its argument is true on any; `beat` is
-        called while waiting. Raises CheckpointError if the save failed.
+        `failed_anywhere` returns whether its argument is true on any rank; `beat` is called while
+        waiting. Raises CheckpointError if the save failed.
         """
         while self._pending is not None:
             while not self._written(timeout=1.0):
@@ -153,10 +153,10 @@ class Saver:
         self._wait_for_removal()
 
     def advance(self) -> None:
-        """Go on with a save of which every rank has done its part.
+        """Continue a save after all ranks have finished their parts.
 
-        Once all tensors are written rank 0 seals the checkpoint, and once it is complete rank 0
-        removes old ones: both while training continues.
+        When all tensors are written, rank 0 seals the checkpoint and then removes old ones, both
+        while training continues.
         """
         assert self._pending is not None
         if not self._gathered:
@@ -169,12 +169,12 @@ class Saver:
         self._refused = 0
         if self._sealing is not None:
             print(f"saved {self._sealing.result()}", flush=True)
-            # Removing large files takes the file system longer than all the rest.
+            # Removing large files takes the file system longer than everything else.
             self._retiring = _in_background(self._retire)
         self._reset()
 
     def _seal(self, pending: PendingSave, written: Sequence[Written]) -> Path:
-        """Write all but the tensors, sync everything to the disk, and return the step folder."""
+        """Write all files except tensors, sync everything, and return the step folder."""
         folder, run_dir = self._folder, Path(self.config.run.dir)
         try:
             with Aid("logs are not synced to the disk"):
@@ -190,7 +190,7 @@ class Saver:
         return done
 
     def _retire(self) -> None:
-        """Remove old checkpoints (rank 0). Those that remain are removed after the next save."""
+        """Remove old checkpoints (rank 0). The remaining ones are removed after the next save."""
         keep = self.config.checkpoint
         with self._retired:
             checkpoints.retire(
@@ -203,11 +203,11 @@ class Saver:
             retiring.result()
 
     def fail(self) -> None:
-        """Start a failed save again, on every rank, of the same state.
+        """Restart a failed save of the same state on every rank.
 
-        Raises CheckpointError, with the problems of all ranks, after the last attempt. A state that
-        is not finite is dropped instead, with a warning, fewer than `REFUSALS` times in a row: the
-        guard of its losses may yet take the run back to an earlier step.
+        Raises CheckpointError, with the problems of all ranks, after the last attempt. A nonfinite
+        state is dropped instead, with a warning, fewer than `REFUSALS` consecutive times: the guard
+        of losses may still rewind the run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
@@ -224,7 +224,7 @@ class Saver:
             print(f"warning: step {self._meta['step']} is not saved: {text}", flush=True)
 
     def _missed(self, text: str) -> None:
-        """Drop what a failed attempt has written. Raises CheckpointError if it was the last one."""
+        """Remove the files of a failed attempt. Raises CheckpointError after the last attempt."""
         self.abandon()
         if self._attempt == ATTEMPTS:
             raise self._error(text)
@@ -237,7 +237,7 @@ class Saver:
         return CheckpointError(f"step {self._meta['step']} could not be saved: {text}")
 
     def abandon(self) -> None:
-        """End a save under way and remove what it has written, as far as possible.
+        """End a running save and remove its files, as far as possible.
 
         A checkpoint that is being sealed is completed first.
         """
@@ -255,7 +255,7 @@ class Saver:
 
 
 def _in_background(call: Callable[[], Result]) -> Future[Result]:
-    """Start `call` in a thread and return its result to come."""
+    """Start `call` in a thread and return its future."""
     beside = ThreadPoolExecutor(max_workers=1)
     future = beside.submit(call)
     beside.shutdown(wait=False)
@@ -263,7 +263,7 @@ def _in_background(call: Callable[[], Result]) -> Future[Result]:
 
 
 def _result(future: Future[Result], timeout: float) -> Result | None:
-    """Return a result, None if it is not there after `timeout` seconds."""
+    """Return the result of a future, None if it is not ready after `timeout` seconds."""
     wait([future], timeout)
     return future.result() if future.done() else None
 
@@ -280,7 +280,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the random number generators to what `rng_state` returned."""
+    """Set the random number generators to a result of `rng_state`."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

@@ -1,6 +1,4 @@
-"""A checkpoint as it is stored: what meta.json states, its config, its tensors, and the effective
-weights that they give.
-"""
+"""A stored checkpoint: its meta.json, config, tensors, and effective weights."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,9 +36,9 @@ FORMAT: Final = 2
 
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
 WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
-"""Files that every checkpoint has and lists, also one of imported weights."""
+"""Files of every checkpoint, including imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
-"""Files that a run's checkpoint has and lists."""
+"""Files of every checkpoint of a run."""
 
 
 STEP: Final = re.compile(r"step_([0-9]{8,})")
@@ -48,7 +46,7 @@ STEP: Final = re.compile(r"step_([0-9]{8,})")
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json of imported weights must have."""
+    """Required entries of meta.json of imported weights."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -67,7 +65,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a trainer keeps beside its tensors."""
+    """State of a trainer other than tensors."""
 
     guard: Guard
     spikes: list[float]
@@ -76,7 +74,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class RunMeta(Meta):
-    """What meta.json of a run must have."""
+    """Required entries of meta.json of a run."""
 
     run_id: str
     progress: Progress
@@ -91,7 +89,7 @@ class RunMeta(Meta):
 
 @dataclass(frozen=True)
 class AveragedCheckpoints:
-    """Steps of a run whose weights were averaged, and how much of each."""
+    """Steps of a run whose weights were averaged, and their shares."""
 
     steps: list[int]
     weights: list[float]
@@ -100,14 +98,14 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """What meta.json of an average must have; progress is that of its last checkpoint."""
+    """Required entries of meta.json of an average; `progress` is its last checkpoint's."""
 
     averaged: AveragedCheckpoints
     progress: Progress
 
 
 class ResumeError(InputError):
-    """A run that cannot be continued as asked."""
+    """A run that cannot be continued as requested."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +126,12 @@ class CheckpointInfo:
 
     @property
     def imported(self) -> bool:
-        """Whether the weights are those of another program's model, which no run has trained."""
+        """Whether the weights were imported from another program's model."""
         return self.meta.get("weights_only") is True and "averaged" not in self.meta
 
     @property
     def state(self) -> Path:
-        """Folder that `parallel.checkpoint.state.load_state` reads."""
+        """Folder of the state for `parallel.checkpoint.state.load_state`."""
         return self.path / STATE
 
     @property
@@ -157,11 +155,11 @@ class CheckpointInfo:
 
     @property
     def files(self) -> dict[str, FileFacts]:
-        """Size and hash of every file but meta.json and COMPLETE, by its path in the folder."""
+        """Size and hash of every file except meta.json and COMPLETE, by its path in the folder."""
         return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
 
     def tensors(self, prefix: str = "weight/") -> dict[str, Tensor]:
-        """Return the tensors whose key begins with `prefix`, whole, on the CPU, by key.
+        """Return the whole tensors whose keys begin with `prefix`, on the CPU, by key.
 
         `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; all keys are those of
         `parallel.checkpoint.state`. Needs no process group. Raises BrokenCheckpointError if the
@@ -172,15 +170,15 @@ class CheckpointInfo:
 
 
 def changed(folder: Path, name: str) -> str:
-    """Return the sentence about a file of a checkpoint that differs from its hash."""
+    """Return the message about a checkpoint's file that differs from its hash."""
     return f"{folder}: {name} has changed since it was written"
 
 
 class StoredTensors:
-    """Tensors stored in `folder`, whatever layout saved them.
+    """Tensors stored in `folder`, saved on any layout.
 
-    All keys are those of `parallel.checkpoint.state`. The index is read once, tensors when they are
-    asked for. Raises BrokenCheckpointError if the folder cannot be read, here and in `read_into`.
+    All keys are those of `parallel.checkpoint.state`. The index is read once, tensors on request.
+    Raises BrokenCheckpointError if the folder cannot be read, here and in `read_into`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -209,7 +207,7 @@ class StoredTensors:
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def read_into(self, places: Mapping[str, Tensor]) -> None:
-        """Fill each tensor with what is stored under its key; the shapes must agree."""
+        """Fill each tensor with the stored value of its key; the shapes must agree."""
         missing = [key for key in places if key not in self]
         if missing:
             raise BrokenCheckpointError(f"{self.folder} has no {named(missing)}")
@@ -225,17 +223,17 @@ class StoredTensors:
             raise broken(self.folder, error) from error
 
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of `keys`, whole, on the CPU, in the stored dtype."""
+        """Return the whole tensors of `keys`, on the CPU, in the stored dtype."""
         try:
             tensors = {key: self.empty(key) for key in keys}
-        except Exception as error:  # whatever an index may say of a tensor
+        except Exception as error:  # any invalid entry of an index
             raise broken(self.folder, error) from error
         self.read_into(tensors)
         return tensors
 
 
 def named(keys: Collection[str]) -> str:
-    """Return the first of some tensors' names in order, and how many more there are.
+    """Return the first of some tensors' names, and the number of others.
 
     `weight/head (and 79 others)`
     """
@@ -244,7 +242,7 @@ def named(keys: Collection[str]) -> str:
 
 
 def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
-    """Return the error that says why a folder cannot be read."""
+    """Return the error about a folder that cannot be read."""
     return BrokenCheckpointError(f"{folder} cannot be read: {last_line(error)}")
 
 
@@ -262,9 +260,9 @@ class CheckpointWeights:
         self._units = grouped(units, lambda unit: unit.parameter)
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
-        """Return, by parameter, the shape in which its units view it.
+        """Return the units' view shape of each parameter.
 
-        With all axes but the last flattened, it is the parameter's own shape.
+        Flattening all axes but the last gives the parameter's own shape.
         """
         return {name: units[0].view_shape for name, units in self._units.items()}
 
@@ -297,12 +295,12 @@ class CheckpointWeights:
         return self.config.pc is not None and self.config.pc.covers(unit)
 
     def weight(self, unit: Unit) -> Tensor:
-        """Return a unit's W `[*shape]`, float32; of a PC layer that is not the effective weight."""
+        """Return a unit's W `[*shape]`, float32; for a PC layer it is not the effective weight."""
         key = f"weight/{unit.name}"
         return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a module's buffer, or zeros `[*shape]`, which stand for an expert bias of none."""
+        """Return a module's buffer, or zeros `[*shape]` for a missing expert bias."""
         key = f"buffer/{name}"
         if key not in self._stored:
             return torch.zeros(shape)

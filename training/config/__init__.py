@@ -1,9 +1,9 @@
 """The run config: from a YAML file to frozen sections, with all problems reported at once.
 
-schema.py, data.py, schedule.py and optimizer_section.py hold the fields and what must hold in each
-section, checks.py what must hold between sections; yaml_files.py and binding.py read YAML, and
-manual.py writes docs/configuration.md. Nothing here knows the engine or a device. Start with
-schema.py.
+schema.py, data.py, schedule.py and optimizer_section.py contain the fields and the conditions
+within sections, checks.py the conditions between sections; yaml_files.py and binding.py read YAML,
+and manual.py writes docs/configuration.md. Nothing here depends on the engine or a device. Start
+with schema.py.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config that the YAML file `path`, its bases and `key=value` overrides describe.
+    """Return the config of the YAML file `path`, its bases and `key=value` overrides.
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
@@ -44,10 +44,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_saved_config(path: str | Path) -> Config:
     """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
 
-    An absent key has its default, and only keys, types and bounds are checked: a rule that a later
-    version has must not make a checkpoint unreadable. Raises MissingRuleError for a run of a rule
-    that is not installed, InvalidConfigError for a file that is not a run config or that has other
-    keys.
+    A missing key gets its default, and only keys, types and bounds are checked: a condition of a
+    later version must not make a checkpoint unreadable. Raises MissingRuleError for a run of a rule
+    that is not installed, InvalidConfigError for a file that is not a run config or has other keys.
     """
     content = of_installed_rules(without_gone_keys(read_saved(Path(path))))
     return with_paper_choices(bind(Config, content, check=False))

@@ -1,4 +1,4 @@
-"""Binding plain mappings to nested dataclasses by pydantic, with every problem as one line.
+"""Binding of plain mappings to nested dataclasses by pydantic, with one line per problem.
 
 Nothing is converted silently: a string is not a number, a number not a string, a bool not an
 integer; only an integer where a float is expected becomes a float. Fields may be bool, int, float,
@@ -37,16 +37,16 @@ BOUNDS: Final = {
     "multiple_of": "a multiple of {multiple_of}",
     "too_short": "a list of at least {min_length}",
 }
-"""By kind of pydantic's error, the words for its bound."""
+"""Text of a bound by type of pydantic's error."""
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Rules by other names in use that are not like their own."""
+"""Common other names of rules that do not resemble ours."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
 )  # fmt: skip
-"""Where sections have separate names, of which null leaves one out."""
+"""Keys of named sections; null removes one of them."""
 
 
 class InvalidConfigError(ConfigError):
@@ -64,10 +64,10 @@ def bind(
     *,
     check: bool = True,
 ) -> T:
-    """Return the section `kind` that `mapping` describes.
+    """Return `mapping` as a section of type `kind`.
 
-    Without `check`, only keys, types and bounds count, not what must hold between fields, nor
-    `between` its sections. Raises InvalidConfigError with all problems.
+    Without `check`, only keys, types and bounds are checked, not conditions between fields, nor
+    `between` sections. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []
@@ -76,14 +76,14 @@ def bind(
         sections = _sections(bound)
     except ValidationError as error:
         lines += dict.fromkeys(_lines(kind, error))
-        bound = object.__new__(kind)  # of the defaults, and the sections that can be bound
+        bound = object.__new__(kind)  # errors of the defaults, and the sections that can be bound
         sections = _bindable(kind, json.loads(text))
     for loc, section in sections if check else ():
         lines += problems(section, section.checks(), place(kind, loc)[0])
         if lines and len(loc) == 1:
             vars(bound)[str(loc[0])] = section
     for checks in between if check else ():
-        # What is wrong by itself may be missing, or make no sense to others.
+        # Sections with errors may be missing, or invalid for the checks of others.
         with suppress(Exception) if lines else nullcontext():
             lines += problems(bound, checks(bound))
     if lines:
@@ -96,7 +96,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield place and value of each section in a bound value."""
+    """Yield path and value of each section in a bound value."""
     if isinstance(value, Section):
         yield loc, value
         value = vars(value)
@@ -106,7 +106,7 @@ def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
 
 
 def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield place and value of each section that can be bound, whatever is wrong next to it."""
+    """Yield path and value of each section that can be bound, despite errors next to it."""
     if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):
@@ -118,14 +118,14 @@ def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Sec
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
-    """Yield a line for each problem that pydantic has found; one for a list that is too short."""
+    """Yield a line for each of pydantic's problems, one for a list that is too short."""
     for problem in error.errors(include_url=False):
         loc, name, value = problem["loc"], problem["type"], problem["input"]
         if name == "unexpected_keyword_argument":
             yield _unknown(root, loc)
             continue
         if name == "missing" and isinstance(loc[-1], int):
-            loc, name = loc[:-1], "tuple_type"  # it has too few items
+            loc, name = loc[:-1], "tuple_type"  # the list has too few items
         path, kind = place(root, loc)
         if name == "missing":
             yield from _missing(kind, path)
@@ -139,11 +139,11 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
 
 
 RULE_SECTION: Final = "optimizer.rules"
-"""Section that has a section for each rule."""
+"""Section with one section per rule."""
 
 
 def _mismatch(kind: Any, path: str, value: object) -> str:
-    """Return the line about a value that is not what the annotation `kind` says."""
+    """Return the line about a value that does not fit the annotation `kind`."""
     if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
         return f"{path} is null, which leaves out what a base has under that name, but none has it"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
@@ -153,11 +153,11 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
 
 
 def _of_package(path: str, rule: object) -> str:
-    """Return the end of a message about a key whose values are rules, which packages may add."""
+    """Return the end of a message about a key of rules, which packages may add."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
         return ""
-    from spectral.rules import RULES  # torch, which takes seconds
+    from spectral.rules import RULES  # imports torch, which takes seconds
 
     reason = RULES.left_out.get(str(rule))
     return f"; {reason or 'a rule of your own is known once its package is installed'}"
@@ -173,7 +173,7 @@ def _missing(kind: Any, path: str) -> Iterator[str]:
 
 
 def _unknown(root: type, loc: Loc) -> str:
-    """Return the line about an unknown key, with the key that is most like it."""
+    """Return the line about an unknown key, with the closest key."""
     path, kind = place(root, loc[:-1])
     key, siblings = str(loc[-1]), list(types_of(kind))
     full = join(path, key)
@@ -187,7 +187,7 @@ def _unknown(root: type, loc: Loc) -> str:
 
 
 def place(root: type, loc: Loc) -> tuple[str, Any]:
-    """Return dotted path and annotation of what pydantic names by `loc`."""
+    """Return dotted path and annotation of pydantic's `loc`."""
     path, kind = "", cast(Any, root)
     for part in loc:
         kind = member(kind, part)
@@ -196,7 +196,7 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
 
 
 def member(kind: Any, key: int | str) -> Any:
-    """Return the annotation of what `kind` has under a key or an index, None if it has nothing."""
+    """Return the annotation of a key or an index of `kind`, None if there is none."""
     section = without_null(kind)
     place, origins = (0, (list, tuple)) if isinstance(key, int) else (1, (dict,))
     if get_origin(section) in origins:
@@ -205,7 +205,7 @@ def member(kind: Any, key: int | str) -> Any:
 
 
 def described(kind: Any) -> str:
-    """Return what the annotation `kind` allows, in words."""
+    """Return the values that the annotation `kind` allows, in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(described(option) for option in args)
@@ -219,7 +219,7 @@ def described(kind: Any) -> str:
 
 
 def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path, NAME for a dict's key, and annotation of each leaf of a section."""
+    """Yield dotted path (NAME for a dict's key) and annotation of each leaf of a section."""
     for name, inner in types_of(kind).items():
         inner, suffix = one_section(inner)
         place = join(path, name) + suffix
@@ -230,8 +230,8 @@ def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def one_section(kind: Any) -> tuple[Any, str]:
-    """Return the annotation of one of the sections that `kind` may hold, and the end of its path:
-    that of a dict has a name, that of a list a number. Any other annotation is returned as it is.
+    """Return the annotation of the sections in `kind`, and the suffix of their path: a name in a
+    dict, a number in a list. Other annotations are returned unchanged.
     """
     args = get_args(kind)
     if get_origin(kind) is dict:
@@ -240,8 +240,8 @@ def one_section(kind: Any) -> tuple[Any, str]:
 
 
 def types_of(kind: Any) -> dict[str, Any]:
-    """Return the annotations of the fields of a section, or of one that may be null, by name; none
-    for any other annotation."""
+    """Return the annotations of a section's fields by name, also for a nullable section; {} for
+    other annotations."""
     section = without_null(kind)
     if not is_dataclass(section):
         return {}

@@ -1,6 +1,6 @@
 """Checks between the sections of a config; each section checks itself.
 
-Start with `BETWEEN`, which lists those that hold on any number of ranks.
+Start with `BETWEEN`, the list of checks for any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,7 +94,7 @@ def run_checks(config: Config) -> Iterator[Check]:
 
 
 def _roles(config: Config) -> list[str]:
-    """The roles of the model's units, in the order of a layer's forward pass."""
+    """Return the roles of the model's units, in the order of a layer's forward pass."""
     model, optimizer = config.model, config.optimizer
     return FAMILIES[model.family].roles(model, optimizer.qkv_units, optimizer.split_gate_up)
 
@@ -168,7 +168,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check that matrices are whole at their owners, as `reason` needs it."""
+    """Check that matrices are whole at their owners, as `reason` requires."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 
@@ -188,7 +188,7 @@ def penalty_checks(config: Config) -> Iterator[Check]:
 
 
 def layout_checks(config: Config) -> Iterator[Check]:
-    """Check that the model can be split as the layout says."""
+    """Check that the model can be split by the layout."""
     model, parallel, length = config.model, config.parallel, config.train.sequence_length
     tensor, context, moe = parallel.tensor, parallel.context, model.moe
     sizes = {"heads": model.heads, "kv_heads": model.query_groups, "ffn": model.ffn}
@@ -218,7 +218,7 @@ def layout_checks(config: Config) -> Iterator[Check]:
 
 
 def _stages(config: Config) -> Check:
-    """Check that the layers can be divided over stages of given sizes and the others."""
+    """Check that the layers can be divided over stages with given sizes and the other stages."""
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
     sizes = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
@@ -237,25 +237,24 @@ def _stages(config: Config) -> Check:
 BETWEEN = (
     model_checks, run_checks, length_checks, phase_checks, layout_checks, pc_checks, penalty_checks,
 )  # fmt: skip
-"""What must hold between the sections, on any number of ranks."""
+"""Checks between the sections, for any number of ranks."""
 
 
 def world(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> Iterator[str]:
-    """Yield what is wrong on `world_size` ranks, and what would be right nearby; see
-    `world_checks`."""
+    """Yield the problems on `world_size` ranks, with legal values nearby; see `world_checks`."""
     lines = list(problems(config, world_checks(config, world_size, step, tokens)))
     nearby = f"; {_nearby(config, world_size)}" if lines else ""
     yield from (line + nearby for line in lines)
 
 
 def fits(config: Config, world_size: int, **train: int) -> bool:
-    """Return whether `config`, with other values under `train`, can run on `world_size` ranks."""
+    """Return whether `config`, with changed values under `train`, can run on `world_size` ranks."""
     changed = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
     return holds(world_checks(changed, world_size))
 
 
 def holds(checks: Iterable[Check]) -> bool:
-    """Return whether nothing is wrong."""
+    """Return whether no check fails."""
     return not any(wrong for _, wrong, _ in checks)
 
 
@@ -267,7 +266,7 @@ def legal_ranks(config: Config) -> list[int]:
 
 
 def legal_micro_batches(config: Config, world_size: int) -> list[int]:
-    """Return the micro-batches with which `config` can run on `world_size` ranks, ascending."""
+    """Return the possible micro-batches of `config` on `world_size` ranks, ascending."""
     options = divisors(config.train.global_batch)
     return [size for size in options if fits(config, world_size, micro_batch=size)]
 
@@ -278,7 +277,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _nearby(config: Config, world_size: int) -> str:
-    """Name the legal numbers of ranks and the legal batches that are nearest."""
+    """Return a text with the nearest legal numbers of ranks and batches."""
     train, parallel = config.train, config.parallel
     passes = 1 if parallel.virtual_pipeline == 1 else parallel.pipeline
     unit = train.micro_batch * max(1, world_size // parallel.model_ranks) * passes
@@ -303,8 +302,8 @@ def _nearest(legal: list[int], number: int) -> list[int]:
 def world_checks(
     config: Config, world_size: int, step: int = 0, tokens: int = 0
 ) -> Iterator[Check]:
-    """Check layout and batches on `world_size` ranks, of a ramp those of the stages that are left
-    after `step` steps and `tokens` tokens."""
+    """Check layout and batches on `world_size` ranks; of a ramp, the stages left after `step` steps
+    and `tokens` tokens."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
     yield (

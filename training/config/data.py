@@ -29,7 +29,7 @@ def local_path(key: str, path: str | None) -> Check:
 
 
 BEGINNINGS = ("after_steps", "after_share", "with_decay")
-"""Keys of which a phase has one."""
+"""Keys of a phase's beginning, exactly one of which is given."""
 
 
 class DataPhase(Section):
@@ -46,14 +46,14 @@ class DataPhase(Section):
     """Weight of each set of `data.train` in the phase; other sets are not read."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that one beginning is given."""
+        """Check that exactly one beginning is given."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
         rule = f"must be given, or after_share or with_decay, one of them, got {len(keys)}"
         yield "after_steps", len(keys) != 1, rule
 
     @property
     def beginning(self) -> str:
-        """The key that says where the phase begins."""
+        """The key of the phase's beginning."""
         return next(key for key in BEGINNINGS if getattr(self, key))
 
 
@@ -71,7 +71,7 @@ class TrainSet(Section):
     later phases read."""
 
     def checks(self) -> Iterator[Check]:
-        """Check where the set is."""
+        """Check the path of the set."""
         yield local_path("path", self.path)
 
 
@@ -82,19 +82,19 @@ class ValidationSet(Section):
     """Prefix of the set's `.bin` and `.idx` files."""
 
     def checks(self) -> Iterator[Check]:
-        """Check where the set is."""
+        """Check the path of the set."""
         yield local_path("path", self.path)
 
 
 class DataConfig(Section):
-    """Which tokens the run reads."""
+    """Token sets of the run."""
 
     tokenizer: str | None = None
     """A tokenizer.json or Hugging Face tokenizer folder; null = the tokenizer of the data manifest.
     """
     mock: bool = False
-    """Make random tokens instead of reading files, in documents with a mean of 1,024 tokens. The
-    sets keep their names and weights; without sets there is one set, `mock`."""
+    """Generate random tokens instead of reading files, in documents with a mean of 1,024 tokens.
+    The sets keep their names and weights; without sets there is one set, `mock`."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
@@ -117,10 +117,10 @@ class DataConfig(Section):
     """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
     out sets as for `train`."""
     made_by: str | None = None
-    """Command that makes the sets, and its cost; shown if a file of the sets is missing."""
+    """Command that creates the sets, and its cost; shown if a file of the sets is missing."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that there are sets, their names, and where the tokenizer is."""
+        """Check that there are sets, their names, and the path of the tokenizer."""
         yield local_path("tokenizer", self.tokenizer)
         yield "train", not (self.train or self.mock), "must name at least one set, got none"
         for kind in ("train", "validation"):
@@ -130,7 +130,7 @@ class DataConfig(Section):
         yield from self._weight_checks()
 
     def _weight_checks(self) -> Iterator[Check]:
-        """Check that phases read sets that there are, and that each set is read."""
+        """Check that phases read existing sets, and that every set is read."""
         later_sets = {name for phase in self.phases for name in phase.weights}
         for i, phase in enumerate(self.phases):
             for name in phase.weights.keys() - self.train.keys():
@@ -145,7 +145,7 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    """How often the run is validated, and on how many sequences."""
+    """Interval and size of validation."""
 
     interval: Whole = 0
     """Steps between validations; the run always validates after the last step. 0 = only then."""
@@ -159,7 +159,7 @@ class ValidationConfig(Section):
 
     @staticmethod
     def prompt_tokens(sequence_length: int) -> int:
-        """Return the number of tokens that a sample of text continues."""
+        """Return the number of tokens in the prompt of a sample of text."""
         return min(16, sequence_length // 2)
 
 
@@ -168,15 +168,15 @@ class TasksConfig(Section):
 
     files: dict[str, str] = field(default_factory=dict)
     """Files of tasks by name, which becomes part of their metrics, `task/<name>/acc`: a line is
-    `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py makes
-    them. null leaves out tasks of a base as for `data.train`."""
+    `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py creates
+    it. null leaves out tasks of a base as for `data.train`."""
     interval: Whole = 0
     """Steps between scorings; the run always scores after the last step. 0 = only then."""
     examples: Count | None = None
-    """Number of examples of each file to score, from its first; null = all."""
+    """Number of examples to score per file, from the first on; null = all."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the names, and where the files are."""
+        """Check the names, and the paths of the files."""
         for name, path in self.files.items():
             rule = f"must name tasks by letters, digits, '_', '-' and '.', got {name!r}"
             yield "files", not SET_NAME.fullmatch(name), rule

@@ -1,6 +1,6 @@
-"""Settings that a run does not use: those that other settings, often of a base, leave without
-effect. A section refuses what makes no sense in it (`ignored`); what is here is said at the start,
-but for settings of what an interval of 0 has switched off.
+"""Settings without effect because of other settings, often of a base. A section refuses settings
+that make no sense in it (`ignored`); settings found here are listed at the start, except those of
+features disabled by an interval of 0.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from training.config.schema import Config
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that is not at its default and has no effect."""
+    """Yield a sentence for each setting that differs from its default and has no effect."""
     yield from _decays(config)
     for place, keys, unused, reason in _unused(config):
         section = attrgetter(place)(config)
@@ -42,7 +42,7 @@ def _decays(config: Config) -> Iterator[str]:
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
-    """Yield a section, keys of it, whether they have no effect, and when that is so."""
+    """Yield a section, keys of it, whether they have no effect, and the condition."""
     kind, monitors, samples = config.schedule.kind, config.monitors, config.validation
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"
@@ -76,9 +76,9 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
 
 
 def settings_of_unused_rules(config: Config) -> Iterator[str]:
-    """Yield the key of each setting that is not at its default, of a rule that no role uses.
+    """Yield the keys of non-default settings of rules that no role uses.
 
-    Bases have settings for the rules of all their recipes.
+    Bases contain settings of the rules of all their recipes.
     """
     optimizer = config.optimizer
     used = {optimizer.settings_for(role).rule for role in optimizer.roles}

@@ -1,4 +1,4 @@
-"""The manual of the run config: Markdown tables of keys, made from the sentences under fields."""
+"""The manual of the run config: Markdown tables of keys, from the sentences under fields."""
 
 import ast
 import inspect
@@ -18,13 +18,13 @@ Row = tuple[str, str, str, str]
 
 
 def nested(kind: Any) -> type | None:
-    """Return the dataclass that the annotation `kind` is or holds, or None for a leaf."""
+    """Return the dataclass in the annotation `kind`, or None for a leaf."""
     inner = without_null(one_section(kind)[0])
     return cast(type, inner) if is_dataclass(inner) else None
 
 
 def meanings_of(kind: type) -> dict[str, str]:
-    """Return, by field of a dataclass and its bases, the sentence below it, in one line."""
+    """Return the sentence below each field of a dataclass and its bases, in one line."""
     meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
@@ -39,15 +39,16 @@ def meanings_of(kind: type) -> dict[str, str]:
 
 @cache
 def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    # Of a whole module at once: to find a class, inspect reads its tokens, which takes far longer.
+    # A whole module at a time: for a single class, inspect reads its tokens, which takes far
+    # longer.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()) -> Iterator[str]:
-    """Yield a section line by line: its heading, or row if nested, its keys, its subsections.
+    """Yield the lines of a section: its heading (or row if nested), keys and subsections.
 
-    Rows in `omitted` are left out: they stand above, once for several sections.
+    Rows in `omitted` are left out, as they are listed once for several sections.
     """
     types = types_of(kind)
     children = {name: child for name, inner in types.items() if (child := nested(inner))}
@@ -69,7 +70,7 @@ def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()
 
 
 def _rows(kind: type) -> list[Row]:
-    """The leaves of a section."""
+    """Return the rows of a section's leaves."""
     types, sentences = types_of(kind), meanings_of(kind)
     return [
         (
@@ -84,12 +85,12 @@ def _rows(kind: type) -> list[Row]:
 
 
 def _default(field: Field[Any]) -> Any:
-    """The default of a field that has one."""
+    """Return the default of a field with a default."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
-    """The rows that several of the sections `kinds` have, and the names of those sections."""
+    """Return the rows that several of the sections `kinds` share, and the sections' names."""
     names: dict[Row, list[str]] = {}
     for name, kind in kinds.items():
         for row in _rows(kind):

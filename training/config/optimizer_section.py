@@ -24,7 +24,7 @@ code of SSO steps them with SSO."""
 
 
 def groups_of(model: ModelConfig) -> list[Group]:
-    """Return the groups that weights of `model` are in: a tied head is in that of the embedding."""
+    """Return the groups of the weights of `model`: a tied head is in the embedding's group."""
     return [group for group in GROUPS if not (group == "head" and model.tie_embeddings)]
 
 
@@ -33,11 +33,11 @@ class MissingRuleError(InvalidConfigError):
 
 
 LARGEST_OF_RULES: Final = 1000
-"""Bound of the numbers in the settings of rules."""
+"""Largest number in the settings of rules."""
 
 
 def bounded(rule: Rule) -> Rule:
-    """Return `rule`; raises ValueError for each of its numbers that would take forever."""
+    """Return `rule`; raises ValueError for numbers that would make a step take forever."""
     sizes = {key: abs(x) for key, x in vars(rule).items() if isinstance(x, int | float)}
     limit = f"must be at most {LARGEST_OF_RULES}"
     too_large = ((key, size > LARGEST_OF_RULES, limit) for key, size in sizes.items())
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     RuleName = str
 
     class RulesConfig:
-        """Settings of the update rules, a section for each."""
+        """Settings of the update rules, one section per rule."""
 
 else:
     RuleName = Literal[tuple(RULES)]
@@ -58,7 +58,7 @@ else:
         "RulesConfig",
         (Section,),
         {name: rule() for name, rule in RULES.items()}
-        | {"__doc__": "Settings of the update rules, a section for each.", "__module__": __name__}
+        | {"__doc__": "Settings of the update rules, one section per rule.", "__module__": __name__}
         | {"__annotations__": {n: Annotated[r, AfterValidator(bounded)] for n, r in RULES.items()}},
     )
 
@@ -71,7 +71,7 @@ class ClipConfig(Section):
 
 
 class GroupConfig(Section):
-    """How the roles of one group are optimized."""
+    """Rule and rates of the roles in one group."""
 
     rule: RuleName
     """Update rule."""
@@ -96,16 +96,16 @@ class RoleConfig(Section):
 
 
 class DistributedConfig(Section):
-    """How the optimizer's work and memory are distributed over ranks.
+    """Distribution of the optimizer's work and memory over ranks.
 
     No result depends on it, except on `tensor_mode: shardwise`.
     """
 
     placement: Strategy = "auto"
-    """How owner ranks of matrices are chosen: ping_pong: by ascending size, up and down the ranks,
-    as in the SSO paper; auto: so that loads are even and little is sent."""
+    """Choice of the owner ranks of matrices: ping_pong: by ascending size, up and down the ranks,
+    as in the SSO paper; auto: for balanced loads and little communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
-    """Who steps a matrix that tensor parallelism splits: owner: one rank steps all of it;
+    """Step of matrices that tensor parallelism splits: owner: one rank steps the whole matrix;
     shardwise: each rank steps its shard as if it were a matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Groups of buckets to step in turn; each is gathered while the next steps. null = the fewest,
@@ -135,12 +135,12 @@ class DistributedConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Which rule updates which weights, and how."""
+    """Update rules and learning rates of the weights."""
 
     qkv_units: QKVUnits = "head"
-    """How the fused QKV weight is split into matrices: head: one per head; group: one per set of
-    query heads that share a key, and per key and value head; component: one each for q, k and v;
-    fused: not at all."""
+    """Split of the fused QKV weight into matrices: head: one per head; group: one per set of query
+    heads that share a key, and per key and value head; component: one each for q, k and v; fused:
+    no split."""
     split_gate_up: bool = True
     """Whether gate and up, which share one parameter, are two matrices to the optimizer."""
     clip: ClipConfig = ClipConfig()
@@ -159,7 +159,7 @@ class OptimizerConfig(Section):
     distributed: DistributedConfig = DistributedConfig()
 
     def settings_for(self, role: str) -> GroupConfig:
-        """Return how `role` is optimized: by its own settings, or else by its group's.
+        """Return the settings of `role`: its own, or else its group's.
 
         Routers are in the group of matrices, but their default rule is adamw.
         """
@@ -183,7 +183,7 @@ class OptimizerConfig(Section):
         return replace(rule, radius_scaler=scaler)
 
     def radius_scalers(self) -> dict[str, float]:
-        """Return the factors of the radius by role, of roles that have their own."""
+        """Return the factors of the radius of roles with their own factor."""
         scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 
@@ -217,7 +217,7 @@ class OptimizerConfig(Section):
 
 
 def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a config that an earlier version saved without keys on which no result depended."""
+    """Remove keys without effect on results from a config of an earlier version."""
     match content:
         case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
             return {**content, "optimizer": {**sections, "distributed": others}}
@@ -225,7 +225,7 @@ def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a saved config without the settings of rules that are neither used nor installed.
+    """Remove settings of rules that are neither used nor installed from a saved config.
 
     Raises MissingRuleError for a rule that is used and not installed.
     """

@@ -1,4 +1,4 @@
-"""How long a run trains, on which batches, and at which learning rate: `train` and `schedule`."""
+"""Sections `train` and `schedule`: length, batches, precision and learning rate of a run."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ Batch = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class RampStage(Section):
-    """A part of the run, from its start or the stage before, with fewer sequences a step."""
+    """A part of the run, from its start or the previous stage, with fewer sequences per step."""
 
     batch: Batch
     """Sequences per optimizer step, fewer than in later stages and `train.global_batch`."""
@@ -21,17 +21,17 @@ class RampStage(Section):
     """Last step of the stage, counted from the start of the run; null = `until_tokens` sets the
     end."""
     until_tokens: Count | None = None
-    """Tokens of the run after which the stage ends, with the step that reaches them; null =
+    """Tokens of the run after which the stage ends, at the step that reaches them; null =
     `until_steps` sets the end."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that one limit is given."""
+        """Check that exactly one limit is given."""
         limits = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
         rule = f"must be given or until_tokens, one of the two, got {len(limits)} of them"
         yield "until_steps", len(limits) != 1, rule
 
     def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
-        """Return the steps of this stage after `step` steps and `tokens` tokens."""
+        """Return the remaining steps of this stage after `step` steps and `tokens` tokens."""
         if self.until_tokens is None:
             return max(0, (self.until_steps or 0) - step)
         return max(0, -((tokens - self.until_tokens) // (self.batch * sequence_length)))
@@ -47,8 +47,8 @@ class EqualSteps:
     """Consecutive steps of a run with one global batch.
 
     first    steps taken before
-    steps    how many they are
-    batch    sequences of each
+    steps    number of steps
+    batch    sequences per step
     """
 
     first: int
@@ -64,14 +64,14 @@ class EqualSteps:
 def ramp_checks(
     ramp: tuple[RampStage, ...], final: int, steps: int, sequence_length: int
 ) -> Iterator[Check]:
-    """Check that the batch of each stage is below the next, and that no stage is without a step.
+    """Check that batches increase from stage to stage, and that every stage has a step.
 
     final  global batch after the ramp
     steps  of the run
     """
     step = tokens = 0
     if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
-        return  # which the stage says itself
+        return  # which the stage itself reports
     for i, stage in enumerate(ramp):
         last = i + 1 == len(ramp)
         name, batch = ("global_batch", final) if last else ("the next stage", ramp[i + 1].batch)
@@ -95,7 +95,7 @@ Steps = Annotated[int, Field(ge=1, le=10**10)]
 
 
 class TrainConfig(Section):
-    """How long the model is trained, on which batches, and in which precision."""
+    """Length, batches and precision of training."""
 
     steps: Steps
     """Optimizer steps of the whole run, where the learning-rate schedule ends."""
@@ -117,7 +117,7 @@ class TrainConfig(Section):
     """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward recomputes: none; selective: activations of dense and shared
-    feed-forward blocks; full: all activations of a layer but its input."""
+    feed-forward blocks; full: all activations of a layer except its input."""
     loss_chunk: Count | None = None
     """Vocabulary entries per rank whose logits are in memory at once; backward then repeats the
     product with the output head. null keeps all logits."""
@@ -166,7 +166,7 @@ class TrainConfig(Section):
         return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
 
     def samples(self, step: int = 0, tokens: int = 0, until: int | None = None) -> int:
-        """Return the sequences of the parts that `equal_steps` yields."""
+        """Return the sequences of the parts from `equal_steps`."""
         return sum(each.samples for each in self.equal_steps(step, tokens, until))
 
     @property
@@ -184,7 +184,7 @@ class TrainConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate over the run, as a factor on every group's peak."""
+    """Learning rate over the run, as a factor of every group's peak."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
@@ -199,7 +199,7 @@ class ScheduleConfig(Section):
     """Fraction of the run over which wsd decays."""
 
     def length(self, train: TrainConfig) -> float:
-        """Return the length of a run in steps, or in tokens over those of a full step."""
+        """Return the length of a run in steps, or in tokens over the tokens of a full step."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> int:
@@ -220,7 +220,7 @@ class ScheduleConfig(Section):
 
 
 def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleConfig) -> float:
-    """Return the factor of the step that follows on `step` steps and `tokens` tokens."""
+    """Return the factor of the step after `step` steps and `tokens` tokens."""
     if schedule.unit == "steps":
         return learning_rate_factor(step, train.steps, schedule)
     full = train.global_batch * train.sequence_length
@@ -234,7 +234,7 @@ def learning_rate_factor(
 ) -> float:
     """Return the factor of step `step`, counted from 0, in a run of `total_steps`.
 
-    A step of a batch ramp may have the `size` of a part of a step, and then begin within one.
+    A step of a batch ramp may have a fractional `size`, and then begin within a step.
 
     Warm-up is (step + 1) / warmup_steps, so no step has rate 0 and the last one has factor 1. Decay
     starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the

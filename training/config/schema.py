@@ -1,9 +1,9 @@
-"""The run config, made of its sections: the fields of each, the sentence under each field that
-becomes its entry in docs/configuration.md, and what must hold within the section (`checks`).
+"""The run config and its sections: fields, the sentence under each field (its entry in
+docs/configuration.md), and conditions within a section (`checks`).
 
-What must hold between sections is in checks.py. The sections about data are in data.py, `train` and
-`schedule` in schedule.py, the optimizer's in optimizer_section.py, those of the model in
-models/. Start with Config, at the end.
+Conditions between sections are in checks.py. The sections about data are in data.py, `train` and
+`schedule` in schedule.py, the optimizer's in optimizer_section.py, the model's in models/. Start
+with Config, at the end.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 
 
 class RunConfig(Section):
-    """Name of the run, and where its output goes."""
+    """Name, output folder and device of the run."""
 
     name: str
     """Name of the run in logs and trackers."""
@@ -65,7 +65,7 @@ class PlanConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run saves checkpoints, and what it may continue from."""
+    """Saving of checkpoints, and conditions of continuing."""
 
     interval: Whole = 1000
     """Steps between checkpoints; a run that ends or is stopped also saves one. 0 never saves."""
@@ -81,12 +81,12 @@ class CheckpointConfig(Section):
     become plain weights. Model and tokenizer must equal the run's. null initialises weights."""
 
     def checks(self) -> Iterator[Check]:
-        """Check where weights come from."""
+        """Check the path of initial weights."""
         yield local_path("initialize_from", self.initialize_from)
 
 
 class StopConfig(Section):
-    """When a run saves and stops before its last step; the same command continues it."""
+    """Conditions to save and stop before the last step; the same command continues the run."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
     """Seconds before the SLURM time limit at which to save and stop, at most half of the job's
@@ -94,7 +94,7 @@ class StopConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """How a run shows that it is alive, and where it hangs."""
+    """Detection of hanging ranks and of weights that change between steps."""
 
     hang_seconds: Seconds | None = 300.0
     """Seconds without progress after which every rank writes its stack to `stacks/`, at most half
@@ -106,7 +106,7 @@ class WatchdogConfig(Section):
 
 
 class SpikeConfig(Section):
-    """What happens when the loss spikes, or when too many consecutive steps are skipped."""
+    """Handling of loss spikes, and of too many consecutive skipped steps."""
 
     deviations: Positive | None = None
     """Skip a step whose loss is this many standard deviations above the mean of the last `window`
@@ -120,7 +120,7 @@ class SpikeConfig(Section):
 
 
 class GramPenaltyConfig(Section):
-    """Off-diagonal Gram penalty on the loss; see docs/spectral.md."""
+    """Off-diagonal Gram penalty added to the loss; see docs/spectral.md."""
 
     roles: Annotated[tuple[str, ...], Field(min_length=1)] = ("v", "o", "down")
     """Roles whose matrices are penalised, each unit separately."""
@@ -178,7 +178,7 @@ class ParallelConfig(Section):
 
     @property
     def layout(self) -> Layout:
-        """The sizes of all axes, and how the pipeline is cut."""
+        """The sizes of all axes, and the division of the pipeline."""
         return Layout(**{axis.name: getattr(self, axis.name) for axis in fields(Layout)})
 
     @property
@@ -187,7 +187,7 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.context
 
     def checks(self) -> Iterator[Check]:
-        """Check the layout, whatever the model."""
+        """Check the layout for any model."""
         one_stage, interleaved = self.pipeline == 1, self.virtual_pipeline > 1
         yield "virtual_pipeline", one_stage and interleaved, "needs pipeline > 1"
         for key in ("first_stage_layers", "last_stage_layers"):
@@ -198,9 +198,9 @@ class ParallelConfig(Section):
 
 
 class WandbConfig(Section):
-    """How the run appears in Weights & Biases, if `log.trackers` has wandb.
+    """The run in Weights & Biases, if `log.trackers` contains wandb.
 
-    Team, group, tags and mode are those of its environment variables, such as WANDB_ENTITY.
+    Its environment variables, such as WANDB_ENTITY, set team, group, tags and mode.
     """
 
     project: str = "spectrain"
@@ -208,14 +208,14 @@ class WandbConfig(Section):
 
 
 class ProfileConfig(Section):
-    """Which steps of which ranks are profiled, and with what."""
+    """Profiled steps and ranks."""
 
     first: Count
     """First step to profile, counted from 1; the first steps of a run are slower than others."""
     steps: Count = 3
     """Number of steps; a trace of a large model takes tens of MB per step."""
     ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
-    """Ranks to profile, a trace each."""
+    """Ranks to profile, with one trace per rank."""
     memory: bool = False
     """Also write a snapshot of the GPU memory allocated in these steps, with the allocating code.
     """
@@ -226,14 +226,14 @@ class ProfileConfig(Section):
 
 
 class LogConfig(Section):
-    """How often the run reports, and where."""
+    """Interval and destinations of reports."""
 
     interval: Count = 10
     """Steps between console lines and entries in metrics.jsonl."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Services that get the same metrics. A tracker that fails never stops the run."""
     wandb: WandbConfig = WandbConfig()
-    """How the run appears in Weights & Biases, if `log.trackers` has wandb. wandb's environment
+    """The run in Weights & Biases, if `log.trackers` contains wandb. wandb's environment
     variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
     profile: ProfileConfig | None = None
     """Steps whose operations are timed, each a trace in `profile/` of the run folder for Perfetto;
@@ -247,7 +247,7 @@ MonitorGroup = Literal[
 
 
 class MonitorsConfig(Section):
-    """What monitors measure of weights, gradients, updates and activations, for monitors.jsonl."""
+    """Monitors of weights, gradients, updates and activations, written to monitors.jsonl."""
 
     interval: Whole | None = None
     """Steps between monitored steps; 0 turns monitors off. Null: on GPUs the first multiple of 100
@@ -319,12 +319,12 @@ LARGE_COEFFICIENT: Final = 1e-4
 """The lambda for 405M and 1.4B parameters, whose widths are 1024 and 2048."""
 
 LARGE_WIDTH: Final = 1024
-"""Least width of a model that takes `LARGE_COEFFICIENT`."""
+"""Smallest width of a model with `LARGE_COEFFICIENT`."""
 
 
 def with_paper_choices(config: Config) -> Config:
-    """Return `config` with the papers' choices for PC layers and Gram penalty where it has null, so
-    that a run's own config says what it trains with. What has no effect is null."""
+    """Return `config` with nulls of PC layers and Gram penalty replaced by the papers' choices, so
+    that a run's saved config is explicit. Settings without effect are null."""
     pc, penalty, optimizer = config.pc, config.gram_penalty, config.optimizer
     if pc is not None:
         spectral = RULES[optimizer.matrix.rule].whole_matrix

@@ -1,10 +1,10 @@
-"""Reading config files: a YAML file merged over its bases, then dotted overrides.
+"""Reader of config files: a YAML file merged over its bases, then dotted overrides.
 
-`base: other.yaml`, or a list of files of which later ones win, is relative to the file itself.
-Sections are merged, lists and single values replaced; a section with `replace: true` takes nothing
-from the base's. `${section.key}` refers to the merged result,
-and `${oc.env:NAME}` to the environment, where a key is a path. A config that a run has saved may
-come from somebody else: `read_saved` reads it, and nothing in it refers to anything.
+`base: other.yaml`, or a list of files in ascending priority, is relative to the file itself.
+Sections are merged, lists and single values replaced; a section with `replace: true` inherits
+nothing from the base. `${section.key}` refers to the merged result, and `${oc.env:NAME}` to the
+environment, in keys that are paths. A saved config may come from another person: `read_saved`
+resolves no references.
 """
 
 import re
@@ -27,7 +27,7 @@ from training.json_file import read_regular, real_path
 Content = Mapping[Any, Any]
 
 REPLACE: Final = "replace"
-"""Key of a section that takes nothing from the same section of the base."""
+"""Key of a section that inherits nothing from the base."""
 
 ENVIRONMENT_KEYS: Final = (
     "run.dir",
@@ -38,11 +38,11 @@ ENVIRONMENT_KEYS: Final = (
 """Keys whose values may use `${oc.env:NAME}`."""
 
 LARGEST: Final = 1 << 18
-"""Bytes of a config file."""
+"""Largest size of a config file in bytes."""
 MOST_VALUES: Final = 100_000
-"""Values of a config file, those of a YAML alias counted each time."""
+"""Largest number of values in a config file, with a YAML alias counted each time."""
 MOST_FILES: Final = 64
-"""Files of one config, a base that several name counted each time."""
+"""Largest number of files of one config, with a shared base counted each time."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
 _OLD_NUMBER: Final = re.compile(
@@ -50,23 +50,23 @@ _OLD_NUMBER: Final = re.compile(
     r"|(?=\.?[0-9].*_)[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)"
 )
 _SCALARS: Final = (":bool", ":int", ":float", ":timestamp")
-"""Ends of the tags that make a value of a text."""
+"""Suffixes of the tags of scalar values."""
 _NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-"""What OmegaConf reads as a number although YAML 1.1 may read a text, as 1e5."""
+"""Texts that OmegaConf reads as a number although YAML 1.1 may read a string, such as 1e5."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text that looks like a number in quotes."""
+    """YAML dumper that quotes strings that look like numbers."""
 
 
-for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # the second of which is refused if plain
+for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # the second is refused without quotes
     _Dumper.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(f"({_pattern})$"), list("-+.0123456789")
     )
 
 
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
-    """Return the plain mapping that `path`, its bases and the `key=value` overrides describe.
+    """Return the merged plain mapping of `path`, its bases and the `key=value` overrides.
 
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
     """
@@ -78,7 +78,7 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
 
 
 def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Content]]:
-    """The files and overrides of a config, each with what it says: later ones win."""
+    """Return the files and overrides of a config with their mappings, in ascending priority."""
     files = list(islice(_files(path), MOST_FILES + 1))
     if len(files) > MOST_FILES:
         raise InvalidConfigError([f"{_shown(path)} has more than {MOST_FILES} base files"])
@@ -86,13 +86,13 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
 
 
 def _merged(contents: Iterable[Content]) -> Content:
-    """The mapping that several describe, later ones on top."""
+    """Return the merged mapping, later ones on top."""
     return reduce(over, contents, {})
 
 
 @contextmanager
 def _readable(prefix: str) -> Iterator[None]:
-    """Turn what yaml and OmegaConf raise, and int for a huge number, into InvalidConfigError."""
+    """Turn errors of yaml and OmegaConf, and of int for a huge number, into InvalidConfigError."""
     try:
         yield
     except InvalidConfigError:
@@ -104,7 +104,7 @@ def _readable(prefix: str) -> Iterator[None]:
 
 
 def merged_overrides(overrides: Sequence[str]) -> Content:
-    """Return the nested mapping that `key=value` overrides describe, later ones on top.
+    """Return the nested mapping of `key=value` overrides, later ones on top.
 
     Raises InvalidConfigError for an override that cannot be read.
     """
@@ -112,15 +112,16 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
 
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
-    """Return the dotted keys that `path` itself or an override gives, not those of its bases."""
+    """Return the dotted keys in `path` itself or in overrides, without its bases."""
     sources = _sources(path, overrides)
     contents = (content for source, content in sources if source in (real_path(path), *overrides))
     return {key for content in contents for key, _ in flat(content)}
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the strongest place that gives the key `names`, outermost first, another value than
-    null: `FILE, line N` or `the override KEY=VALUE`, of what `read_merged` has read."""
+    """Return the place of highest priority that sets the key `names` (outermost first) to a value
+    other than null: `FILE, line N` or `the override KEY=VALUE`, for the arguments of
+    `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
@@ -130,7 +131,7 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
 
 
 def _line_of(file: Path, names: Sequence[str]) -> str:
-    """`FILE, line N` of a key that the file has; without a line if it has it through `<<`."""
+    """Return `FILE, line N` of a key in the file; without a line if it comes from `<<`."""
     node: Any = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     with suppress(KeyError):
         for name in names:
@@ -142,8 +143,8 @@ def _line_of(file: Path, names: Sequence[str]) -> str:
 def over(below: Content, above: Content, path: str = "") -> Content:
     """Return `above` merged over `below`: mappings are merged, other values replaced.
 
-    A mapping with `replace: true` replaces the mapping below it, and null leaves a named section
-    out. `path` is the place of the mappings in the config. Raises InvalidConfigError for another
+    A mapping with `replace: true` replaces the mapping below it, and null removes a named section.
+    `path` is the position of the mappings in the config. Raises InvalidConfigError for another
     value of `replace`.
     """
     replace = above.get(REPLACE, False)
@@ -172,7 +173,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def read_saved(path: Path) -> Content:
-    """Return the plain mapping that a run has saved, in which nothing refers to anything.
+    """Return the plain mapping of a saved config without resolving references.
 
     Raises InvalidConfigError for a file that cannot be read.
     """
@@ -180,7 +181,7 @@ def read_saved(path: Path) -> Content:
 
 
 def to_text(content: Content) -> str:
-    """Return plain values as YAML that both `read_merged` and `read_saved` read as they are."""
+    """Return plain values as YAML that both `read_merged` and `read_saved` read unchanged."""
     return as_yaml(escaped(content))
 
 
@@ -190,17 +191,17 @@ def as_yaml(content: Content) -> str:
 
 
 def escaped(value: Any) -> Any:
-    """Return nested plain values with each `${` escaped, so that it refers to nothing."""
+    """Return nested plain values with each `${` escaped, so that it is not a reference."""
     return _with_strings(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def unescaped(text: str) -> str:
-    """Return what `escaped` was given."""
+    """Return the values before `escaped`."""
     return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda match: match[1][::2] + "${", text)
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Nested plain values with each string but keys changed."""
+    """Return nested plain values with all strings except keys changed."""
     if isinstance(value, Mapping):
         return {key: _with_strings(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -209,7 +210,7 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _foreign_references(content: Content) -> Iterator[str]:
-    """Yield a sentence for each value that refers to anything but other keys, and may not."""
+    """Yield a sentence for each value with a forbidden reference to anything but other keys."""
     for key, value in flat(content):
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
@@ -219,7 +220,7 @@ def _foreign_references(content: Content) -> Iterator[str]:
 
 
 def _override(text: str) -> Content:
-    """The mapping that one `dotted.key=value` describes, its value read as YAML."""
+    """Return the mapping of one `dotted.key=value`, with its value read as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")) or key.startswith("-"):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
@@ -233,8 +234,8 @@ def _override(text: str) -> Content:
 
 
 def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
-    """Yield the bases of a file, and last the file itself, each with what it says: later ones win.
-    `chain` has the files that led to it."""
+    """Yield the bases of a file and then the file with their mappings, in ascending priority.
+    `chain` contains the files that led to it."""
     path = real_path(path)
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
@@ -251,7 +252,8 @@ def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Con
 
 
 def _load(path: Path, origin: str = "") -> Content:
-    """The plain mapping in one file, references not resolved; `origin` says what named the file."""
+    """Return the plain mapping in one file without resolving references; `origin` states what named
+    the file."""
     name = _shown(path)
     with _readable(f"{name} is not valid YAML"):
         try:
@@ -271,16 +273,17 @@ def _load(path: Path, origin: str = "") -> Content:
 
 
 def _checked(text: str) -> yaml.Node | None:
-    """The root of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a value
-    that its tag does not fit, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and 10."""
+    """Return the root of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a
+    value that does not fit its tag, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and
+    10."""
     root = yaml.compose(text, yaml.SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
-    for node in nodes:  # which grows, without end where an alias has itself inside
+    for node in nodes:  # grows, endlessly if an alias contains itself
         if len(nodes) > MOST_VALUES:
             raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
         scalar = node.tag.endswith(_SCALARS)
         if isinstance(node, yaml.MappingNode):
-            if scalar:  # yaml would take the value of its key =
+            if scalar:  # yaml would use the value of its key =
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):
@@ -290,7 +293,7 @@ def _checked(text: str) -> yaml.Node | None:
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:
-                continue  # without a separate tag, such as 2024-31-12, which is a text
+                continue  # without an explicit tag, such as 2024-31-12, which is a string
             try:
                 loader.construct_object(node)
             except (AttributeError, LookupError) as error:  # as for !!bool foo
@@ -304,7 +307,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _shown(path: Path) -> str:
-    """`path`, relative to the working directory if it is inside."""
+    """Return `path`, relative to the working directory if it is inside."""
     path = real_path(path)
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,4 +1,4 @@
-"""Micro-batches of one rank: which samples, read ahead, and moved to the device."""
+"""Micro-batches of one rank: choice of samples, prefetching, and transfer to the device."""
 
 import os
 import shutil
@@ -24,9 +24,9 @@ from training.errors import ConfigError, DataError
 
 SHARED_MEMORY: Final = "/dev/shm"
 AHEAD: Final = 2
-"""Batches that a worker reads ahead, as torch's DataLoader has it."""
+"""Batches that a worker prefetches, as in torch's DataLoader."""
 SPARE_BYTES: Final = 1 << 20
-"""Bytes of shared memory for semaphores and what others take."""
+"""Bytes of shared memory for semaphores and other programs."""
 
 
 def training_batches(
@@ -34,7 +34,7 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """Return an endless iterator of this rank's micro-batches after `progress`.
 
-    Each is `[micro_batch, sequence_length + 1]` token ids, or as `training_loader` says.
+    They are `[micro_batch, sequence_length + 1]` token ids, or as in `training_loader`.
     """
     sampler = GlobalBatchSampler(
         consumed=progress.sample,
@@ -50,7 +50,7 @@ def training_batches(
 
 
 def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield `batches`; a DataError of a worker process says what happened, not where."""
+    """Yield `batches`; remove the traceback of a worker process from a DataError."""
     try:
         yield from batches
     except DataError as error:
@@ -62,10 +62,10 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 class GlobalBatchSampler:
     """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
 
-    Global batch n starts at sample `consumed + n * global_batch`, or after the samples that are
-    left out if it would contain one of them. Rank r takes its r-th part, in order, and splits it
-    into micro-batches, so the samples of a global batch depend on neither `data_size` nor
-    `micro_batch`. A config has made sure that their product divides `global_batch`.
+    Global batch n starts at sample `consumed + n * global_batch`, or after left-out samples if it
+    would contain one of them. Rank r takes its r-th part, in order, and splits it into
+    micro-batches, so the samples of a global batch depend on neither `data_size` nor `micro_batch`.
+    The config's checks ensure that their product divides `global_batch`.
     """
 
     consumed: int  # samples used so far, over all ranks
@@ -92,13 +92,13 @@ def training_loader(
     """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
     `[micro_batch, 2, sequence_length + 1]` with borders.
 
-    To resume, build it with a sampler whose `consumed` is the number of samples used so far.
+    To resume, pass a sampler whose `consumed` is the number of samples used so far.
 
     Args:
-        workers: processes that read ahead; 0 reads in this one. It does not change the order.
+        workers: processes that prefetch; 0 reads in this process. The order does not depend on it.
 
     Raises:
-        ConfigError: there is too little shared memory for what `workers` read ahead.
+        ConfigError: there is too little shared memory for the batches that `workers` prefetch.
     """
     if workers:
         rows = sampler.micro_batch * (2 if data.borders.needed else 1)
@@ -114,7 +114,7 @@ def training_loader(
 
 
 def _check_shared_memory(workers: int, batch_bytes: int) -> None:
-    """Check that the batches which the workers of this machine read ahead fit into /dev/shm."""
+    """Check that the prefetched batches of this machine's workers fit into /dev/shm."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * workers * (AHEAD + 1) * batch_bytes + SPARE_BYTES
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
@@ -131,7 +131,7 @@ def as_batch(
     """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with borders.
 
     Its inputs and next-token labels `[b, s / context]` are this context rank's part of the
-    sequences, on the device. If first tokens give no loss, `mask` states which labels do.
+    sequences, on the device. If first tokens give no loss, `mask` marks the counted labels.
     """
     move = partial(on_device, device=groups.device)
     place = {"rank": groups.context.rank, "size": groups.context.size}
@@ -152,7 +152,7 @@ def as_batch(
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` of the host on the device; nobody waits for the copy, which needs pinned memory."""
+    """Copy `tensor` from pinned host memory to the device without waiting."""
     if device.type == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

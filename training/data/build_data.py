@@ -31,11 +31,11 @@ from training.data.validation_data import ValidationData
 from training.errors import ConfigError, MissingSetError, VocabularyError
 
 MOCK_SAMPLES = 64
-"""Windows of a validation set whose tokens are made, where the config does not say how many."""
+"""Windows of a mock validation set without a number in the config."""
 
 
 def data_manifest(config: Config) -> Manifest | None:
-    """Return the manifest beside the first training set, None if there is none."""
+    """Return the manifest next to the first training set, None if there is none."""
     if not config.data.train:
         return None
     folder = Path(next(iter(config.data.train.values())).path).parent
@@ -51,7 +51,7 @@ def tokenizer_path(config: Config) -> Path | None:
 def with_vocabulary(config: Config) -> Config:
     """Return `config` with model.vocab_size, from the data manifest if it is null.
 
-    Raises DataError if it is null and there is no manifest, unless tokens are made.
+    Raises DataError if it is null and there is no manifest, unless tokens are mock tokens.
     """
     if config.model.vocab_size is not None:
         return config
@@ -84,7 +84,7 @@ def data_vocabulary(config: Config) -> int | None:
 
 
 def check_rows(config: Config) -> None:
-    """Raise VocabularyError if the embedding has more rows than the data's ids, padded, need."""
+    """Raise VocabularyError if the embedding has more rows than the data's padded ids."""
     ids, model = data_vocabulary(config), config.model
     rows = model.padded_vocab if ids is None else replace(model, vocab_size=ids).padded_vocab
     if model.padded_vocab > rows:
@@ -97,7 +97,7 @@ def check_rows(config: Config) -> None:
 
 
 def on_mock_tokens(config: Config) -> Config:
-    """Return `config` on made tokens, with a vocabulary, and without samples of text."""
+    """Return `config` with mock tokens and a vocabulary, without samples of text."""
     return with_vocabulary(
         replace(
             config,
@@ -162,14 +162,14 @@ def build_data(
 
 
 def check_tokenizers(data: DataConfig) -> None:
-    """Raise DataError unless all sets, and `data.tokenizer` if it is set, have one tokenizer."""
+    """Raise DataError unless all sets, and `data.tokenizer` if set, use one tokenizer."""
     sections = (data.train, data.validation)
     sets = [(name, each.path) for section in sections for name, each in section.items()]
     check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
 
 
 def shared_sets(data: DataConfig) -> Iterator[str]:
-    """Yield a sentence for each two sets that hold the same text, unless tokens are made."""
+    """Yield a sentence for each pair of sets with the same text, except mock sets."""
     if not data.mock:
         prefixes = ({name: each.path for name, each in sets.items()}
                     for sets in (data.train, data.validation))  # fmt: skip
@@ -177,7 +177,7 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 
 def without_sets(config: Config) -> Iterator[str]:
-    """Yield what to do without a recipe's sets: make them, or continue without them."""
+    """Yield remedies for missing sets of a recipe: create them, or continue without."""
     if config.data.made_by is None:
         return
     yield f"make the sets with: {config.data.made_by}"
@@ -194,7 +194,7 @@ def without_sets(config: Config) -> Iterator[str]:
 
 
 def named(open_set: OpenSet, kind: str) -> OpenSet:
-    """Return `open_set`, of whose missing sets the error knows the key in the config."""
+    """Return `open_set` with the config's key in its errors about missing sets."""
 
     def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:
         try:
@@ -206,7 +206,7 @@ def named(open_set: OpenSet, kind: str) -> OpenSet:
 
 
 def with_mock_sets(data: DataConfig) -> DataConfig:
-    """`data` with sets whose tokens are made where it names none."""
+    """Return `data` with mock sets if it names no sets."""
     return replace(
         data,
         train=data.train or {"mock": TrainSet(path="mock")},
@@ -215,7 +215,7 @@ def with_mock_sets(data: DataConfig) -> DataConfig:
 
 
 def build_tasks(config: Config) -> list[Task]:
-    """Return the tasks that the run is scored on, made ones if its tokens are made.
+    """Return the tasks that the run is scored on, random tasks for mock tokens.
 
     Raises ConfigError without a tokenizer, DataError for a file that is not a task.
     """

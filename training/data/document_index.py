@@ -1,7 +1,7 @@
-"""Megatron's index of a token file: the length and the place of every document; and what becomes of
-the borders of documents that share a window.
+"""Megatron's index of a token file, with lengths and positions of documents, and the borders of
+documents that share a window.
 
-megatron-core writes the same file from lists of Python numbers, about 150 bytes a document.
+megatron-core writes the same file from Python lists, with about 150 bytes per document.
 """
 
 import struct
@@ -20,11 +20,11 @@ STEP: Final = 1 << 20
 """Documents that are in memory at a time."""
 
 Lengths = Callable[[int, int], NDArray[np.integer]]
-"""What returns the tokens of each of `count` documents from `first` on, `[count]`."""
+"""A function that returns the lengths of `count` documents from `first` on, `[count]`."""
 
 
 def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> None:
-    """Write the index of documents, each one sequence, with tokens of type `dtype`."""
+    """Write the index of documents of one sequence each, with tokens of type `dtype`."""
     width = np.dtype(dtype).itemsize
     blocks = [(first, min(STEP, documents - first)) for first in range(0, documents, STEP)]
     with path.open("wb") as file:
@@ -44,7 +44,7 @@ def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> Non
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """The documents of an index, of one sequence or several each.
+    """The documents of an index, with one or several sequences.
 
     places     first token of each sequence, in bytes, ascending
     borders    first sequence of each document, and the number of sequences
@@ -58,7 +58,7 @@ class DocumentIndex:
     itemsize: int
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return where documents begin among tokens `start` to `stop`, ascending."""
+        """Return the starts of documents within tokens `start` to `stop`, ascending."""
         ends = np.array([start, stop], dtype=np.int64) * self.itemsize
         first, last = np.searchsorted(self.borders, np.searchsorted(self.places, ends))
         return np.unique(self.places[self.borders[first:last]]) // self.itemsize
@@ -82,14 +82,14 @@ class DocumentIndex:
 
 
 SPREAD: Final = 1024
-"""Windows of a set that its attended length is the mean of."""
+"""Windows of a set in the mean of its attended length."""
 
 
 @dataclass(frozen=True)
 class Borders:
-    """What a run makes of the borders between documents.
+    """Treatment of the borders between documents.
 
-    mask               keeps attention within each document, where positions begin at 0
+    mask               keeps attention within each document; positions begin at 0 in each
     first_token_loss   counts the loss of a document's first token
     """
 
@@ -107,10 +107,10 @@ CROSSED: Final = Borders()
 
 
 def first_tokens(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return for each of `count` tokens where the first token of its document is, `[count]`.
+    """Return the position of the first token of each token's document, `[count]`.
 
-    `starts` are the places of first tokens, ascending. A document that began before the tokens
-    begins with the first of them.
+    `starts` are the positions of first tokens, ascending. A document that began earlier starts at
+    the first of the tokens.
     """
     firsts = np.zeros(count, dtype=np.int64)
     firsts[starts] = starts

@@ -1,7 +1,7 @@
-"""Hashes of files, and of the blocks of a token file, which are compared when they are first read.
+"""Hashes of files, and of a token file's blocks, which are compared at their first use.
 
 NAME.blocks has 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, 0.02% of its size. A hash of the
-whole file would say no less, but only after all of it has been read.
+whole file is as safe, but needs a read of the whole file.
 """
 
 import hashlib
@@ -44,13 +44,13 @@ def file_sha256(path: str | Path) -> str:
 
 
 class BlockHashes:
-    """Comparison of PREFIX.bin with PREFIX.blocks, itself compared already, of every block once.
+    """Comparison of every block of PREFIX.bin with the verified PREFIX.blocks, once per block.
 
     prefix  path of both files without suffix
     size    bytes of PREFIX.bin
-    read    function from (offset, count) to so many bytes of PREFIX.bin, `[count]` uint8
+    read    function from (offset, count) to bytes of PREFIX.bin, `[count]` uint8
 
-    Its methods raise DataError for a block that is not what was written.
+    Its methods raise DataError for a block that has changed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BlockHashes:
         self.check(range(start // BLOCK, -(-stop // BLOCK)))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Compare these blocks, as far as they have not been compared yet."""
+        """Compare those of these blocks that have not been compared yet."""
         for block in blocks:
             if self._seen[block]:
                 continue

@@ -41,7 +41,7 @@ class SetEntry:
     bytes: int  # UTF-8 bytes of the documents' text
     max_token: int
     dtype: str
-    sha256: dict[str, str]  # by suffix of its files: bin, idx, and blocks if it has them
+    sha256: dict[str, str]  # by suffix of the files: bin, idx, and blocks if any
     source: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)  # sha256 of files, names of datasets
 
@@ -50,7 +50,7 @@ class SetEntry:
 class Manifest:
     """A prepared folder: its tokenizer, its token sets and how they were prepared."""
 
-    __pydantic_config__ = ConfigDict(strict=True)  # keys that are no fields: of a later version
+    __pydantic_config__ = ConfigDict(strict=True)  # unknown keys, of a later version
 
     folder: Path
     tokenizer: TokenizerEntry
@@ -99,7 +99,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def manifest_of(prefix: str | Path) -> Manifest | None:
-    """Return the manifest beside a set's files if it lists the set, else None.
+    """Return the manifest next to a set's files if it lists the set, else None.
 
     Raises DataError if it is unreadable.
     """
@@ -119,12 +119,12 @@ def check_tokenizer(manifest: Manifest) -> None:
 
 
 def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None = None) -> None:
-    """Check that all sets, (name, prefix), were made with one tokenizer, as far as manifests tell.
+    """Check that all sets, (name, prefix), use one tokenizer, as far as manifests state it.
 
-    `tokenizer` is the tokenizer.json that the config names, if it does.
+    `tokenizer` is the config's tokenizer.json, if any.
 
     Raises:
-        DataError: names each tokenizer and the sets that were made with it.
+        DataError: names each tokenizer and its sets.
     """
     files: dict[str, str] = {}
     users: dict[str, dict[str, None]] = {}
@@ -149,10 +149,10 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
 def shared_text(
     train: Mapping[str, str | Path], validation: Mapping[str, str | Path]
 ) -> Iterator[str]:
-    """Yield a sentence for each two sets, prefixes by name, that hold the same text.
+    """Yield a sentence for each pair of sets (prefixes by name) with the same text.
 
-    They are the same files, or manifests state equal tokens or a common input. A set and its own
-    held-out share of one preparation have their inputs in common, but no document.
+    The files are the same, or manifests state equal tokens or a common input. A set and its
+    held-out share from one preparation share inputs, but no document.
     """
     kinds = {"training set": train, "validation set": validation}
     sets = [
@@ -169,7 +169,7 @@ def shared_text(
 
 
 def _shared(first: Path, second: Path) -> str | None:
-    """How two sets come to hold the same text, None if they don't as far as manifests tell."""
+    """Return why two sets contain the same text, None if manifests show no reason."""
     if first.resolve() == second.resolve() or _same_file(f"{first}.bin", f"{second}.bin"):
         return f"both are {first}"
     manifests = [manifest_of(prefix) for prefix in (first, second)]
@@ -187,5 +187,5 @@ def _shared(first: Path, second: Path) -> str | None:
 def _same_file(first: str, second: str) -> bool:
     try:
         return os.path.samefile(first, second)
-    except OSError:  # another check says that it is missing
+    except OSError:  # another check reports that it is missing
         return False

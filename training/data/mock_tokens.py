@@ -1,4 +1,4 @@
-"""Tokens that are made instead of read: for benchmarks and rehearsals, which need no text."""
+"""Random tokens for benchmarks and rehearsals, which need no text."""
 
 import hashlib
 import math
@@ -15,30 +15,30 @@ WINDOWS = 1 << 20
 """Windows of a set; the order of samples continues with another permutation after them."""
 
 VOCABULARY = 50_304
-"""Size of the vocabulary where neither the config nor a manifest names one."""
+"""Default size of the vocabulary without one in the config or a manifest."""
 
 BLOCK = 1 << 12
-"""Tokens that are drawn at a time."""
+"""Tokens per random draw."""
 
 DOCUMENTS = 4
-"""Documents that begin in a block: they are of 1,024 tokens on average."""
+"""Documents that begin in a block, with a mean length of 1,024 tokens."""
 
 
 class MockTokens(TokenSet):
-    """A stream of random tokens, of which the k-th most frequent has about the share 1 / k.
+    """A stream of random tokens; the k-th most frequent token has about the share 1 / k.
 
     The stream is a function of the set's name and the vocabulary, the same on every machine.
 
     Args:
         name: the name of the set in the config.
-        prefix: path that the config names; nothing is read there.
+        prefix: path in the config, which is not read.
         sequence_length: tokens the model predicts per window.
         vocabulary: number of token ids.
     """
 
     modified = None
     rewritten = False
-    entry = None  # no manifest tells how many bytes of text the tokens stand for
+    entry = None  # without a manifest the bytes of text are unknown
 
     def __init__(
         self, name: str, prefix: str | Path, sequence_length: int, *, vocabulary: int
@@ -51,13 +51,13 @@ class MockTokens(TokenSet):
         self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Tokens `start` to `start + count` of the stream, `[count]`."""
+        """Return tokens `start` to `start + count` of the stream, `[count]`."""
         first, last = start // BLOCK, (start + count - 1) // BLOCK
         drawn = np.concatenate([self._block(index) for index in range(first, last + 1)])
         return drawn[start - first * BLOCK :][:count]
 
     def _block(self, index: int) -> NDArray[np.int64]:
-        """The tokens `[BLOCK]` from `index * BLOCK` on."""
+        """Return the tokens `[BLOCK]` from `index * BLOCK` on."""
         uniform = self._generator(index).random(BLOCK)
         ranks = np.exp(uniform * math.log(self.vocabulary + 1)).astype(np.int64) - 1
         return np.minimum(ranks, self.vocabulary - 1)
@@ -66,14 +66,14 @@ class MockTokens(TokenSet):
         return np.random.default_rng((self._seed, *of))
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return where documents begin among tokens `start` to `stop` of the stream, ascending."""
+        """Return the starts of documents in tokens `start` to `stop` of the stream, ascending."""
         blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
         drawn = [self._generator(i, 1).integers(0, BLOCK, DOCUMENTS) + i * BLOCK for i in blocks]
         starts = np.unique(np.concatenate(drawn))
         return starts[(start <= starts) & (starts < stop)]
 
     def check_documents(self, borders: Borders) -> None:
-        """Do nothing: there are always documents of several tokens."""
+        """Do nothing, as there are always documents of several tokens."""
 
     def max_token(self) -> int:
         """Return the largest token id."""
@@ -84,13 +84,13 @@ class MockTokens(TokenSet):
         return 0
 
     def unigram_entropy(self) -> float:
-        """Entropy of the distribution that tokens are drawn from, in nats."""
+        """Return the entropy of the tokens' distribution, in nats."""
         edges = np.log(np.arange(1, self.vocabulary + 2)) / math.log(self.vocabulary + 1)
         shares = np.diff(edges)
         return float(-(shares * np.log(shares)).sum())
 
     @cached_property
     def digest(self) -> str:
-        """A sha256 that tells one set from another."""
+        """A sha256 that identifies the set."""
         facts = f"mock {self.name} {self.vocabulary} {self.tokens}"
         return hashlib.sha256(facts.encode()).hexdigest()

@@ -75,7 +75,7 @@ class SetUse:
     """How much of one set the samples of a run use, in all its phases."""
 
     name: str
-    weight: float  # share of the samples of the present phase; those of all sets sum to 1
+    weight: float  # share of the samples of the present phase; the sum over sets is 1
     windows: int
     samples: int
     tokens: int
@@ -86,7 +86,7 @@ class SetUse:
 
     @property
     def total(self) -> str:
-        """What the whole run uses, in words."""
+        """The use of the whole run, as text."""
         return (
             f"{self.samples:,} samples, {self.tokens:,} tokens, {self.epochs:.2f} epochs of "
             f"{self.windows:,} windows"
@@ -94,7 +94,7 @@ class SetUse:
 
 
 def repeats(epochs: Mapping[str, float]) -> str | None:
-    """Say which sets are read more than once, by their epochs; None if none is."""
+    """Return a text about sets that are read more than once, None if there are none."""
     often = [f"{name} {count:.2f} times" for name, count in epochs.items() if count > 1]
     return f"read more than once: {', '.join(often)}" if often else None
 
@@ -104,8 +104,8 @@ class Blend:
     """Interleaving of several sets: a pattern of `BLEND_PERIOD` samples that repeats.
 
     The samples of each set are evenly spaced: the i-th of q samples is at (i + 1/2) / q of the
-    pattern. After any k samples a set with share w has been used w * k times, to within
-    (1 + w * sets) / 2.
+    pattern. After any k samples a set with share w has been used w * k times, to within (1 + w *
+    sets) / 2.
     """
 
     quotas: NDArray[np.int64]  # `[sets]`, samples of each set in one period
@@ -152,21 +152,19 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, for any k >= 0.
 
-    It is int64 `[sequence_length + 1]`, or with borders what `TokenSet.sample` returns.
+    It is int64 `[sequence_length + 1]`, or with borders as in `TokenSet.sample`.
 
-    A run whose mixture changes has one of these for each; `at` returns that of a step.
+    A run with several mixtures has one object per mixture; `at` returns the one of a step.
 
     Args:
         sets: (name, prefix, weight) of each set; their order does not matter. A weight may be 0 if
-            a phase has another.
-        sequence_length: tokens the model predicts per sample.
-        seed: of the order within the sets.
-        open_set: what makes a set of its name and prefix; the default reads files.
-        phases: steps before each later phase, ascending, and its weights by set.
-        borders: what is made of the borders between documents.
+        it is positive in a phase. sequence_length: tokens the model predicts per sample. seed: of
+        the order within the sets. open_set: opens a set by name and prefix; the default reads
+        files. phases: steps before each later phase, ascending, and its weights by set. borders:
+        treatment of the borders between documents.
 
     Raises:
-        ConfigError: a weight vanishes beside the others.
+        ConfigError: a weight is negligible next to the others.
         DataError: a set cannot be used (see `TokenSet`).
     """
 
@@ -182,7 +180,7 @@ class TrainingData(Dataset[Tensor]):
     ) -> None:
         ordered = sorted(sets, key=lambda each: each[0])
         self.all_sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
-        """Of all phases; `sets` are those of this one."""
+        """The sets of all phases; `sets` are the sets of this phase."""
         self.sequence_length = sequence_length
         self.seed = seed
         self.borders = borders
@@ -192,18 +190,17 @@ class TrainingData(Dataset[Tensor]):
         self.later = tuple((step, copy.copy(self)._mix(weights)) for step, weights in phases)
 
     def _mix(self, weights: Mapping[str, float]) -> "TrainingData":
-        """Take the sets of these weights, and return the data."""
+        """Use the sets of these weights, and return the data."""
         self.sets = [each for each in self.all_sets if weights.get(each.name)]
         self.blend = build_blend({each.name: weights[each.name] for each in self.sets})
         return self
 
     def at(self, step: int) -> "TrainingData":
-        """Return the data of the mixture that follows on `step` steps."""
+        """Return the data of the mixture after `step` steps."""
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return the data of a phase that has these sets and weights; its first sample is
-        `data[phase.sample]`."""
+        """Return the data of a phase with these sets and weights, from `data[phase.sample]` on."""
         data = copy.copy(self)
         data.phase = phase
         return data
@@ -221,7 +218,7 @@ class TrainingData(Dataset[Tensor]):
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
 
     def read(self, samples: int) -> dict[str, SetCount]:
-        """Return what the first `samples` samples of a run, up to this phase, read of each set."""
+        """Return each set's counts in the first `samples` samples of a run, up to this phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
@@ -233,9 +230,9 @@ class TrainingData(Dataset[Tensor]):
         return counts
 
     def phase_after(self, sample: int, read: Counts) -> Phase:
-        """Return the phase of these sets from `sample` on, where a run has `read` so much of each.
+        """Return the phase of these sets from `sample` on, after a run has `read` these counts.
 
-        A set with other content than the one that was read under its name begins at its start.
+        A set whose content differs from the one read under its name begins at its start.
         """
         present = {each.name: each.digest for each in self.all_sets}
         same = {n: c for n, c in read.items() if present.get(n, c.content) == c.content}
@@ -243,12 +240,12 @@ class TrainingData(Dataset[Tensor]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples of the phase; all together are 1."""
+        """Share of each set in the samples of the phase; the sum is 1."""
         shares = (self.blend.quotas / len(self.blend.choice)).tolist()
         return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
 
     def describe(self, counts: Counts) -> list[SetUse]:
-        """Return how much of each set of the run has been used at these counts, by name."""
+        """Return the use of each set of the run at these counts, by name."""
         uses = []
         for each in self.all_sets:
             count = counts.get(each.name, SetCount(samples=0, tokens=0, content=each.digest))
@@ -259,21 +256,21 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the length of equal documents whose tokens would see as many keys as those of the
-        mixture do, or of the windows if attention crosses the borders."""
+        """Return the length of equal documents whose tokens see as many keys as the mixture's, or
+        of the windows if attention crosses the borders."""
         if not self.borders.mask:
             return float(self.sequence_length)
         lengths = [each.attended_length for each in self.sets]
         return float(np.average(lengths, weights=self.blend.quotas))
 
     def earlier(self) -> dict[str, int]:
-        """Return, by name, the tokens that earlier phases read of sets that the run has no more."""
+        """Return the tokens that earlier phases read of removed sets, by name."""
         present = {each.name for each in self.all_sets}
         return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
 
     def fingerprint(self) -> str:
-        """Return a sha256 of all that determines the samples of a phase beside its counts; paths do
-        not."""
+        """Return a sha256 of everything that determines the samples of a phase except its counts;
+        paths do not."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

@@ -12,10 +12,10 @@ from models.section import Whole
 
 @dataclass(frozen=True, kw_only=True)
 class SetCount:
-    """What a run has read of one set, samples that rewinds leave out included.
+    """Tokens that a run has read of one set, including samples that rewinds leave out.
 
     tokens   tokens that the samples predict
-    content  digest of the set, which tells another set of the same name
+    content  digest of the set, which identifies another set of the same name
     """
 
     samples: Whole
@@ -24,7 +24,7 @@ class SetCount:
 
 
 Counts = Mapping[str, SetCount]
-"""Counts by the name of the set, of sets that are not in the mixture any more too."""
+"""Counts by the name of the set, including removed sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Phase:
     """The samples from `sample` on, in the order of one mixture.
 
     read     counts of each set before it
-    mixture  fingerprint of the sets and weights; "" in the first phase, and of earlier versions
+    mixture  fingerprint of the sets and weights; "" in the first phase, and in earlier versions
     """
 
     sample: Whole = 0
@@ -60,10 +60,9 @@ class Progress:
     sample      samples of the order consumed so far, used or left out
     tokens      tokens that the steps taken have predicted
     left_out    [first, end) of the samples that rewinds leave out
-    unreported  metrics of the last step that a stop kept from being reported
-    phase       the present mixture's first sample, and what was read of each set before it
-    read        of a checkpoint: what was read of each set so far; None in those of versions that
-                did not count
+    unreported  metrics of the last step, if a stop prevented their report
+    phase       the present mixture's first sample, and the counts of each set before it
+    read        in a checkpoint: counts of each set so far; None in versions without counts
     """
 
     step: Whole = 0

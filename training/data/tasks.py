@@ -1,9 +1,9 @@
 """Multiple-choice tasks: their files, and the token sequences that are scored.
 
-A line of a file is an example: a context, choices of how it continues, and the index of the right
-one. Contexts and choices become tokens as lm-eval makes them, so that scores are comparable: a
-space separates them, spaces at the end of a context belong to the choice, and a choice's tokens are
-those that the whole text has after as many as the context alone.
+A line of a file is an example: a context, possible continuations (choices), and the index of the
+right one. Contexts and choices are tokenized as in lm-eval, so that scores are comparable: a space
+separates them, spaces at the end of a context belong to the choice, and a choice's tokens are the
+tokens of the whole text after as many tokens as the context alone has.
 """
 
 import json
@@ -21,10 +21,10 @@ from training.errors import DataError
 
 KEYS: Final = ("context", "choices", "answer")
 DELIMITER: Final = " "
-"""What stands between a context and a choice."""
+"""Separator of a context and a choice."""
 MOCK_EXAMPLES: Final = 8
 MOCK_CHOICES: Final = 4
-"""Of a task whose tokens are made."""
+"""Choices per example of a random task."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Example:
     answer: int
 
     def line(self) -> str:
-        """Return its line of a file."""
+        """Return the example's line in a file."""
         return json.dumps(vars(self), ensure_ascii=False) + "\n"
 
 
@@ -52,11 +52,11 @@ class Request:
 class Task:
     """The examples of a file as tokens.
 
-    requests   of all choices, one example after the other
+    requests   of all choices, example by example
     answers    index of the right choice of each example
     sizes      characters of each example's choices
-    cut        examples with a request that is longer than the window, and lost its beginning
-    sha256     of the file, None for a task that is made
+    cut        examples with a request that is longer than the window and loses its beginning
+    sha256     of the file, None for a random task
     """
 
     name: str
@@ -68,18 +68,18 @@ class Task:
 
     @property
     def chance(self) -> float:
-        """The accuracy of a guess."""
+        """The accuracy of random guesses."""
         return sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
 
     @property
     def repeated(self) -> int:
-        """Examples with choices of equal tokens, of which no score can tell one from another."""
+        """Examples with choices of equal tokens, which no score can distinguish."""
         requests = iter(self.requests)
         whole = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
         return sum(len({*tokens}) < len(tokens) for tokens in whole)
 
     def __str__(self) -> str:
-        """The line of a run's start."""
+        """Return the line about the task at a run's start."""
         made = "" if self.sha256 is not None else ", of random tokens, as data.mock is true"
         cut = f"; {self.cut:,} are longer than a sequence and lose their beginning"
         equal = f"; {self.repeated:,} have equal choices, of which the first counts as chosen"
@@ -122,7 +122,7 @@ def _example(line: str, where: str) -> Example:
 
 
 def example_of(row: Any, where: str) -> Example:
-    """Return the example of a row. Raises DataError, which begins with `where`, for any other."""
+    """Return the example of a row. Raises DataError, beginning with `where`, for invalid rows."""
     if not isinstance(row, dict) or set(row) != set(KEYS):
         keys = sorted(row) if isinstance(row, dict) else row
         raise DataError(f"{where}: must have the keys {', '.join(KEYS)}, got {keys!r:.80}")
@@ -154,9 +154,9 @@ def read_task(
     """Return the first `count` examples of a file, None for all, as tokens.
 
     Args:
-        window: tokens of a sequence, the most that the model reads.
-        vocab_size: rows of the model's embedding that are tokens.
-        end_token: the token before a choice whose context is empty, as before each document.
+        window: tokens of a sequence, the model's longest input. vocab_size: number of tokens among
+        the embedding's rows. end_token: the token before a choice with an empty context, as before
+        each document.
 
     Raises DataError if the file is not a task, or a choice cannot be scored.
     """
@@ -191,7 +191,7 @@ def read_task(
 def _requests(
     example: Example, tokenizer: Tokenizer, end_token: int | None, where: str
 ) -> Iterator[Request]:
-    """Yield the request of each choice, however long, split as lm-eval's `loglikelihood` does."""
+    """Yield the request of each choice, of any length, split as in lm-eval's `loglikelihood`."""
     context = example.context.rstrip()
     spaces = example.context[len(context) :]
     texts = [spaces + DELIMITER + choice for choice in example.choices]
@@ -229,9 +229,9 @@ def made_task(name: str, *, window: int, vocab_size: int) -> Task:
 def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
 
-    The chosen choice is the first of the most probable ones; `acc_norm` divides log-likelihoods by
-    the characters of a choice. Both are NaN if a log-likelihood is, of which lm-eval would choose
-    the first.
+    The first of the most probable choices is chosen; `acc_norm` divides log-likelihoods by the
+    characters of a choice. Both are NaN if a log-likelihood is NaN, where lm-eval would choose the
+    first NaN.
     """
     if np.isnan(likelihoods).any():
         return math.nan, math.nan

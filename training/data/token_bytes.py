@@ -1,8 +1,8 @@
-"""Bytes of text that each token of a byte-level tokenizer stands for.
+"""Bytes of text per token of a byte-level tokenizer.
 
 A byte-level BPE writes every byte as one printable character (the byte alphabet of GPT-2), so a
-token's length in characters is its length in bytes, and the lengths of a document's tokens add up
-to the length of its UTF-8 text. That makes bits per byte exact.
+token's length in characters is its length in bytes, and the lengths of a document's tokens sum to
+the length of its UTF-8 text. So bits per byte are exact.
 """
 
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ from training.data.manifest import Manifest
 from training.errors import DataError
 from training.json_file import read_json
 
-# The printable characters stand for their own bytes, the other 68 bytes for U+0100 onwards.
+# Printable characters encode their own bytes; U+0100 onwards encode the other 68 bytes.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 BYTE_ALPHABET = frozenset(
     [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
 )
 AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
-"""What a BPE writes into tokens although it is not in the text."""
+"""Markers in the tokens of a BPE that are not in the text."""
 CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
 LARGEST_ID: Final = 1 << 24
 
@@ -37,7 +37,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     `ValidationData` then decodes what it reads.
 
     Args:
-        source: the manifest of a prepared folder, a tokenizer.json, or a folder that holds one.
+        source: the manifest of a prepared folder, a tokenizer.json, or a folder with one.
 
     Raises:
         DataError: the tokenizer file is missing or is not a tokenizer.json.
@@ -46,7 +46,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     if not is_byte_level(content):
         return None
     lengths = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
-    for token in content["added_tokens"]:  # these are matched as plain text, not as bytes
+    for token in content["added_tokens"]:  # added tokens are matched as plain text, not as bytes
         lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     result = torch.zeros(max(lengths) + 1, dtype=torch.int32)
     result[list(lengths)] = torch.tensor(list(lengths.values()), dtype=torch.int32)
@@ -54,7 +54,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 
 
 def vocabulary_size(source: str | Path) -> int:
-    """Return the largest id of a tokenizer.json, or of the folder that holds one, plus one.
+    """Return the largest id of a tokenizer.json, or of the folder with one, plus one.
 
     Raises DataError as `read_tokenizer_json` does.
     """
@@ -73,9 +73,9 @@ def tokenizer_file(source: Manifest | str | Path) -> Path:
 def is_byte_level(content: dict[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
-    It does if it is a BPE whose vocabulary is written in the byte alphabet and has all 256 bytes,
-    after a byte-level pre-tokenizer that adds no space in front of the text. Nothing may change,
-    add or remove characters before: no normalizer, and no other pre-tokenizer but those that cut.
+    It must be a BPE with a vocabulary in the byte alphabet, including all 256 bytes, after a
+    byte-level pre-tokenizer that adds no space in front of the text. No earlier step may change,
+    add or remove characters: no normalizer, and only pre-tokenizers that split.
     """
     model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
@@ -93,12 +93,12 @@ def is_byte_level(content: dict[str, Any]) -> bool:
 
 
 def _only_cuts(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer keeps every character of the text."""
+    """Whether a pre-tokenizer keeps all characters of the text."""
     return step["type"] in CUTS and step.get("behavior") != "Removed"
 
 
 def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a section, those of sequences in it one by one; an empty one has none."""
+    """Return the steps of a section, with sequences flattened; none for an empty section."""
     if section is None:
         return []
     if section.get("type") == "Sequence":
@@ -109,11 +109,11 @@ def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 def decoded_bytes(
     tokenizer: Tokenizer, documents: Iterable[tuple[NDArray[np.integer], int]]
 ) -> int:
-    """Return the bytes of text that tokens of documents stand for, whatever the tokenizer.
+    """Return the bytes of text of documents' tokens, for any tokenizer.
 
     Args:
-        tokenizer: what made the tokens.
-        documents: the first tokens of each document, and how many of them do not count.
+        tokenizer: the tokenizer of the tokens. documents: the first tokens of each document, and
+        the number of them that do not count.
     """
     size = 0
     for tokens, before in documents:
@@ -126,7 +126,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json; raises DataError if tokenizers cannot read it."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower error
         raise DataError(f"cannot read the tokenizer {path}: {error}") from None
 
 
@@ -152,7 +152,7 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
 
 
 def _wrong_id(content: dict[str, Any]) -> str | None:
-    """A sentence about the first id that is none or that two tokens have, None without one."""
+    """Return a sentence about the first invalid or duplicate id, None without one."""
     vocab = content["model"].get("vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else []  # a list in unigram models
     for id_ in [*ids, *(token.get("id") for token in content["added_tokens"])]:

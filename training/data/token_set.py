@@ -1,4 +1,4 @@
-"""A token set: a .bin/.idx pair, read as a stream of tokens that is cut into windows."""
+"""A token set: a .bin/.idx pair, read as a stream of tokens and cut into windows."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ _SCAN = 1 << 24  # tokens read at a time when a whole set is scanned
 
 Verify = Literal["none", "sample", "full"]
 WHOLE = 1 << 28
-"""Bytes up to which all tokens of a set without hashes of its blocks are read at the start."""
+"""Largest size in bytes of a set without block hashes whose tokens are all read at the start."""
 SPREAD = 64
 """Blocks that `sample` compares before the first window is read."""
 
@@ -43,18 +43,16 @@ class TokenSet:
     first is a target exactly once. Tokens after the last full window are not used.
 
     Args:
-        name: the name of the set in the config; it appears in every message.
-        prefix: path of the pair without its suffix.
-        sequence_length: tokens the model predicts per window.
-        vocab_size: what every token id of a window must be below; None checks no ids.
-        verify: how the files are compared with the hashes of the manifest next to them: not at all
-            (none); the index, 64 blocks of tokens, and every other block when it is first read
-            (sample); or everything now (full).
-        share: (rank, size) of the ranks that share the blocks of `full`.
+        name: the name of the set in the config; it appears in every message. prefix: path of the
+        pair without its suffix. sequence_length: tokens the model predicts per window. vocab_size:
+        upper bound of token ids in a window; None checks no ids. verify: comparison of the files
+        with the hashes of the manifest next to them: none; sample: the index, 64 blocks of tokens,
+        and every other block at its first use; full: everything now. share: (rank, size) of the
+        ranks that share the blocks of `full`.
 
     Raises:
-        DataError: a file is missing, truncated, corrupt or not what the manifest says, or there is
-            no full window; see `read`.
+        DataError: a file is missing, truncated, corrupt or different from the manifest, or there is
+        no full window; see `read`.
     """
 
     def __init__(
@@ -92,8 +90,8 @@ class TokenSet:
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
-        """Return `window(index)`, or `[2, sequence_length + 1]` where the borders are needed: the
-        tokens, and the place in the window of the first token of each token's document."""
+        """Return `window(index)`, or `[2, sequence_length + 1]` if borders are needed: the tokens,
+        and the position in the window of the first token of each token's document."""
         window = self.window(index)
         if not borders.needed:
             return window
@@ -102,7 +100,7 @@ class TokenSet:
         return np.stack([window, first_tokens(starts, len(window))])
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return where documents begin among tokens `start` to `stop` of the stream, ascending."""
+        """Return the starts of documents in tokens `start` to `stop` of the stream, ascending."""
         return self._documents.starts(start, stop)
 
     @cached_property
@@ -113,7 +111,7 @@ class TokenSet:
         )
 
     def check_documents(self, borders: Borders) -> None:
-        """Raise DataError unless the index has documents whose borders can be used."""
+        """Raise DataError unless the index has documents with usable borders."""
         try:
             documents = self._documents.count()
         except ValueError as error:
@@ -132,8 +130,8 @@ class TokenSet:
 
     @cached_property
     def attended_length(self) -> float:
-        """The length of equal documents whose tokens would see as many keys as those of this set do
-        in its windows, the mean over evenly spaced windows."""
+        """Return the length of equal documents whose tokens see as many keys as this set's, the
+        mean over evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -156,9 +154,9 @@ class TokenSet:
         return tokens
 
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
-        """Tokens as they are in the file, whatever their ids; compared with their hashes."""
+        """Return tokens as stored in the file, with any ids, after comparing their hashes."""
         size = self._dtype.itemsize
-        there = os.path.getsize(self.prefix + ".bin")  # to read past the end ends the process
+        there = os.path.getsize(self.prefix + ".bin")  # reading past the end would end the process
         if there < (start + count) * size:
             raise DataError(
                 f"set {self.name}: {self.prefix}.bin was cut to {there} bytes after it was opened"
@@ -171,7 +169,7 @@ class TokenSet:
         return view
 
     def _bytes(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Bytes of the file from `offset` on, `[count]`."""
+        """Return bytes of the file from `offset` on, `[count]`."""
         view: NDArray[np.uint8] = self._dataset.bin_reader.read(np.uint8, count, offset)
         return view
 
@@ -181,9 +179,9 @@ class TokenSet:
             yield self.read(first, min(_SCAN, stop - first))
 
     def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
-        """Yield the documents that tokens `start` to `stop` of the stream are of.
+        """Yield the documents of tokens `start` to `stop` of the stream.
 
-        Of each: its tokens up to `stop`, and how many of them are before `start`.
+        Yields a document's tokens up to `stop`, and the number of them before `start`.
         """
         size = self._dtype.itemsize
         places = self._dataset.index.sequence_pointers
@@ -197,7 +195,7 @@ class TokenSet:
 
     @cached_property
     def entry(self) -> SetEntry | None:
-        """Entry of this set in the manifest beside its files, None without a manifest.
+        """Entry of this set in the manifest next to its files, None without a manifest.
 
         Raises:
             DataError: the manifest is unreadable or has another number of tokens.
@@ -213,11 +211,11 @@ class TokenSet:
 
     @property
     def stated_sha256(self) -> str | None:
-        """The sha256 of the tokens that the manifest states, None without one."""
+        """The sha256 of the tokens in the manifest, None without a manifest."""
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """The hashes of blocks, after what `verify` compares now; None without them."""
+        """Return the hashes of blocks after the comparisons of `verify`; None without hashes."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
@@ -248,7 +246,7 @@ class TokenSet:
         return self._scanned[1] if self.entry is None else self.entry.max_token
 
     def min_token(self) -> int:
-        """Return the smallest token id, 0 for a set with a manifest, or else by the same scan."""
+        """Return the smallest token id: 0 for a set with a manifest, else by scanning."""
         return self._scanned[0] if self.entry is None else 0
 
     @cached_property
@@ -264,7 +262,7 @@ class TokenSet:
         """Return the entropy of the set's token frequencies, in nats.
 
         It is the loss of the best prediction without context: a model that does not beat it has
-        learned nothing but how often each token occurs.
+        only learned token frequencies.
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
@@ -277,7 +275,7 @@ class TokenSet:
 
     @property
     def modified(self) -> str | None:
-        """When the tokens were last written to, if neither `digest` nor a manifest covers all."""
+        """Modification time of the tokens, if neither `digest` nor a manifest covers all."""
         facts = os.stat(self.prefix + ".bin")
         if facts.st_size <= WHOLE or self.stated_sha256 is not None:
             return None
@@ -285,14 +283,14 @@ class TokenSet:
 
     @property
     def rewritten(self) -> bool:
-        """Whether the tokens on the disk have been written to, or replaced, since they were opened.
+        """Whether the token file was changed or replaced after it was opened.
 
-        What was compared with hashes before is not compared again.
+        Blocks are not compared with their hashes again.
         """
         return self._file_facts() != self._facts
 
     def _file_facts(self) -> tuple[int, int, int] | None:
-        """File number, size and time of writing; None if there is no file."""
+        """Return inode, size and modification time; None without a file."""
         try:
             facts = os.stat(self.prefix + ".bin")
         except OSError:
@@ -301,10 +299,10 @@ class TokenSet:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 that identifies the set, without reading all of a large one.
+        """The sha256 that identifies the set, without reading a whole large set.
 
         It covers the sizes of both files, the index (up to 64 MiB, else its first and last 32 MiB),
-        which has every document's length, and the tokens: all of up to `WHOLE` bytes, else 64
+        which contains every document's length, and the tokens: all of up to `WHOLE` bytes, else 64
         evenly spaced blocks of 4 KiB.
         """
         digest = hashlib.sha256()
@@ -326,14 +324,14 @@ class TokenSet:
 
 
 OpenSet = Callable[[str, str | Path, int], TokenSet]
-"""What makes a set of (name, path without suffix, sequence length)."""
+"""A function that opens a set from (name, path without suffix, sequence length)."""
 
 
 def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
     """Check that every token id of the sets is in [0, `vocab_size`).
 
     Raises:
-        DataError: names each set with another id, the id and the vocabulary.
+        DataError: names each set with an id outside, the id and the vocabulary.
     """
     sets = list(sets)
     wrong = [

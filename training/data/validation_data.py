@@ -1,4 +1,4 @@
-"""The windows of a validation set, and the bytes of text that they stand for."""
+"""The windows of a validation set, and their bytes of text."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,12 @@ class ValidationData:
         prefix: path of the .bin/.idx pair without its suffix.
         sequence_length: tokens the model predicts per window. The tokens after the last full
             window are left out.
-        samples: largest number of windows; None means the whole set.
-        token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
-        tokenizer: the tokenizer.json that made the tokens, with which they are decoded without
-            `token_bytes`. Without both, the bytes are estimated from the manifest's mean bytes
-            per token, and unknown if there is no manifest.
-        open_set: what makes the set of its name and prefix; the default reads files.
-        borders: what is made of the borders between documents.
+        samples: largest number of windows; None means the whole set. token_bytes: int32 `[vocab]`
+        from `token_byte_lengths`, for a byte-level tokenizer. tokenizer: the tokenizer.json of the
+        tokens, which decodes them without `token_bytes`. Without both, the bytes are estimated from
+        the manifest's mean bytes per token, and unknown without a manifest. open_set: opens the set
+        by name and prefix; the default reads files. borders: treatment of the borders between
+        documents.
 
     Raises:
         DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
@@ -62,7 +61,7 @@ class ValidationData:
             self.target_bytes -= self._bytes_of(left_out, token_bytes)
 
     def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
-        """Bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
+        """Return the bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
         if token_bytes is None:
             entry = self.set.entry
             if tokenizer is not None:
@@ -78,8 +77,8 @@ class ValidationData:
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
     def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Bytes of text of the tokens at these places: without `token_bytes` as many as of others
-        on average."""
+        """Return the bytes of text of the tokens at these positions; without `token_bytes`, the
+        mean of others."""
         tokens = [int(self.set.read(place, 1)[0]) for place in places]
         if token_bytes is None:
             assert self.target_bytes is not None
@@ -87,7 +86,7 @@ class ValidationData:
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """As `_target_bytes`, by decoding the targets, or the rest of a set of known size."""
+        """Compute `_target_bytes` by decoding the targets, or the rest of a set of known size."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))
@@ -109,7 +108,7 @@ class ValidationData:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
 
-        With borders the first are what `TokenSet.sample` returns, `[micro_batch, 2, ...]`.
+        With borders, tokens are `[micro_batch, 2, ...]` as in `TokenSet.sample`.
         Weights, float32 `[micro_batch]`, are 1 for windows that count and 0 for repetitions of the
         last window that fill up the batch. Over all ranks every window counts once.
         """

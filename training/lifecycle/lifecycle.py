@@ -1,4 +1,4 @@
-"""Saving, stop requests and heartbeat of a run, beside its training steps."""
+"""Saving, stop requests and heartbeat of a run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 class Lifecycle:
     """Saving, stopping and heartbeat of a run, called after every step on every rank.
 
-    What one rank knows, such as a signal it received, all ranks act on in the same step.
+    All ranks react to an event of one rank, such as a signal, in the same step.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Lifecycle:
 
     @property
     def reason(self) -> str | None:
-        """Why the run is to stop, None if it is not."""
+        """Reason of the requested stop, None without one."""
         return REASONS.get(self._stop)
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is to stop, which all ranks know."""
+        """Whether the run is stopping, the same on all ranks."""
         return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
-        """Return `call`, for between steps, with its first error kept for `raise_deferred`: the run
-        saves before it ends."""
+        """Return `call` with its first error kept for `raise_deferred`, so that the run saves
+        before it ends; for work between steps."""
 
         def deferred(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
@@ -58,12 +58,12 @@ class Lifecycle:
         return deferred
 
     def raise_deferred(self) -> None:
-        """Raise what has failed on this rank between steps, if anything has."""
+        """Raise this rank's deferred error, if any."""
         if self.stops.error is not None:
             raise self.stops.error
 
     def after_step(self, step: int) -> None:
-        """Complete a save that all ranks have written, and learn of stop requests.
+        """Complete a save that all ranks have written, and receive stop requests.
 
         Raises CheckpointError if a writer failed.
         """
@@ -72,19 +72,19 @@ class Lifecycle:
         failed, busy = self.saver.status()
         asked, self._asked_about_save = self._asked_about_save, self.saver.busy
         answer = self.agreement.delayed([self.stops.wanted(), failed, busy])
-        if answer is None:  # no exchange was under way
+        if answer is None:  # no exchange was running
             return
         stop, failed, busy = answer
         if failed:
             self.saver.fail()
-            self.stop_now()  # drops the exchange under way, which would report the failure again
+            self.stop_now()  # drops the running exchange, which would report the failure again
         elif asked and not busy:
             self.saver.advance()
-            self._asked_about_save = False  # the exchange under way is about what is done
+            self._asked_about_save = False  # the running exchange is about the finished save
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request now; for the time between steps."""
+        """Return whether any rank has a stop request now; for use between steps."""
         self.watchdog.beat(self.step)
         self._stop = self._stop or self.agreement.now([self.stops.wanted(), 0, 0])[0]
         return self._stop > 0
@@ -100,7 +100,7 @@ class Lifecycle:
         self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
-        """Save the last step unless that is done already, and drop the stop request.
+        """Save the last step unless it is already saved, and drop the stop request.
 
         Raises CheckpointError if the state is not finite.
         """
@@ -118,13 +118,13 @@ class Lifecycle:
         self.raise_deferred()
 
     def wait(self) -> None:
-        """Wait until the save under way is complete."""
+        """Wait until a running save is complete."""
         self.saver.wait(self._failed_anywhere, lambda: self.watchdog.beat(self.step))
         self._asked_about_save = False
 
     def _failed_anywhere(self, failed: bool) -> bool:
-        """Return whether `failed` is true on any rank, and learn of stop requests, as this drops
-        the exchange of `after_step` that is under way."""
+        """Return whether `failed` is true on any rank, and receive stop requests, as this drops the
+        running exchange of `after_step`."""
         stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])
         self._stop = self._stop or stop
         return failures > 0

@@ -1,8 +1,8 @@
-"""Speed of a run, and what slows it down: ranks that have long been slower than others, and the
-garbage collector of Python, which all ranks run at the same steps.
+"""Speed of a run and its obstacles: persistently slow ranks, and Python's garbage collector, which
+all ranks run at the same steps.
 
-By itself the collector starts when enough objects were made, on every rank at another step, and all
-others wait for that rank.
+By default the collector starts after enough allocations, at different steps on different ranks, and
+all other ranks wait.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Pace:
     """Times of the steps since the last report, without pauses.
 
     A step takes the same time on all ranks, as they wait for each other. The local time of a rank
-    is that of reading data, forward and backward, before the first sum over all ranks.
+    is the time of reading data, forward and backward, before the first sum over all ranks.
     """
 
     def __init__(self, config: Config, groups: Groups, data: TrainingData) -> None:
@@ -41,12 +41,12 @@ class Pace:
         self.data = data
         self.peak_flops = peak_flops(device_name(groups.device))
         self.clock = Clock(groups.device)
-        """Of the local times."""
+        """Clock of the local times."""
         places = from_all((socket.gethostname(), groups.pipeline.rank))
         hosts, stages = zip(*places, strict=True)
         self._stragglers = Stragglers(hosts, stages)
         self.stragglers: list[str] = []
-        """A sentence for each rank that `figures` has found to be a straggler in its last call."""
+        """A sentence for each straggler that the last call of `figures` found."""
         self.restart(Progress())
 
     def restart(self, progress: Progress) -> None:
@@ -56,7 +56,7 @@ class Pace:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context whose time is not counted."""
+        """Exclude the time of a context."""
         began = time.perf_counter()
         yield
         self._mark += time.perf_counter() - began
@@ -91,7 +91,7 @@ class Pace:
 
 
 class Clock:
-    """Sum of times on the device, which a GPU is waited for only in `total`."""
+    """Sum of times on the device; only `total` waits for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -126,21 +126,21 @@ class Clock:
 
 
 RATIO: Final = 1.2
-"""Local time, of the median over ranks of the same pipeline stage, above which a rank is slow."""
+"""Local time above which a rank is slow, relative to the median of its pipeline stage."""
 
 STEPS: Final = 50
-"""Consecutive steps for which a rank must be slow to be named."""
+"""Consecutive slow steps after which a rank is reported."""
 
 
 class Stragglers:
-    """Counts for how many consecutive steps each rank has been slow.
+    """Counter of consecutive slow steps of each rank.
 
-    Ranks that wait for each other within forward and backward passes, those of one tensor-parallel
-    group or pipeline, are slow together.
+    Ranks of one tensor-parallel group or pipeline wait for each other in forward and backward
+    passes, so they are slow together.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int]) -> None:
-        """`hosts` and `stages` have host name and pipeline stage of every rank."""
+        """`hosts` and `stages` are the host names and pipeline stages of all ranks."""
         self.hosts = hosts
         self.stages = stages
         self._slow = [0] * len(hosts)
@@ -167,12 +167,12 @@ class Stragglers:
 
 
 INTERVAL: Final = 10
-"""Steps between collections of what was made since the run began."""
+"""Steps between collections of objects created since the run began."""
 
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Context in which nothing is collected but by `collect`, and what exists already never is."""
+    """Restrict garbage collection within a context to `collect`, and exclude existing objects."""
     automatic = gc.isenabled()
     gc.collect()
     gc.freeze()

@@ -13,7 +13,7 @@ from training.lifecycle.run_folder import STOP
 from training.lifecycle.terminal import Interrupts
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-"""What schedulers and shells send before they kill; the last where processor time is limited."""
+"""Signals that schedulers and shells send before SIGKILL; the last: processor time is used up."""
 INTERRUPT: Final = 4
 FAILED: Final = 5
 REASONS: Final = {
@@ -26,7 +26,7 @@ REASONS: Final = {
 
 
 class StopRequests:
-    """Stop requests that this rank knows of: signals on any rank, the others on rank 0."""
+    """Stop requests of this rank: signals on any rank, other requests on rank 0."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class StopRequests:
         first: bool,
         interrupts: Interrupts | None = None,
     ) -> None:
-        """`first` is whether this rank checks the STOP file and the time limit, `interrupts`
-        listens for Ctrl-C."""
+        """`first` is whether this rank checks the STOP file and the time limit; `interrupts`
+        handles Ctrl-C."""
         self.interrupts = interrupts
         self.stop_file = Path(run_dir) / STOP
         self.first = first
@@ -57,7 +57,7 @@ class StopRequests:
             problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
             print(f"warning: SLURM_JOB_END_TIME {problem}: the run does not see its time limit")
         self.error: Exception | None = None
-        """What failed on this rank between steps; the run ends with it once it has saved."""
+        """Error on this rank between steps; the run ends with it after a save."""
         self._signalled = False
         self._before: dict[int, Any] = {}
 
@@ -75,21 +75,21 @@ class StopRequests:
         self._signalled = True
 
     def wanted(self) -> int:
-        """Return the key in REASONS of a reason to stop that this rank knows, else 0."""
+        """Return the key in REASONS of this rank's reason to stop, else 0."""
         if self.error is not None:
             return FAILED
         if self.interrupts is not None and self.interrupts.requested:
             return INTERRUPT
         if self._signalled:
             return 3
-        if self.first and os.path.exists(self.stop_file):  # False if the disk does not answer
+        if self.first and os.path.exists(self.stop_file):  # False if the disk does not respond
             return 2
         if self.first and self.deadline is not None and time.time() >= self.deadline:
             return 1
         return 0
 
     def obeyed(self) -> None:
-        """Remove the STOP file, so that the run can be continued."""
+        """Remove the STOP file, so that the run can continue later."""
         if self.first:
             with Aid(f"{STOP} is not removed, and stops no other start"):
                 self.stop_file.unlink(missing_ok=True)

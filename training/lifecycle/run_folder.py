@@ -1,9 +1,9 @@
-"""The run folder, which one run at a time uses, and the files that control and describe it.
+"""The run folder, used by one run at a time, and the files that control and describe the run.
 
-lock     held by the run that uses the folder, with its host and process id
-STOP     made by a person or a script: the run saves, removes the file and ends
+lock     locked by the run that uses the folder; contains its host and process id
+STOP     created by a person or a script: the run saves, removes the file and ends
 DONE     the run has taken its last step
-started  the id of the torchrun command that has begun here
+started the id of the torchrun command that started here
 """
 
 import contextlib
@@ -24,7 +24,7 @@ STOP: Final = "STOP"
 DONE: Final = "DONE"
 STARTED: Final = "started"
 NO_ID: Final = "none"
-"""What torchrun calls a command that was given no id."""
+"""torchrun's id of a command without one."""
 
 
 class FolderError(InputError):
@@ -33,11 +33,10 @@ class FolderError(InputError):
 
 @contextlib.contextmanager
 def locked(run_dir: str | Path) -> Iterator[None]:
-    """Context in which no other run uses `run_dir`, which is made if it does not exist.
+    """Lock `run_dir` within a context; create it if it does not exist.
 
-    The operating system holds the lock and releases it however the process ends. Raises
-    FolderError if another run holds the lock, nothing can be written, or what a run would write
-    there would end up elsewhere.
+    The operating system releases the lock when the process ends in any way. Raises FolderError if
+    another run holds the lock, nothing can be written, or links would redirect the run's files.
     """
     folder = Path(run_dir)
     try:
@@ -68,8 +67,8 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def began(pid: int) -> str | None:
-    """Return when a process of this host began, by the boot and in its ticks; None without one, and
-    on other systems than Linux."""
+    """Return the start of a process of this host as boot id and ticks; None without the process,
+    and on systems other than Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         status = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
@@ -79,7 +78,7 @@ def began(pid: int) -> str | None:
 
 
 class HeldFolder:
-    """The folder of a run that has locked it, kept open so that no new one takes its number."""
+    """A locked run folder, kept open so that no new folder gets its inode number."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir)
@@ -91,21 +90,21 @@ class HeldFolder:
         os.close(self._folder)
 
     def check(self) -> None:
-        """Raise FolderError if the folder is no longer where it was, or if another run has made a
-        lock of its own since that of this one was removed by hand."""
+        """Raise FolderError if the folder was moved, or if another run has created a lock after
+        this run's lock was removed by hand."""
         if not self._is_there():
             raise FolderError(
                 f"run.dir {self.path} was moved or removed while the run used it: nothing more is "
                 "saved there"
             )
-        with contextlib.suppress(OSError):  # a disk that does not answer says nothing
+        with contextlib.suppress(OSError):  # no answer from the disk is not a reason
             if self._lock_number() not in (None, self._lock):
                 raise FolderError(
                     f"run.dir {self.path} is in use by another run since its lock was removed"
                 )
 
     def _is_there(self) -> bool:
-        """Whether the folder is where it was; True if the disk does not answer."""
+        """Whether the folder is still at its path; True if the disk does not respond."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -114,8 +113,8 @@ class HeldFolder:
             return True
 
     def _lock_number(self) -> int | None:
-        """The number of the file that is the lock, None if there is none. The file is not opened:
-        closing it again would release the lock."""
+        """Return the inode of the lock file, None without one. The file is not opened, as closing
+        it would release the lock."""
         try:
             return os.stat(self.path / LOCK).st_ino
         except FileNotFoundError:
@@ -123,7 +122,7 @@ class HeldFolder:
 
 
 def in_use(run_dir: str | Path) -> bool:
-    """Return whether a run of another process holds the lock of `run_dir` now."""
+    """Return whether another process holds the lock of `run_dir` now."""
     file = Path(run_dir) / LOCK
     if not file.exists():
         return False
@@ -132,12 +131,12 @@ def in_use(run_dir: str | Path) -> bool:
 
 
 def _take(file: TextIO) -> bool:
-    """Lock a file until it is closed; False if another process has locked it.
+    """Lock a file until it is closed; return False if another process holds the lock.
 
     Raises FolderError if it cannot be locked at all.
     """
     try:
-        # A lock of the process, not of the open file, which writers and workers would inherit.
+        # A lock of the process; writers and workers would inherit a lock of the open file.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -147,10 +146,9 @@ def _take(file: TextIO) -> bool:
 
 
 def mark_started(run_dir: str | Path) -> None:
-    """Remove the files that asked an earlier start to stop or say that it was done, and leave the
-    id of this command.
+    """Remove the files STOP and DONE of an earlier start, and write the id of this command.
 
-    A STOP file that is younger than the lock asks the present one.
+    A STOP file that is newer than the lock is for the present start.
     """
     stop, lock = Path(run_dir) / STOP, Path(run_dir) / LOCK
     if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
@@ -160,10 +158,10 @@ def mark_started(run_dir: str | Path) -> None:
 
 
 def starts_again(run_dir: str | Path) -> bool:
-    """Return whether torchrun or SLURM starts a command again that has begun in `run_dir`.
+    """Return whether torchrun or SLURM restarts a command that already started in `run_dir`.
 
-    Then `--resume none` and `--resume STEP` have been carried out, and must not be again. torchrun
-    counts its restarts on each node by itself, so ranks may see different answers.
+    Then `--resume none` and `--resume STEP` must not be applied again. torchrun counts restarts per
+    node, so ranks may get different answers.
     """
     counts = (os.environ.get(f"{who}_RESTART_COUNT", "0") for who in ("TORCHELASTIC", "SLURM"))
     file = Path(run_dir) / STARTED
@@ -173,15 +171,15 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """The id of the SLURM job, or else the one that torchrun has for its command or, if it was
-    given none, its process; empty without any."""
+    """Return the id of the SLURM job, else torchrun's id of the command or, without one, of its
+    process; empty without any."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
     return os.environ.get("SLURM_JOB_ID", command)
 
 
 def mark_done(run_dir: str | Path, done: bool) -> None:
-    """Make the file DONE, or remove it."""
+    """Create or remove the file DONE."""
     path = Path(run_dir) / DONE
     if done:
         replace_file(path, "")

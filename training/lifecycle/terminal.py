@@ -1,9 +1,9 @@
-"""The terminal of a run: Ctrl-C, and output that nobody can read any more.
+"""The terminal of a run: Ctrl-C, and output after the terminal is closed.
 
-Before training Ctrl-C ends the process, then it stops the run, and a second one ends it. A rank
-whose launcher has gone gets SIGTERM. A run whose terminal or pipe was closed continues without, as
-does one that trains while the disk of its log is full. Imports nothing that takes time, as a run
-listens from its first line on.
+Before training, Ctrl-C ends the process; later it stops the run, and a second Ctrl-C ends it. A
+rank whose launcher has ended gets SIGTERM. A run continues without its terminal or pipe, and while
+training also with a full log disk. The imports are fast, as a run handles Ctrl-C from its first
+line on.
 """
 
 import errno
@@ -18,11 +18,11 @@ from types import FrameType
 from typing import Any, Final
 
 GONE: Final = (errno.EIO, errno.EPIPE)
-"""Errors of writing to a terminal, and to a pipe, that was closed at its other end."""
+"""Errors of writing to a terminal or a pipe whose other end is closed."""
 
 
 class LastingFile(io.FileIO):
-    """A file that drops what nobody can read and, while `training`, all that cannot be written."""
+    """A file that drops output without a reader and, while `training`, all failed output."""
 
     training = False
 
@@ -37,11 +37,11 @@ class LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Replace stdout and stderr by streams that drop what nobody can read, and write what their
-    encoding lacks with backslashes."""
+    """Replace stdout and stderr by streams that drop output without a reader, and escape characters
+    outside their encoding."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # A notebook has its own, and one whose descriptor was closed from the start is None.
+        # A notebook uses its own stream, and a stream with a closed descriptor is None.
         if isinstance(stream, io.TextIOWrapper):
             by_line = stream.line_buffering or stream.write_through
             file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
@@ -52,26 +52,27 @@ def outlive_readers() -> None:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr past Python's streams, which the main thread may hold."""
-    with suppress(OSError):  # nobody can read it
+    """Write a line to stderr without Python's streams, which the main thread may have locked."""
+    with suppress(OSError):  # there is no reader
         os.write(2, f"{text}\n".encode())
 
 
 CODE: Final = 130
-"""Exit code of a run that Ctrl-C has ended: 128 and the number of the signal, as in shells."""
+"""Exit code of a run that Ctrl-C has ended: 128 plus the number of the signal, as in shells."""
 SECOND: Final = "ended by a second Ctrl-C; checkpoints saved before are whole"
 LAUNCHER: Final = "SPECTRAIN_LAUNCHER"
-"""Environment variable with the process that `--ranks` starts ranks from."""
+"""Environment variable with the process id of the launcher of `--ranks`."""
 PR_SET_PDEATHSIG: Final = 1
-"""Of Linux' prctl: the signal that a process gets when its parent ends."""
+"""Linux prctl option: the signal that a process gets when its parent ends."""
 
 
 class Interrupts:
-    """Listener for SIGINT, and after it for the signal that a second one becomes.
+    """Handler of SIGINT, and of the signal that a second SIGINT becomes.
 
-    A launcher (torchrun, or `--ranks`) passes the first SIGINT on to its ranks, perhaps beside one
-    from elsewhere. The second one of a person reaches them as SIGTERM. Without a launcher the
-    second is SIGINT again. A thread listens, so that a process that waits in a collective ends too.
+    A launcher (torchrun, or `--ranks`) forwards the first SIGINT to its ranks, which may also
+    receive it directly. A person's second SIGINT reaches them as SIGTERM. Without a launcher the
+    second is SIGINT again. A thread handles signals, so that a process that waits in a collective
+    ends too.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class Interrupts:
         self._first_rank = os.environ.get("RANK", "0") == "0"
 
     def listen(self) -> None:
-        """Take over SIGINT; of the main thread, once."""
+        """Take over SIGINT; called once, by the main thread."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.signal(signal.SIGINT, _noted)
@@ -93,12 +94,12 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self) -> None:
-        """From now on the first SIGINT sets `requested` instead of ending the process, and output
-        that cannot be written ends nothing."""
+        """From now on, let the first SIGINT set `requested` instead of ending the process, and drop
+        output that cannot be written."""
         self._training = LastingFile.training = True
 
     def _read(self, receiver: int) -> None:
-        """Act on each signal, whose number is a byte of the pipe."""
+        """Handle signals, whose numbers are bytes of the pipe."""
         while True:
             number = os.read(receiver, 1)[0]
             if self.requested and number == self._second:
@@ -110,21 +111,21 @@ class Interrupts:
                 self._say("Ctrl-C: the run saves after the next step; once more ends it at once")
 
     def _end(self, text: str) -> None:
-        """End this process and those that it started."""
+        """End this process and its child processes."""
         self._say(text)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(CODE)
 
     def _say(self, text: str) -> None:
-        """Say a line once for all ranks."""
+        """Print a line once for all ranks."""
         if self._first_rank:
             say(text)
 
 
 def _stop_with_launcher() -> None:
-    """Let this rank get SIGTERM when its launcher ends: one that was killed passes nothing on, and
-    its ranks would train on with nobody in charge. On other systems than Linux they do."""
+    """Request SIGTERM for this rank when its launcher ends: a killed launcher forwards nothing, and
+    its ranks would train on alone. On systems other than Linux they do."""
     if not os.environ.get(LAUNCHER, "").isdecimal():  # which `check_launched` refuses
         return
     launcher = os.environ.pop(LAUNCHER)
@@ -133,27 +134,27 @@ def _stop_with_launcher() -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(launcher):  # it has ended before
+    if os.getppid() != int(launcher):  # the launcher has already ended
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the thread has been told."""
+    """Do nothing, as the thread gets the signal."""
 
 
 def _hold() -> None:
-    """Keep SIGINT from this thread while it forks: a child that is not yet deaf to it would write
-    to the pipe of its parent, which would count one Ctrl-C as two."""
+    """Block SIGINT in this thread while it forks: a child that does not ignore it yet would write
+    to its parent's pipe, which would count one Ctrl-C as two."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
 def _release() -> None:
-    """Let SIGINT come to this thread."""
+    """Unblock SIGINT in this thread."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _ignore() -> None:
-    """Leave SIGINT to the process that forked this one."""
+    """Ignore SIGINT, which the parent process handles."""
     if signal.getsignal(signal.SIGINT) is _noted:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -19,18 +19,18 @@ PAUSE: Final = 10.0
 
 
 class Watchdog:
-    """Watchdog of one rank, which `beat` tells of every progress.
+    """Watchdog of one rank; `beat` records progress.
 
     Rank 0 keeps `heartbeat.json` up to date: step, time (seconds since 1970) and process id. After
     `hang_seconds` without progress a separate thread writes each rank's Python stack traces to
     `stacks/rank_00000.txt` and so on. The process groups' timeout then ends the run. A file that
-    cannot be written ends nothing.
+    cannot be written does not end the run.
     """
 
     def __init__(
         self, run_dir: str | Path, config: WatchdogConfig, *, rank: int, timeout_seconds: float
     ) -> None:
-        """`timeout_seconds` is that of the process groups, before which stacks must be written."""
+        """`timeout_seconds` is the process groups' timeout, before which stacks must be written."""
         self.folder = Path(run_dir)
         self.rank = rank
         self.limit: float | None = None
@@ -59,16 +59,16 @@ class Watchdog:
             hung = os.fstat(self._file.fileno()).st_size
             if not hung:
                 self.stacks.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # other ranks have files there
+                with contextlib.suppress(OSError):  # other ranks have files in the folder
                     self.stacks.parent.rmdir()
             elif self.rank == 0:
                 print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
 
     def beat(self, step: int) -> None:
-        """Record progress, `step` steps having been taken."""
+        """Record progress after `step` steps."""
         now = time.monotonic()
         if self.limit and self._file is not None and now - self._armed > self.limit / 10:
-            # Each call starts a thread, so not in every step.
+            # Not in every step, as each call starts a thread.
             self._armed = now
             faulthandler.dump_traceback_later(self.limit, file=self._file)
         if self.rank == 0 and now - self._written > PAUSE:

@@ -1,5 +1,5 @@
-"""The machine that a run is on: its device, what the environment must say, and what is installed.
+"""The machine of a run: its device, environment variables, and installed packages.
 
-Nothing here knows a model or a step. All of it is settled before CUDA starts, and written to the
-run's events and checkpoints. Start with device.py.
+Nothing here depends on a model or a step. All facts are determined before CUDA starts, and written
+to the run's events and checkpoints. Start with device.py.
 """

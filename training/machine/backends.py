@@ -1,4 +1,4 @@
-"""Kernels and backends that a config chooses, and whether a device can run them."""
+"""Kernels and backends of a config, and checks that a device can run them."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a config's name, None for null."""
+    """Return the dtype with a config's name, None for null."""
     return None if name is None else DTYPES[name]
 
 
@@ -35,8 +35,8 @@ def exchange_dtype(config: Config) -> torch.dtype:
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Raise ConfigError, with all problems, unless the installed packages and the device have what
-    the config asks for; DeviceError if kernels do not start on the device."""
+    """Raise ConfigError, with all problems, if installed packages or the device do not support the
+    config; DeviceError if kernels do not start on the device."""
     checks = chain(package_checks(config, device), device_checks(config, device))
     if lines := list(problems(config, checks)):
         raise ConfigError("\n".join(lines))
@@ -75,7 +75,7 @@ def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
 
 
 def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
-    """Check that the device can run the kernels and record what the config asks for."""
+    """Check that the device supports the config's kernels and recordings."""
     train, kind, kernel = config.train, device.type, config.model.attention_kernel
     graph = config.optimizer.distributed.cuda_graph and kind != "cuda"
     rule = f"must be false on a {kind}, which records no graphs"
@@ -102,7 +102,7 @@ TILE = Tile(64, 32, 4, 3)
 
 
 def check_kernels(device: torch.device) -> None:
-    """Compile and launch one kernel where the optimizer would; raise DeviceError if it fails.
+    """Compile and launch one of the optimizer's kernels; raise DeviceError if it fails.
 
     The first launch of a run would otherwise be in its first step.
     """
@@ -126,8 +126,8 @@ def check_kernels(device: torch.device) -> None:
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return the backend of torch.compile for a device, None to compile nothing, and what to say of
-    it: of auto, why nothing is compiled."""
+    """Return the backend of torch.compile for a device (None: compile nothing), and its
+    description, for auto with the reason if nothing is compiled."""
     if config.train.compile != "auto":
         return config.train.compile, config.train.compile or "none"
     if device.type == "cpu":
@@ -191,7 +191,7 @@ def kernel_of(config: Config, groups: Groups) -> str:
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
-    """Say what `train.precision` costs on a device without instructions for it, None on others."""
+    """Return the cost of `train.precision` on a device without its instructions, else None."""
     if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
         return None
     return (
@@ -201,7 +201,7 @@ def slow_precision(precision: str, device: torch.device) -> str | None:
 
 
 def slow_attention(kernel: str, device: torch.device) -> str | None:
-    """Say that a kernel of attention is not the fastest on a device, None for the fastest."""
+    """Return a note if a kernel of attention is not the fastest on a device, else None."""
     if kernel not in ("flash_attention", "efficient_attention") or device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (9, 0):

@@ -1,6 +1,6 @@
 """The device that a rank trains on: chosen and prepared before CUDA starts.
 
-The config asks for one, or each rank takes a GPU where there is one.
+The config names a device, or each rank uses a GPU if there is one.
 """
 
 import os
@@ -19,18 +19,18 @@ from training.machine import environment
 
 
 def prepare(config: Config) -> None:
-    """Set what the run needs of the environment; before CUDA starts, and again without effect."""
+    """Set the required environment variables before CUDA starts; later calls have no effect."""
     if config.run.device == "cpu":
-        # PyTorch and the engine, which ask for CUDA in many places, find no GPU.
+        # PyTorch and the engine, which query CUDA in many places, find no GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         environment.prepare(config)
 
 
 def start(config: Config) -> Literal["cuda", "cpu"]:
-    """Prepare the environment, and return the kind of device that this rank trains on.
+    """Prepare the environment, and return the type of this rank's device.
 
-    Raises DeviceError if the device that the config asks for cannot be had.
+    Raises DeviceError if the config's device is not available.
     """
     prepare(config)
     requested = config.run.device
@@ -44,21 +44,21 @@ RequestedDevice = Literal["auto", "cuda", "cpu"]
 NVIDIA: Final = "0x10de"
 """Vendor of a PCI device."""
 DISPLAY: Final = "0x03"
-"""Beginning of the class of PCI devices that are GPUs."""
+"""Prefix of the class of PCI devices that are GPUs."""
 
 
 class DeviceError(InputError):
-    """The device that is asked for cannot be had."""
+    """The requested device is not available."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """What is known of this machine's GPUs.
+    """Facts about this machine's GPUs.
 
-    built    the CUDA version that PyTorch is built with, None without CUDA
-    devices  NVIDIA devices of this machine, whether they can be used or not
+    built    CUDA version of PyTorch's build, None without CUDA
+    devices  NVIDIA devices of this machine, usable or not
     problem  why CUDA does not start, None if it does or was not tried
-    usable   devices that CUDA has
+    usable   number of CUDA devices
     """
 
     built: str | None
@@ -68,12 +68,11 @@ class Gpus:
 
 
 def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
-    """The kind of device that rank `local_rank` of this machine trains on.
+    """Return the type of the device of rank `local_rank` of this machine.
 
-    `auto` is a GPU where CUDA starts, and a CPU where there is no GPU, or where PyTorch is built
-    without CUDA. Raises DeviceError for a GPU that is asked for and cannot be had, one that is
-    there but does not start (a driver too old for this PyTorch, a container without its GPUs), and
-    for a rank that no GPU is left for.
+    `auto` is a GPU if CUDA starts, and a CPU without a GPU or with a PyTorch built without CUDA.
+    Raises DeviceError for a requested GPU that is not available, for a GPU that does not start (a
+    driver too old for this PyTorch, a container without its GPUs), and for more ranks than GPUs.
     """
     if requested == "cpu":
         return "cpu"
@@ -92,7 +91,7 @@ def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["
 
 
 def reason(gpus: Gpus) -> str:
-    """Why no GPU can be used."""
+    """Return why no GPU can be used."""
     if gpus.built is None:
         return "this PyTorch is built without CUDA"
     if not gpus.devices:
@@ -102,7 +101,7 @@ def reason(gpus: Gpus) -> str:
 
 
 def gpus_here() -> Gpus:
-    """What is known of this machine's GPUs; starts CUDA if there is any."""
+    """Return the facts about this machine's GPUs; starts CUDA if there are GPUs."""
     built = torch.version.cuda
     if built is None:
         return Gpus(None, tuple(nvidia_devices()), None, 0)
@@ -116,8 +115,8 @@ def gpus_here() -> Gpus:
 
 
 def nvidia_devices(root: Path = Path("/")) -> Iterator[str]:
-    """NVIDIA devices that the system knows, usable or not: those of the driver, else those on the
-    PCI bus, which a container sees without having them."""
+    """Return the system's NVIDIA devices, usable or not: the driver's, else those on the PCI bus,
+    which a container sees even without access."""
     nodes = sorted(root.glob("dev/nvidia[0-9]*"))
     if nodes:
         yield from (f"/{node.relative_to(root)}" for node in nodes)
@@ -137,16 +136,16 @@ def _first_line(path: Path) -> str:
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Context in which PyTorch takes deterministic kernels, as before afterwards.
+    """Use PyTorch's deterministic kernels within a context.
 
-    An operation without one warns and goes on: a run must not end in a step that the tests, without
-    a GPU, never took. To set it loads torch's compiler, which takes seconds.
+    An operation without such a kernel only warns: a run must not end in a step that tests without a
+    GPU never took. The setting loads torch's compiler, which takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Nothing reads memory that it has not written; filling it costs a pass.
+    # No code reads uninitialised memory; filling it costs a pass.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

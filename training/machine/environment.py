@@ -1,5 +1,5 @@
 """The environment of a run: open files, variables that CUDA, PyTorch's allocator and NCCL read when
-they start, and what it is made with and runs on: packages, commit, device, driver, libraries.
+they start, and versions: packages, commit, device, driver, libraries.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from training.config import Config
 from training.errors import ConfigError
 
 OPEN_FILES: Final = (256, 65536)
-"""Fewest that a rank can do with, and most that it asks for."""
+"""Smallest number for a rank, and largest number that it requests."""
 
 WORKERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 COMPILE_WORKERS: Final = 32
-"""Most processes that compile kernels for one rank, as torch has it."""
+"""Largest number of compile processes of one rank, as in torch."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Names of the allocator's settings, today's and an older one."""
+"""Names of the variable with the allocator's settings, current and older."""
 
 
 def allow_open_files() -> None:
     """Let this process open as many files as the system allows.
 
-    Raises ConfigError if these are too few for the sockets and files of a rank.
+    Raises ConfigError if the limit is too low for the sockets and files of a rank.
     """
     fewest, most = OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -49,13 +49,13 @@ def allow_open_files() -> None:
 def required_variables(config: Config) -> dict[str, str]:
     """Return the variables that a run on GPUs needs in its environment.
 
-    Expandable segments   memory that one step frees in pieces serves another's large tensors
+    Expandable segments   pieces of memory freed in one step can serve large tensors of another
     one connection        with tensor or context parallelism, kernels must start in the order in
                           which they were launched, so that communication runs beside products;
                           with more queues a product may take the device first
-    fixed workspaces      with run.deterministic: cuBLAS repeats itself to the bit only with these
-    compile workers       a rank's share of this machine's processors; each rank would start as many
-                          as there are, up to 32
+    fixed workspaces      with run.deterministic: cuBLAS repeats bit for bit only with these
+    compile workers       a rank's share of this machine's processors; by default each rank starts
+                          one per processor, up to 32
     no registration       of a recorded graph's buffers by NCCL, which expandable segments do not
                           allow
     """
@@ -75,7 +75,7 @@ def required_variables(config: Config) -> dict[str, str]:
 
 
 def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of `required_variables` that the user has not set otherwise."""
+    """Return the variables of `required_variables` that the user has not set."""
     variables = required_variables(config)
     if any(name in environment for name in ALLOCATOR):
         del variables[ALLOCATOR[0]]
@@ -83,9 +83,9 @@ def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[st
 
 
 def prepare(config: Config) -> None:
-    """Set what is missing; before CUDA starts.
+    """Set missing variables before CUDA starts.
 
-    Raises ConfigError for a variable that takes the precision of products out of the run's hands.
+    Raises ConfigError for a variable that overrides the run's precision of products.
     """
     if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "1":
         raise ConfigError(
@@ -95,15 +95,15 @@ def prepare(config: Config) -> None:
         )
     variables = missing_variables(config, os.environ)
     os.environ.update(variables)
-    if ALLOCATOR[0] in variables:  # which PyTorch has read when it was imported
+    if ALLOCATOR[0] in variables:  # PyTorch has read it at import
         torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])
     compiler = sys.modules.get("torch._inductor.config")
-    if WORKERS in variables and compiler is not None:  # which has read the variable already
+    if WORKERS in variables and compiler is not None:  # it has already read the variable
         compiler.compile_threads = int(variables[WORKERS])  # type: ignore[attr-defined]
 
 
 def settings() -> dict[str, str]:
-    """The variables of this process that change what CUDA, its allocator and NCCL do."""
+    """Return this process's variables of CUDA, its allocator and NCCL."""
     prefixes = ("CUDA_", "CUBLAS_", "NVIDIA_TF32_", "NCCL_", "TORCH", "PYTORCH_", "NVTE_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
@@ -123,7 +123,8 @@ def versions() -> Facts:
 def library_versions() -> Facts:
     """Return versions of Python and packages, None for a package that is not installed.
 
-    That of torch names its build, such as `2.13.0+cu130`, which its wheel does not everywhere.
+    The version of torch includes its build, such as `2.13.0+cu130`, which some wheels' metadata
+    omits.
     """
     versions: Facts = {"python": python_version()}
     for package in PACKAGES:
@@ -135,7 +136,7 @@ def library_versions() -> Facts:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, None if it is none."""
+    """Return the commit of this checkout, None without git."""
     if not (ROOT / ".git").exists():
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -146,7 +147,7 @@ def commit() -> str | None:
 
 
 def device_facts(device: torch.device) -> Facts:
-    """What the run runs on: device, and on a GPU its driver, CUDA, cuDNN and NCCL."""
+    """Return the run's device, and on a GPU its driver, CUDA, cuDNN and NCCL."""
     if device.type != "cuda":
         return {"device": f"{device.type} ({machine()})"}
     facts: Facts = {
@@ -157,7 +158,7 @@ def device_facts(device: torch.device) -> Facts:
         "cudnn": None,
         "nccl": None,
     }
-    # A CUDA build whose device is pretended has no libraries to ask.
+    # A simulated device has no libraries to query.
     with contextlib.suppress(RuntimeError):
         facts["cudnn"] = str(cudnn.version()) if cudnn.is_available() else None
     with contextlib.suppress(AttributeError, RuntimeError):
@@ -166,7 +167,7 @@ def device_facts(device: torch.device) -> Facts:
 
 
 def driver(file: Path = DRIVER) -> str | None:
-    """The version of NVIDIA's driver, None if it does not say."""
+    """Return the version of NVIDIA's driver, None if unknown."""
     with contextlib.suppress(OSError):
         words = file.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
@@ -174,7 +175,7 @@ def driver(file: Path = DRIVER) -> str | None:
 
 
 def described(device: torch.device) -> str:
-    """One line for the beginning of a run."""
+    """Return one line for the start of a run."""
     facts = device_facts(device) | {"torch": torch.__version__}
     first = facts.pop("device")
     words = [f"{name} {value}" for name, value in facts.items() if value is not None]

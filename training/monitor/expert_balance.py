@@ -52,12 +52,12 @@ class ExpertBalance:
         return dict(enumerate(violations[moe.dense_layers :].tolist(), moe.dense_layers))
 
     def metrics(self, microbatches: int) -> dict[str, float]:
-        """Return the metrics of the last step, which had so many micro-batches on one rank.
+        """Return the metrics of the last step, with `microbatches` micro-batches on one rank.
 
         moe/max_vio/<layer>  (most tokens - mean) / mean over the experts of a layer
         moe/max_vio          the largest of these
         moe/sequence_aux_loss, moe/global_aux_loss, moe/z_loss
-                             mean over layers without the coefficient, where the loss is in use
+                             mean over layers without the coefficient, if the loss is in use
 
         Waits for the device and, with experts, for all pipeline stages.
         """

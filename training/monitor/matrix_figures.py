@@ -1,8 +1,8 @@
 """Figures of stacks of matrices, and aggregates over many units: pure functions.
 
 Every figure is computed in float64 from float32 values, so it does not depend on the inspection
-rank. Singular values of weights are exact, as all of them are wanted; stable ranks and nuclear
-ranks need products only, and are right to three digits.
+rank. Singular values of weights are exact, as all of them are needed; stable ranks and nuclear
+ranks use only products, and are accurate to three digits.
 """
 
 import math
@@ -21,7 +21,7 @@ from spectral.device_values import is_known
 from training.monitor.moments import Moments, cosine, moments, of_matrices, split
 
 ROOT_SHIFT = 1e-10
-"""Share of the trace that keeps a Gram matrix of rounding errors positive."""
+"""Share of the trace added to keep a Gram matrix with rounding errors positive."""
 QUANTILES = 11
 """Quantiles of singular values: 0, 10, ... 100%."""
 
@@ -29,10 +29,10 @@ ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
 
 PC_ROLES = (*BLOCKS, "gate_up")
-"""Roles that the PC paper makes PC layers, whether or not they are in this run (figures 5, 14)."""
+"""Roles of the PC layers in the PC paper (figures 5, 14), for any run."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
-"""Figures of units whose largest is reported."""
+"""Figures of units whose maximum is reported."""
 
 QUANTILE_NAMES = ("quantiles", "effective_quantiles", "momentum_quantiles", "update_quantiles")
 Figures = dict[str, Tensor]
@@ -43,7 +43,7 @@ Record = dict[str, Any]
 def weight_figures(weight: Tensor) -> Figures:
     """Return figures `[units]` of weights `[units, rows, cols]`.
 
-    `quantiles`, `[units, 11]`, are those of their singular values.
+    `quantiles` `[units, 11]` are the quantiles of their singular values.
     """
     matrices = of_matrices(weight)
     values = matrices.singular_values()
@@ -70,7 +70,7 @@ def quantiles(values: Tensor) -> Tensor:
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     """Return figures `[units]` of mean gradients `[units, rows, cols]`.
 
-    Their alignment is among them if `previous`, the gradients of the previous step, is given.
+    With `previous`, the gradients of the previous step, alignment is included.
     """
     sums = of_matrices(gradient)
     figures = {
@@ -85,7 +85,7 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
 
 def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
-    """Return the nuclear ranks `[units]`: by products where a decomposition would wait."""
+    """Return the nuclear ranks `[units]`, by products if a decomposition would wait."""
     if is_known(gradient):
         return measures.nuclear_rank_of(sums.singular_values())
     square = sums.mean_square() * sums.entries
@@ -102,7 +102,7 @@ def noise_figures(products: Tensor, what: str) -> Figures:
 
 
 def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the updates of steps, float64, without weight decay, a block of the matrices at a time.
+    """Yield the updates of steps, float64, without weight decay, in blocks of the matrices.
 
     weights  `[units, rows, cols]` before, between and after the steps
     kept     `[units, 1, 1]` per step, the factor of weight decay
@@ -113,8 +113,8 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
 
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-    """Return the inner products `[units, steps, steps]`, float64, of the updates of steps, whose
-    arguments are those of `updates`."""
+    """Return the inner products `[units, steps, steps]`, float64, of the updates of steps;
+    arguments as for `updates`."""
     units, steps = len(weights[0]), len(kept)
     products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
     for each in updates(weights, kept):
@@ -124,8 +124,8 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return figures `[units]` of the last of the updates of steps, their alignment with those of
-    the previous step among them if there is one; arguments as of `updates`."""
+    """Return figures `[units]` of the last update, including its alignment with the previous update
+    if any; arguments as for `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
         "applied_rms": sums.rms(),
@@ -138,7 +138,7 @@ def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures
 
 
 def update_spectrum(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return quantiles of the singular values of the last update; arguments as of `updates`."""
+    """Return quantiles of the singular values of the last update; arguments as for `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     return {"update_quantiles": quantiles(sums.singular_values())}
 
@@ -151,9 +151,9 @@ def momentum_spectrum(momentum: Tensor) -> Figures:
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     """Return stable rank and root mean square `[]` of a weight's inputs.
 
-    `gram` is their Gram matrix `[inputs, inputs]`. The inputs of the embedding are indicators: of
-    it `gram` is the diagonal `[rows]`, and the only figure is the stable rank, 1 over the share of
-    the most frequent token.
+    `gram` is their Gram matrix `[inputs, inputs]`. The inputs of the embedding are indicators: its
+    `gram` is the diagonal `[rows]`, and its only figure is the stable rank, 1 over the share of the
+    most frequent token.
     """
     gram = gram.double()
     if gram.ndim == 1:
@@ -165,7 +165,7 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
 
 
 def gram_root(gram: Tensor) -> Tensor:
-    """Return an R `[inputs, inputs]`, float64, with R R^T = `gram` + 1e-10 of its trace."""
+    """Return R `[inputs, inputs]`, float64, with R R^T = `gram` + 1e-10 of its trace."""
     wide = gram.double()
     shift = ROOT_SHIFT * wide.trace()
     shifted = wide + torch.diag(torch.where(shift > 0, shift, 1).expand(len(wide)))
@@ -187,11 +187,11 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add figures to the records that need several units, or measurements of several ranks.
+    """Add figures of several units, or of measurements on several ranks, to the records.
 
-    The criterion pairs a weight with its own input, except the output projection of attention,
-    which it pairs with the input of q, k and v ("When do spectral gradient updates help in deep
-    learning?", table 2).
+    The criterion pairs a weight with its own input, except attention's output projection, which is
+    paired with the input of q, k and v ("When do spectral gradient updates help in deep learning?",
+    table 2).
     """
     attention = {
         record["layer"]: record["input_stable_rank"]
@@ -271,7 +271,7 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
 
 
 def condition_number(record: Record) -> float:
-    """Return the condition number of the matrix that a unit is, or is a part of; NaN without."""
+    """Return the condition number of a unit's whole matrix; NaN without."""
     names = (
         f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
     )
@@ -300,14 +300,14 @@ def _finite(value: Any) -> bool:
 
 
 class WholeMatrices:
-    """Collector of units until all rows of their matrix are there.
+    """Collector of units until all rows of their matrix have arrived.
 
-    The units of one role in one parameter are rows of a matrix, whose order changes no singular
-    value.
+    The units of one role in one parameter are rows of a matrix; their order does not change
+    singular values.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """`units` are the units of the model's stage, whichever rank has them."""
+        """`units` are the units of the model's stage, on any rank."""
         whole = {unit.name: unit for unit in units if unit.is_matrix}
         self.sizes = Counter((unit.parameter, unit.role) for unit in whole.values())
         self._rows: dict[tuple[str, str], dict[str, Tensor]] = {}
@@ -317,8 +317,8 @@ class WholeMatrices:
         self._rows.clear()
 
     def add(self, units: Iterable[Unit], weights: Tensor) -> Iterator[tuple[list[str], Tensor]]:
-        """Add units with their `weights` `[units, rows, cols]`, and yield each matrix that is now
-        whole, `[rows, cols]`, with the names of its units."""
+        """Add units with their `weights` `[units, rows, cols]`, and yield each completed matrix
+        `[rows, cols]` with the names of its units."""
         for unit, weight in zip(units, weights, strict=True):
             key = unit.parameter, unit.role
             if self.sizes[key] == 1:

@@ -1,7 +1,7 @@
-"""Sums over the entries of matrices, from which their figures follow.
+"""Sums over the entries of matrices, the basis of their figures.
 
-They are computed in float64, of a few million entries at a time, so that the figures of a large
-embedding take little memory next to it.
+They are computed in float64, a few million entries at a time, so that the figures of a large
+embedding take little memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from spectral import measures
 
 BLOCK: Final = 2**22
-"""Entries of a stack of matrices that are in float64 at one time."""
+"""Entries of a stack of matrices that are in float64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Moments:
 
 
 def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
-    """Return the moments of matrices of `shape` `[units, rows, cols]`, whose float64 `blocks` are
-    those of `split`."""
+    """Return the moments of matrices of `shape` `[units, rows, cols]`, given as the float64
+    `blocks` of `split`."""
     _, rows, cols = shape
     if rows >= cols:
         gram, total = summed([x.mT @ x, x.sum((1, 2))] for x in blocks)
@@ -60,7 +60,7 @@ def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
         gram, total, fourth = summed(
             [x @ x.mT, x.sum((1, 2)), x.square().sum(1).square().sum(1)] for x in blocks
         )
-        # Exact up to rounding of the first term, below which there is nothing.
+        # Exact up to rounding of the first term; smaller values are zero.
         whole = gram.square().sum((1, 2))
         present = whole - fourth > 4 * torch.finfo(whole.dtype).eps * whole
         off_diagonal = torch.where(present | whole.isnan(), whole - fourth, 0)
@@ -80,8 +80,7 @@ def split(stack: Tensor) -> Iterator[Tensor]:
 
 
 def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Compute the cosine `[units]` of two stacks of matrices, given as float64 blocks of both; 0
-    where one is zero."""
+    """Compute the cosine `[units]` of two stacks, given as float64 blocks; 0 if one is zero."""
     dot, one, other = summed(
         [(x * y).sum((1, 2)) for x, y in ((a, b), (a, a), (b, b))] for a, b in pairs
     )
@@ -90,7 +89,7 @@ def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Add up lists of tensors, number by number, into the first of them."""
+    """Sum lists of tensors elementwise into the first list."""
     totals: list[Tensor] = []
     for sums in terms:
         if not totals:

@@ -1,8 +1,7 @@
 """Monitors: figures of weights, gradients, updates and activations, every few steps.
 
-A monitored step costs more than others, which cost nothing extra. Monitors change nothing that they
-measure, so a run is the same with them and without, bit for bit. docs/monitors.md defines each
-figure.
+Only monitored steps cost more. Monitors change none of the measured values, so runs with and
+without monitors are equal bit for bit. docs/monitors.md defines each figure.
 """
 
 from collections import Counter
@@ -41,7 +40,7 @@ from training.monitor.matrix_figures import Figures, Record, WholeMatrices
 from training.monitor.update_history import UpdateHistory, Updates
 
 DEFAULT_INTERVAL: Final = 100
-"""Steps between monitored steps where a plan does not choose them, and the fewest that it does."""
+"""Steps between monitored steps without a plan, and the smallest interval of a plan."""
 
 REPORTED: Final = {
     "sigma": "tracked_norm",
@@ -54,15 +53,14 @@ REPORTED: Final = {
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
 }
-"""Names in monitors.jsonl of what the rules report of a step; others have the prefix `rule_`."""
+"""Names in monitors.jsonl of the rules' reports; other names get the prefix `rule_`."""
 
 
 class LayerSampling:
     """Choice of the layers whose inputs a monitored step measures.
 
-    All of them, or some in turn if the Gram matrices of all inputs do not fit in
-    `monitors.activation_gib`. Sizes are those of whole weights, so the choice is the same on any
-    layout.
+    It chooses all layers, or some in turn if the Gram matrices of all inputs do not fit in
+    `monitors.activation_gib`. Sizes are of whole weights, so the choice is the same on any layout.
     """
 
     def __init__(self, config: Config, interval: int) -> None:
@@ -78,7 +76,7 @@ class LayerSampling:
 
 
 def largest_layer(config: Config) -> int:
-    """Return the bytes of the Gram matrices of all inputs of the layer that has most."""
+    """Return the largest bytes of the Gram matrices of a layer's inputs."""
     sizes = {
         (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
         for unit in all_units(config.model, **unit_options(config))
@@ -130,14 +128,14 @@ class Monitors:
 
     @property
     def unit_gather(self) -> UnitGather:
-        """Assignment of units to inspection ranks, planned when first needed."""
+        """Assignment of units to inspection ranks, planned at its first use."""
         if self._unit_gather is None:
             elements = inspected_elements(self.config.monitors)
             self._unit_gather = UnitGather(self.optimizer, elements)
         return self._unit_gather
 
     def forget(self) -> None:
-        """Drop what was kept of earlier steps, as after a rewind."""
+        """Drop tensors kept of earlier steps, for instance after a rewind."""
         self.earlier = []
         self.history.forget()
 
@@ -164,7 +162,7 @@ class Monitors:
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Measure weights, gradients and activations, before anything scales the gradients."""
+        """Measure weights, gradients and activations before the gradients are scaled."""
         if self.watch is not None:
             self.watch.stop()
             self.inputs, self.blocks = self.watch.inputs(), self.watch.blocks()
@@ -195,7 +193,7 @@ class Monitors:
                 self._inspect_momenta()
 
     def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """Return the line of monitors.jsonl of `step` and its aggregates for the metrics.
+        """Return the line of `step` for monitors.jsonl and its aggregates for the metrics.
 
         `tokens` are those seen so far. Both are empty on ranks other than 0, and if the step is not
         monitored. Collective.
@@ -214,7 +212,7 @@ class Monitors:
         return line, summary(units, blocks)
 
     def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
-        """Return the records of all units and blocks on rank 0, nothing elsewhere."""
+        """Return the records of all units and blocks on rank 0, an empty result elsewhere."""
         maxvio = self.experts.violations()
         gathered = on_first((self.records, self.blocks), self.groups.host)
         self.records, self.blocks = {}, {}
@@ -286,9 +284,9 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record figures of PC layers that the unit gather does not bring.
+        """Record figures of PC layers that the unit gather does not provide.
 
-        They are of W where the parameter is PC(W), and of PC(W) where the parameter is W.
+        They are figures of W if the parameter is PC(W), and of PC(W) if the parameter is W.
         """
         for stack in self.optimizer.materialized:
             measured = figures.weight_figures(stack.weight)
@@ -306,10 +304,10 @@ class Monitors:
                 record["pc_tracked_norm"] = tracked.item()
 
     def _keep_whole(self, units: list[Unit], weights: Tensor, effective: set[str]) -> None:
-        """Add the condition number of a whole matrix to the records of the units that are parts."""
+        """Add the condition number of a whole matrix to the records of its units."""
         for names, matrix in self.whole_matrices.add(units, weights):
             value = figures.weight_figures(matrix[None])["condition_number"].item()
-            prefix = "effective_" if effective.intersection(names) else ""  # of all or none
+            prefix = "effective_" if effective.intersection(names) else ""  # all of them or none
             for name in names:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
 
@@ -325,7 +323,7 @@ class Monitors:
                 self._keep(updates.units, figures.noise_figures(products, "update"))
 
     def _inspect_momenta(self) -> None:
-        """Record the spectra of the momenta after the step, of rules that keep one."""
+        """Record the spectra of the momenta after the step, for rules with momentum."""
         now = momenta(self.optimizer)
         for inspection in self.unit_gather.inspections({MOMENTUM: now.shards}):
             assigned = [self._assign(unit) for unit in inspection.units]
@@ -347,11 +345,11 @@ class Monitors:
         self._keep(updates.units, measured)
         for unit, applied in zip(updates.units, measured["applied_rms"].tolist(), strict=True):
             lr = self.history.learning_rate(unit)
-            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # whose rule reports nothing
+            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # its rule reports nothing
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
-        """Record what the rules report of the step."""
+        """Record the rules' reports of the step."""
         for batch in self.optimizer.stacks:
             measured = {
                 REPORTED.get(name, f"rule_{name}"): figure.double()
@@ -364,7 +362,7 @@ class Monitors:
     def _keep(
         self, units: list[Unit], measured: Figures, effective: Set[str] = frozenset()
     ) -> None:
-        """Add figures to the records of units, as `effective_...` to those named in `effective`."""
+        """Add figures to the records of units, as `effective_...` for units in `effective`."""
         if not units:
             return
         columns = {name: values.tolist() for name, values in measured.items()}
@@ -375,17 +373,17 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return how many successive updates, up to that of a monitored step, are compared."""
+    """Return the number of successive updates, up to a monitored step's, to compare."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return how many elements of matrices a rank inspects at once, if they are several matrices.
+    """Return the number of elements that a rank inspects at a time, if in several matrices.
 
-    Weights, gradients and those of the previous step are gathered and stacked, or later the weights
-    before all steps compared and after the last.
+    Weights, gradients and the previous step's gradients are gathered and stacked; later the weights
+    before all compared steps and after the last.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))

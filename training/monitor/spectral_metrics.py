@@ -1,5 +1,5 @@
-"""Counts of solves that spectral rules missed and of updates that units refused, and metrics of PC
-layers, over all ranks."""
+"""Counts of missed solves of spectral rules and of refused updates, and metrics of PC layers, over
+all ranks."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ SHOWN = 8
 
 
 class Events(ABC):
-    """Events of units since the start of the run, of which some are new since the last report."""
+    """Events of units since the start of the run and since the last report."""
 
     def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
         self.optimizer = optimizer
@@ -28,11 +28,11 @@ class Events(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Drop what is new."""
+        """Drop the new events."""
 
     @abstractmethod
     def _new_here(self) -> Tensor:
-        """Return how many are new on this rank."""
+        """Return the number of new events on this rank."""
 
     def _sum(self) -> float:
         total = self._new_here()
@@ -50,18 +50,18 @@ class Events(ABC):
 
 
 class Refusals(Events):
-    """Counter of steps that units did not take, because the update was not finite or not bounded.
+    """Counter of refused steps of units, whose update was not finite or not bounded.
 
-    Weights stay finite without it; it is what says so.
+    Weights stay finite without this counter; it makes refusals visible.
 
     Attributes:
-        worst: the unit with most consecutive refusals before the last report, and how many.
+        worst: the unit with most consecutive refusals before the last report, and their number.
     """
 
     worst: tuple[str, int] = ("", 0)
 
     def _forget(self) -> None:
-        self._names: list[str] = []  # of the entries of the following, `[names]` each
+        self._names: list[str] = []  # names of the entries of the next tensors `[names]`
         self._new = self._row = self._longest = self._none.new_zeros(0)
 
     def _new_here(self) -> Tensor:
@@ -80,7 +80,7 @@ class Refusals(Events):
         self._longest = torch.maximum(self._longest, self._row)
 
     def _add_names(self, names: list[str]) -> None:
-        """Begin to count for more names; the first step has nearly all that there will be."""
+        """Start counting for more names; the first step contains nearly all names."""
         if not names:
             return
         self._names += names
@@ -90,7 +90,7 @@ class Refusals(Events):
         )
 
     def _counted(self) -> list[tuple[str, float, float]]:
-        """Return units that this rank steps, if any, with their refusals and most in a row."""
+        """Return this rank's units, if any, with refusals and most consecutive refusals."""
         return list(zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True))
 
     def summary(self) -> dict[str, float]:
@@ -128,20 +128,19 @@ class Solves(Events):
                 self._missed += (1 - stack.report["converged"].float()).sum() * active
 
     def summary(self) -> dict[str, float]:
-        """Return `spectral/unconverged`, the misses since the start of the run; waits for device
-        and ranks."""
+        """Return `spectral/unconverged`, the run's misses so far; waits for device and ranks."""
         self.total += self._sum()
         self._forget()
         return {"spectral/unconverged": self.total}
 
 
 class SpectralMetrics:
-    """Counts over all units and ranks; the rules' own reports are in monitors.jsonl."""
+    """Counts over all units and ranks; the rules' reports are in monitors.jsonl."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
     ) -> None:
-        """`preconditioned` is whether the model has PC layers, on any rank."""
+        """`preconditioned` is whether the model has PC layers on any rank."""
         self.optimizer = optimizer
         self.groups = groups
         self.solves = Solves(optimizer, groups)
@@ -150,7 +149,7 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
-        """Count what the step reports, on the device; `active` is whether it was taken."""
+        """Count the step's reports on the device; `active` is whether it was taken."""
         self.solves.record(active)
         self.refusals.record()
 
@@ -158,7 +157,7 @@ class SpectralMetrics:
         """Return counts since the start of the run, over all ranks; waits for them.
 
         unconverged  multiplier solves that missed the tolerance
-        refused      steps that units did not take
+        refused      refused steps of units
         outside      PC units whose tracked norm had to be corrected
         """
         return {
@@ -174,8 +173,7 @@ class SpectralMetrics:
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
-        """Return what units missed or refused, and the metrics of PC layers; waits for device and
-        ranks."""
+        """Return misses and refusals, and the metrics of PC layers; waits for device and ranks."""
         rules = self.solves.summary() | self.refusals.summary()
         return rules | (self._preconditioned() if self.preconditioned else {})
 
@@ -183,7 +181,7 @@ class SpectralMetrics:
         """Return the metrics of PC layers.
 
         pc/domain/max      largest normalised singular value; the polynomials are fitted on [0, 1.1]
-        pc/domain/outside  units found outside that interval on logging steps so far, and corrected
+        pc/domain/outside  units found outside and corrected on logging steps so far
         pc/gamma/min, max  over all units
         """
         seen, gammas = self.optimizer.guard_pc()

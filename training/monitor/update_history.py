@@ -1,8 +1,8 @@
-"""Updates of the steps that end with a monitored one.
+"""Updates of a monitored step and the steps before it.
 
 The update of a step is the difference of the weights after and before it, without weight decay but
-with retraction. The weights before successive steps are kept, as many as the figures need, and only
-shortly before a monitored step.
+with retraction. The weights before successive steps are kept only shortly before a monitored step,
+as many as the figures need.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ class UpdateHistory:
         self.moments: list[Moment] = []
 
     def forget(self) -> None:
-        """Drop what was kept, as after a rewind."""
+        """Drop the kept weights, for instance after a rewind."""
         self.moments.clear()
 
     def begin(self, steps_left: int) -> None:
@@ -73,10 +73,10 @@ class UpdateHistory:
             self.moments[-1].factor = factor * active
 
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
-        """Yield the updates of every matrix that this rank inspects, or owns as a PC layer.
+        """Yield the updates of matrices that this rank inspects, or owns as PC layers.
 
-        Collective over the ranks of the stage. Their weights are dropped when the next ones are
-        asked for.
+        Collective over the ranks of the stage. Weights are dropped when the next updates are
+        requested.
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
@@ -111,7 +111,7 @@ class UpdateHistory:
         return Updates(units, matrices, kept)
 
     def _kept_share(self, units: list[Unit], factor: float, device: torch.device) -> Tensor:
-        """The factor of weight decay in a step, `[units, 1, 1]`."""
+        """Return the factor of weight decay in a step, `[units, 1, 1]`."""
         assigned = [self.assign(unit) for unit in units]
         kept = [1 - each.lr * factor * each.weight_decay for each in assigned]
         return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]

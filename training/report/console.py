@@ -1,4 +1,4 @@
-"""The lines that a run prints: what it is, how to stop it, its steps, and what to do next."""
+"""The lines that a run prints: its description, how to stop it, its steps, and next commands."""
 
 from collections.abc import Callable, Iterator, Mapping
 from shlex import quote
@@ -12,7 +12,7 @@ from training.report.table import duration, short
 
 
 def first_line(config: Config) -> str:
-    """Return what is known before anything is loaded: name, folder, how to stop."""
+    """Return the first line, before anything is loaded: name, folder, how to stop."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
     return f"{config.run.name} in {folder}: Ctrl-C or `touch {stop}` saves and stops"
@@ -41,7 +41,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
 
 
 def layout(config: Config, ranks: int) -> str:
-    """Return the number of ranks, and each axis of parallelism that has more than one."""
+    """Return a text with the number of ranks and the axes of parallelism above 1."""
     parallel = config.parallel
     sizes = {
         "data": ranks // (parallel.model_ranks),
@@ -71,7 +71,7 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 def console_line(
     metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
 ) -> str:
-    """Return a line of step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
+    """Return a line with step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for name, form in _CONSOLE:
@@ -83,7 +83,7 @@ def console_line(
 
 
 def next_commands(config: Config) -> Iterator[str]:
-    """Yield what can be done with a finished run, a command each."""
+    """Yield commands for a finished run."""
     folder, target = quote(config.run.dir), quote(f"exported/{config.run.name}")
     yield f"python scripts/plot.py {folder} --html"
     if config.checkpoint.interval > 0:
@@ -92,7 +92,7 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
-    """Yield a line for each sample of text: its set, the end of the prompt, and how it goes on."""
+    """Yield a line per sample of text: its set, the end of the prompt, and the continuation."""
     for key, text in metrics.items():
         if key.startswith("sample/") and key.endswith("/text"):
             name = key.split("/")[1]

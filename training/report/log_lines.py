@@ -20,8 +20,8 @@ LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
 class LogFile:
     """A .jsonl file that a run appends lines to.
 
-    Lines that the disk refuses wait for the next one. The file is opened with the first line; an
-    unfinished last line, which a killed run has left, is removed then.
+    Lines that the disk refuses are written with the next line. The first line opens the file and
+    removes an unfinished last line of a killed run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,15 +30,15 @@ class LogFile:
         self._file: io.FileIO | None = None
         self._waiting = b""
         self._begun = 0
-        """Bytes of the first waiting line that are in the file."""
+        """Bytes of the first waiting line that are already in the file."""
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write a line, and those that wait."""
+        """Write the waiting lines and a new line."""
         self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait, if there are any, as far as the disk allows."""
+        """Write the waiting lines, if any, as far as the disk allows."""
         with self._aid:
             try:
                 self._write()
@@ -51,7 +51,7 @@ class LogFile:
             print(f"warning: {self.path} was removed: later lines begin a new one", flush=True)
             self._release()
         if self._file is None:
-            if self.path.exists() and self.path.stat().st_nlink > 1:  # as in a backup of links
+            if self.path.exists() and self.path.stat().st_nlink > 1:  # as in hard-link backups
                 replace_file(self.path, self.path.read_bytes())
             drop_unfinished_line(self.path)
             self._file, self._begun = self.path.open("ab", buffering=0), 0
@@ -61,14 +61,14 @@ class LogFile:
             self._waiting, self._begun = self._waiting[whole:], end - whole
 
     def _release(self) -> None:
-        """Close the file, which may have gone stale: the next line opens it again."""
+        """Close the file, which may be stale; the next line opens it again."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
     def close(self) -> None:
-        """Write the lines that wait, and close the file."""
+        """Write the waiting lines, and close the file."""
         if self._waiting:
             self.flush()
         if self._waiting:
@@ -81,8 +81,8 @@ class LogFile:
 class LogLines:
     """The readable lines of a .jsonl file.
 
-    lines    what each holds, a mapping with an integer `step`
-    raw      the same lines as they are in the file
+    lines    the content of each line, a mapping with an integer `step`
+    raw      the same lines as bytes in the file
     numbers  theirs in the file, from 1 on
     damaged  number of complete lines that hold anything else
     """
@@ -96,7 +96,7 @@ class LogLines:
 def read_lines(path: Path) -> LogLines:
     """Return the readable lines of a file, none if it does not exist.
 
-    What follows the last newline is being written, or was when the run was killed, and is left out.
+    Text after the last newline is unfinished and left out.
     """
     log, damaged = LogLines(), 0
     complete = read_regular(path).split(b"\n")[:-1] if os.path.lexists(path) else ()
@@ -125,7 +125,7 @@ def drop_later_lines(path: Path, step: int) -> int:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Cut what follows the last newline of a file, if it exists."""
+    """Remove the text after the last newline of a file, if it exists."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -135,10 +135,10 @@ def drop_unfinished_line(path: Path) -> None:
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
-    """What a line holds, None if it is damaged."""
+    """Return the content of a line, None if it is damaged."""
     try:
         content = parse_json(raw)
-        json.dumps(content, allow_nan=False)  # NaN is no JSON, and no run writes it
+        json.dumps(content, allow_nan=False)  # NaN is not JSON, and no run writes it
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None

@@ -22,7 +22,7 @@ class MetricsWriter(LogFile):
 
     def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
         super().__init__(Path(run_dir) / name)
-        self.flush()  # the file is there from now on
+        self.flush()  # creates the file
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         """Write one line `{"step": step, ...}`, NaN and infinities as null."""
@@ -47,7 +47,7 @@ def performance(
 
     tokens           tokens per step over all devices
     seconds          time of a step
-    flops_per_token  FLOPs of forward and backward, recomputation not counted
+    flops_per_token  FLOPs of forward and backward, without recomputation
     peak             peak FLOP/s of one device; None omits `perf/mfu`
     """
     rate = tokens / seconds

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 def table(
     header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """Left-aligned columns, of `numbers` right-aligned but for the first; an empty header is left
-    out."""
+    """Return a table with left-aligned columns, or with `numbers` right-aligned ones after the
+    first; an empty header is left out."""
     cells = [[str(cell) for cell in row] for row in rows]
     if any(header):
         cells.insert(0, [str(cell) for cell in header])
@@ -19,7 +19,7 @@ def table(
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The lines of a Markdown table, each ended by a newline."""
+    """Return the lines of a Markdown table, with newlines."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -1,7 +1,7 @@
 """Trackers of metrics: Weights & Biases and TensorBoard.
 
-None of them can stop a run: one that is not installed or fails is dropped with a warning, which the
-end of the run repeats. Only the reporting rank has trackers.
+No tracker can stop a run: a tracker that is not installed or fails is dropped with a warning, which
+is repeated at the end of the run. Only the reporting rank has trackers.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ class Tracker(Protocol):
         """Record the metrics of `step`."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write remaining metrics."""
 
 
 class WandbTracker:
     """Tracker to Weights & Biases, under the run's id, which a continued run keeps.
 
     The step is a separate metric, `progress/step`: the service refuses earlier steps, and a run
-    that continues from a checkpoint takes some steps again. An offline run has a folder for each
-    start, and `wandb sync` lets a later one replace those before: it gets the earlier steps again.
+    that continues from a checkpoint repeats some steps. An offline run has a folder per start, and
+    in `wandb sync` a later folder replaces earlier ones, so it gets the earlier steps again.
     """
 
     def __init__(self, config: Config, run_id: str, step: int) -> None:
@@ -56,7 +56,7 @@ class WandbTracker:
             self.log_again(config.run.dir, step)
 
     def log_again(self, folder: str, last: int) -> None:
-        """Record the steps up to `last` that the run folder has."""
+        """Record the steps up to `last` from the run folder."""
         print(f"wandb is offline: its new folder gets the steps up to {last} again", flush=True)
         for line in read_metrics(folder):
             if line["step"] <= last:
@@ -73,9 +73,9 @@ class WandbTracker:
 
 
 def tag(name: str) -> str:
-    """Return what TensorBoard calls a metric: `monitor_rms/mlp` for `monitor/rms/mlp`.
+    """Return a metric's name in TensorBoard: `monitor_rms/mlp` for `monitor/rms/mlp`.
 
-    It groups by the first part, and most metrics are of the monitors: each figure is a group.
+    TensorBoard groups by the first part, and most metrics are monitors', so each figure is a group.
     """
     return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
 
@@ -83,7 +83,7 @@ def tag(name: str) -> str:
 class TensorBoardTracker:
     """Tracker to event files in the run's folder `tensorboard`.
 
-    A continued run hides the steps after the one that it continues from.
+    A continued run hides the steps after its checkpoint.
     """
 
     def __init__(self, config: Config, step: int) -> None:
@@ -101,15 +101,15 @@ class TensorBoardTracker:
                 self.writer.add_text(tag(name), value, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write remaining metrics."""
         self.writer.close()
 
 
 class Trackers:
-    """The trackers that a config names, as long as they work.
+    """The working trackers of a config.
 
     Attributes:
-        dropped: the warnings of those that do not.
+        dropped: the warnings of dropped trackers.
     """
 
     def __init__(
@@ -143,8 +143,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _kept(self, name: str) -> Iterator[None]:
-        """Context in which a failure of a service, a disk or a package, of any kind, ends nothing
-        but the tracker: training is worth more."""
+        """A context in which any failure of a service, disk or package ends only the tracker."""
         try:
             yield
         except Exception as error:
