@@ -36,6 +36,7 @@ from training.data.build_data import (
     data_vocabulary,
     shared_sets,
     tokenizer_path,
+    unverified_facts,
 )
 from training.data.order import TrainingData
 from training.data.tasks import Task
@@ -196,7 +197,8 @@ def agreed_facts(
     """Return the data's facts for the identity of a run; they must be equal on all ranks."""
     facts = data_facts(config, data, validation, data_manifest(config))
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
-    require_agreement(dict(flat(facts)))
+    sets = [*data.all_sets, *(each.set for each in validation)]
+    require_agreement({**dict(flat(facts)), **unverified_facts(config, sets)})
     facts["data"] |= first_rank(lambda: modification_times(data))
     return facts
 

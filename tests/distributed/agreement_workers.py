@@ -28,11 +28,16 @@ def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-def on_own_data(config: str, folder: str) -> tuple[int, str]:
-    """Return what `started` does, with the token set under a path that is another on each rank."""
-    os.chdir(f"{folder}/{os.environ['RANK']}")
-    paths = [f"data.{kind}.walk.path=tokens" for kind in ("train", "validation")]
-    return started(config, [paths, paths])
+def on_own_data(config: str, folders: list[str], name: str) -> list[tuple[int, str]]:
+    """Return what `started` does in each folder, with the token set `name` under a path that is
+    another on each rank, and which nobody verifies."""
+    said = []
+    for folder in folders:
+        os.chdir(f"{folder}/{os.environ['RANK']}")
+        given = [f"data.{kind}.walk.path={name}" for kind in ("train", "validation")]
+        given.append("data.verify=none")
+        said.append(started(config, [given, given]))
+    return said
 
 
 def ended(config: str, overrides: list[list[str]]) -> None:

@@ -1,14 +1,14 @@
 """Ranks that were given different settings or data say so and end before the first step."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests.launch import run_on_ranks
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
+from tests.token_files import write_manifest, write_token_set
 from training.report.log_lines import read_lines
 
 WORKERS = "tests.distributed.agreement_workers"
@@ -47,18 +47,31 @@ def test_settings_that_differ_are_named(key, folder):
     assert not (folder / "run").exists()
 
 
+def prepared(folder: Path, seed: int = 0, word: str = "the", **manifest: Any) -> None:
+    """Write the set `a`, a tokenizer and a manifest, which does not say what is in them."""
+    folder.mkdir(parents=True)
+    write_token_set(folder / "a", tokens=1_000, vocab=120, seed=seed)
+    Tokenizer(models.WordLevel({word: 0}, unk_token=word)).save(str(folder / "tokenizer.json"))
+    write_manifest(folder, **{"max_token": 119, **manifest})
+
+
 def test_data_that_differ_are_named(folder):
-    """Two nodes may have a copy each under the same path; here the paths are links."""
-    other = folder / "other"
-    other.mkdir()
-    write_token_set(other / "tokens", tokens=8_000, vocab=120, seed=1)
-    (folder / "0").symlink_to(folder)
-    (folder / "1").symlink_to(other)
-    said = on_two_ranks("on_own_data", folder, folder=str(folder))
-    assert [code for code, _ in said] == [2, 2]
-    assert "walk.content differs between ranks: " in said[0][1] and "rank 1" in said[0][1]
+    """Two nodes may have a copy each under the same path, and need not verify it."""
+    copies = {
+        "data.walk.content": {"seed": 1},
+        "content of the tokenizer": {"word": "a"},
+        "bytes of a in its manifest": {"bytes": 4001},
+    }
+    for name, changed in copies.items():
+        prepared(folder / name / "0")
+        prepared(folder / name / "1", **changed)
+    folders = [str(folder / name) for name in copies]
+    said, _ = on_two_ranks("on_own_data", folder, folders=folders, name="a")
+    for name, (code, text) in zip(copies, said, strict=True):
+        first = text.partition("\n")[0]
+        assert code == 2 and first.startswith(f"error: {name} differs between ranks: "), text
+        assert "rank 1" in first
     assert not (folder / "run").exists()
-    shutil.rmtree(other)
 
 
 def test_a_rank_with_an_error_of_its_own_names_itself(folder):

@@ -99,7 +99,8 @@ class DataConfig(Section):
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
     """Check against the manifest's hashes: none: nothing; sample: the tokenizer, the index, 64
-    blocks of tokens, and every other block at its first use; full: everything at each start."""
+    blocks of tokens, and every other block at its first use; full: everything at each start. Ranks
+    always compare their tokenizer, manifest and tokens, of sets over 256 MiB 64 blocks of 4 KiB."""
     document_mask: bool = False
     """Keep attention within each document of the sets' indexes, with positions from its first token
     in the sequence; false attends to all documents of a sequence. Validation does the same."""

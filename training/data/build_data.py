@@ -1,16 +1,20 @@
 """The data, tokenizer, vocabulary and tasks of a run, from its config."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from training.config import Config
 from training.config.data import DataConfig, TrainSet, ValidationSet
 from training.data.document_index import Borders
+from training.data.hashes import file_sha256
 from training.data.manifest import (
     MANIFEST_FILE,
     Manifest,
+    SetEntry,
+    TokenizerEntry,
     check_one_tokenizer,
     check_tokenizer,
     read_manifest,
@@ -159,6 +163,26 @@ def build_data(
     for each in sets if borders.needed else []:
         each.check_documents(borders)
     return train, validation
+
+
+def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]:
+    """Return what a run uses of its tokenizer and manifests, whatever `data.verify` compares."""
+    if config.data.mock:
+        return {}
+    path, manifest = tokenizer_path(config), data_manifest(config)
+    entries: dict[str, TokenizerEntry | SetEntry | None] = {
+        each.prefix: each.entry for each in sets
+    }
+    if manifest is not None:
+        entries["the tokenizer"] = manifest.tokenizer
+    digest = file_sha256(path) if path is not None and path.is_file() else None
+    return {"content of the tokenizer": digest} | {
+        f"{name} of {place} in its manifest": value
+        for place, entry in entries.items()
+        if entry is not None
+        for name, value in asdict(entry).items()
+        if name not in ("source", "inputs")  # which may be long, and differ without effect
+    }
 
 
 def check_tokenizers(data: DataConfig) -> None:
