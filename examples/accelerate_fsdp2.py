@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
 
 accelerate shards the model in `prepare` and puts the sharded parameters into the groups of the
-optimizer, which makes their state at the first step. On CPUs accelerate has DDP alone.
+optimizer, which creates their state at the first step. On CPUs accelerate only supports DDP.
 """
 
 import argparse

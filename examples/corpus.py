@@ -16,7 +16,7 @@ def text() -> Tensor:
 
 
 def batch(book: Tensor, size: int, length: int, seed: int) -> Tensor:
-    """Return `[size, length]` tokens from random places of `book`."""
+    """Return `[size, length]` tokens from random positions of `book`."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(book) - length, (size, 1), generator=generator)
     return book[starts + torch.arange(length)].long()

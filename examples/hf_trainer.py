@@ -3,8 +3,8 @@
     pip install . transformers accelerate
     python examples/hf_trainer.py --steps 60
 
-The Trainer takes any optimizer, and makes its own schedule for it. `units` of the groups say which
-rows of which weight are one head.
+The Trainer takes any optimizer, and creates a schedule for it. The groups' `units` define the rows
+of each head.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LENGTH = 64
 
 
 class Book(Dataset[dict[str, Tensor]]):
-    """Consecutive pieces of the corpus, with the labels that the Trainer wants."""
+    """Consecutive pieces of the corpus, with labels for the Trainer."""
 
     def __init__(self) -> None:
         text = corpus.text().long()
@@ -36,7 +36,7 @@ class Book(Dataset[dict[str, Tensor]]):
 
 
 def main() -> None:
-    """Train, and print what the Trainer logged."""
+    """Train, and print the Trainer's log."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps

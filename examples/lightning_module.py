@@ -3,8 +3,8 @@
     pip install . lightning
     python examples/lightning_module.py --steps 60
 
-Lightning steps whatever optimizer `configure_optimizers` returns, and its own clipping and
-accumulation work as with any other. Groups have their own rates; a `LambdaLR` scales them all.
+Lightning steps the optimizer of `configure_optimizers`; its clipping and accumulation work as with
+any optimizer. Groups have their own rates; a `LambdaLR` scales all of them.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Decoder(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, and its schedule, which falls to a tenth."""
+        """Return the optimizer and its schedule, which decays to a tenth."""
         split = split_parameters(self.model, elementwise=[self.model.head], lr=3e-3)
         optimizer = MuonSphere(split, lr=5e-3)
         factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - 0.9 * s / self.steps)

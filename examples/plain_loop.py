@@ -3,8 +3,8 @@
     pip install .
     python examples/plain_loop.py --steps 100
 
-The layers of torch fuse queries, keys and values into one weight. `split_parameters` finds that,
-and every head's query is a matrix of its own.
+The layers of torch fuse queries, keys and values into one weight. `split_parameters` detects that,
+and every head's query is a separate matrix.
 """
 
 import argparse

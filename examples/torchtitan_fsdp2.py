@@ -1,10 +1,10 @@
-"""Train a model sharded by FSDP2 with Muon, save, and go on from the checkpoint.
+"""Train a model sharded by FSDP2 with Muon, save, and continue from the checkpoint.
 
     pip install .
     torchrun --nproc-per-node 2 examples/torchtitan_fsdp2.py --steps 40
 
-As torchtitan does: build on the meta device, `fully_shard` layer by layer, initialise, then make
-the optimizer. It takes the sharded parameters as they are. Its state is sharded too, so
+The order is torchtitan's: build on the meta device, `fully_shard` layer by layer, initialise, then
+create the optimizer, which takes the sharded parameters. Its state is sharded too, so
 torch.distributed.checkpoint saves it and loads it on any number of ranks.
 """
 
@@ -73,7 +73,7 @@ def main() -> None:
     loss = train(model, optimizer, steps // 2, steps)
     if dist.get_rank() == 0:
         print(f"step {steps - 1} loss {loss:.3f}")
-    # Whatever holds a process group goes before it: gloo's threads must not outlive Python.
+    # Free everything with a process group first: gloo's threads must not outlive Python.
     del model, optimizer, weights, state
     gc.collect()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
 """Command-line tools. They may import every package; no package imports them.
 
-Each .py file is a command; command.py contains their shared code, the folders their parts.
+Each .py file is a command, except command.py (shared code); folders contain their parts.
 """

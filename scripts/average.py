@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command, whole_number
 from training.errors import BrokenCheckpointError, InputError
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Average, and say of what, what is left out, and how to continue."""
+    """Average, and print the sources, the left-out checkpoints, and the next command."""
     options = parse(arguments)
-    from models.engine import import_engine  # here: it takes seconds
+    from models.engine import import_engine  # imported here, as it takes seconds
 
     import_engine()
     from scripts.checkpoints.mean import average
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def chosen(
     run: Path, output: Path, requested: Sequence[int] | None, last: int | None
 ) -> tuple[list["CheckpointInfo"], list[str]]:
-    """Return the checkpoints to average, by ascending step, and a sentence for those left out.
+    """Return the checkpoints to average, by ascending step, and a sentence per left-out checkpoint.
 
-    Raises InputError for a step without a checkpoint, an output among a run's checkpoints, and
-    unless there are two; BrokenCheckpointError for a broken one that was named.
+    Raises InputError for a step without a checkpoint, an output among a run's checkpoints, or fewer
+    than two checkpoints; BrokenCheckpointError for a named checkpoint that is broken.
     """
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
@@ -85,8 +85,8 @@ def chosen(
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield the weight of each checkpoint, which sum to 1: equal ones, or those of a moving average
-    that begins with the first and keeps `decay` of itself at each other one."""
+    """Yield the weights of the checkpoints, with sum 1: equal weights, or those of a moving average
+    that starts with the first and keeps `decay` of itself at each later one."""
     for i in range(count):
         if decay is None:
             yield 1 / count
@@ -95,7 +95,7 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
-    """Yield what the average is not, or not any more."""
+    """Yield notes on the state that the average does not contain."""
     yield "without the optimizer's state, random numbers and place in the data: no run continues it"
     if last.config.pc is not None:
         yield "PC layers became plain weights, the mean of PC(W); its config has pc: null"
@@ -116,20 +116,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole_number(),
         nargs="+",
         metavar="STEP",
-        help="checkpoints to average (default: all that are complete)",
+        help="steps of the checkpoints to average (default: all complete checkpoints)",
     )
-    choice.add_argument("--last", type=whole_number(2), metavar="N", help="the newest N of them")
+    choice.add_argument(
+        "--last", type=whole_number(2), metavar="N", help="the newest N checkpoints"
+    )
     parser.add_argument(
         "--ema",
         type=share,
         metavar="DECAY",
-        help="weights of a moving average, which keeps DECAY of itself at each checkpoint "
+        help="use a moving average that keeps DECAY of itself at each checkpoint "
         "(default: equal weights)",
     )
     parser.add_argument(
         "--on-sphere",
         action="store_true",
-        help="scale matrices whose rule keeps them on a sphere back to its radius",
+        help="rescale matrices of sphere rules to their radius",
     )
     options = parser.parse_args(arguments)
     if options.steps is not None and len(set(options.steps)) < max(2, len(options.steps)):
@@ -138,7 +140,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def share(text: str) -> float:
-    """Return the number that `text` is, between 0 and 1."""
+    """Parse `text` as a number between 0 and 1."""
     try:
         value = float(text)
     except ValueError:

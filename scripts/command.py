@@ -19,23 +19,21 @@ P = ParamSpec("P")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add `--config FILE` and the positional `key=value` overrides, as pretrain.py has them.
+    """Add `--config FILE` and the positional `key=value` overrides, as in pretrain.py.
 
     Parse with `parse_intermixed_args`, so that options may follow the overrides.
     """
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="values that replace the file's"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`, which writes what is printed, in full, as JSON."""
+    """Add `--json FILE`, which writes all printed figures, and more, as JSON."""
     parser.add_argument("--json", type=Path, help="also write all figures to FILE")
 
 
 def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number from `least` to `most`."""
+    """Return the argparse type of whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
@@ -48,9 +46,9 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 
 
 def token_count(text: str) -> int:
-    """Return a number of tokens, written as 1000000, 1_000_000, 1e6, 1M or 0.001B.
+    """Parse a number of tokens, written as 1000000, 1_000_000, 1e6, 1M or 0.001B.
 
-    Raises argparse.ArgumentTypeError if it is no whole number from 1 to 1e14.
+    Raises argparse.ArgumentTypeError unless it is a whole number from 1 to 1e14.
     """
     match = re.fullmatch(
         r"(\d[\d_]{0,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)([kmbt]?)", text, re.IGNORECASE
@@ -65,7 +63,7 @@ def token_count(text: str) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of which others see the old or the new text, and no part of it.
+    """Replace a file atomically: readers see the whole old or the whole new text.
 
     Several processes may do so at the same time.
     """
@@ -76,17 +74,17 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require(module: str) -> None:
-    """Raise InputError unless an optional package is installed, whose name is the module's."""
+    """Raise InputError unless the optional package `module` is installed."""
     if find_spec(module) is None:
         raise InputError(f"{module} is not installed: pip install {module}")
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """Turn errors that the user can mend into lines on stderr and exit codes.
+    """Turn errors that the user can fix into lines on stderr and exit codes.
 
-    `main` returns 0 when it is done, and 1 when a check failed or a run broke off. A wrong input or
-    an unusable file becomes `error: ...` and 2, Ctrl-C becomes 130. Other exceptions are bugs and
-    keep their traceback.
+    `main` returns 0 on success, and 1 if a check or a run failed. A wrong input or an unusable file
+    becomes `error: ...` and 2, Ctrl-C becomes 130. Other exceptions are bugs and keep their
+    traceback.
     """
 
     @functools.wraps(main)

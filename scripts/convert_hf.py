@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command
 from training.errors import fail
@@ -22,7 +22,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export or import, by the command line."""
+    """Export or import."""
     options = parse(arguments)
     from models.engine import EngineError, check_engine, import_engine  # here: it takes seconds
 
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    export = commands.add_parser("export", help="turn a checkpoint into a model folder")
+    export = commands.add_parser("export", help="convert a checkpoint to a model folder")
     export.add_argument(
         "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder or a step folder"
     )
@@ -104,45 +104,45 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="consolidated: safetensors with our own names and shapes (default: huggingface)",
+        help="consolidated: safetensors with our names and shapes (default: huggingface)",
     )
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="type of the weights (default: the precision of training)",
+        help="dtype of the weights (default: the precision of training)",
     )
     export.add_argument(
         "--shard-size",
         type=_size,
         default=_size("5GB"),
-        help="largest file of weights, e.g. 500MB (default: 5GB)",
+        help="largest size of a weight file, e.g. 500MB (default: 5GB)",
     )
     tokenizer = export.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", type=Path, help="a tokenizer.json or a folder with one")
+    tokenizer.add_argument("--tokenizer", type=Path, help="a tokenizer.json, or a folder with one")
     tokenizer.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
     export.add_argument(
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="do not load the result with transformers and compare its logits",
+        help="skip the comparison of logits with transformers",
     )
-    back = commands.add_parser("import", help="turn a model folder into a checkpoint of weights")
+    back = commands.add_parser("import", help="convert a model folder to a checkpoint")
     back.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face model folder")
     back.add_argument("target", type=Path, metavar="OUT", help="checkpoint to create")
     back.add_argument(
         "--config",
         type=Path,
         required=True,
-        help="YAML file of a run of this model; key=value arguments change it",
+        help="YAML file of a run of this model; key=value arguments override it",
     )
     back.add_argument(
         "--write-config",
         type=Path,
         metavar="NEW",
-        help="write the model's section from config.json on top of --config FILE, and use that",
+        help="write a config with config.json's model section on top of --config FILE",
     )
     options, more = parser.parse_known_args(arguments)
-    # argparse takes no positional arguments after the options of a subcommand.
+    # argparse accepts no positional arguments after the options of a subcommand.
     exports = options.command == "export"
     wrong = [text for text in more if exports or "=" not in text or text.startswith("-")]
     if wrong:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
+sys.path.insert(0, str(_ROOT))  # runs from any folder
 
 from scripts.command import command, write_whole
 from scripts.evaluation.example_files import named_files, score_checkpoint, write_tasks
@@ -24,7 +24,7 @@ from scripts.huggingface.model_folder import load_whole
 from training.errors import InputError
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
-"""The parts of lm-eval's output that say what was measured."""
+"""The parts of lm-eval's output that identify the measurement."""
 
 
 @command
@@ -63,7 +63,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             dtype=options.dtype or "float32",
             options=options.options,
         )
-        if run.python.exists():  # lm-eval would fill weights that are missing with random ones
+        if run.python.exists():  # lm-eval would fill missing weights with random values
             load_whole(options.model, dtype="auto")
         results = evaluate(run, offline=not standard)
     text = table(rows(results["results"], sets.values()), sets)
@@ -91,10 +91,10 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
 
 
 def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Write tasks over the validation sets of the run to `folder` and return their names."""
+    """Write tasks over the run's validation sets to `folder` and return their names."""
     if options.run is None:
         raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT for its validation sets")
-    from models.engine import import_engine  # here: it takes seconds
+    from models.engine import import_engine  # imported here, as it takes seconds
 
     import_engine()
     from scripts.evaluation.local_text import write_tasks
@@ -129,21 +129,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "tasks of the paper), .jsonl files of scripts/prepare_task.py, or names of lm-eval tasks",
     )
     parser.add_argument(
-        "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="the run of --tasks local"
+        "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="run of --tasks local"
     )
     parser.add_argument(
         "--python",
         type=Path,
         default=_ROOT / ".venv-eval" / "bin" / "python",
-        help="interpreter of lm-eval's environment (default: .venv-eval/bin/python)",
+        help="Python interpreter of lm-eval's environment (default: .venv-eval/bin/python)",
     )
     parser.add_argument(
         "--output",
         type=Path,
-        help="folder for results (default: OUT/evaluation of an exported model, none of a run)",
+        help="folder for results (default: evaluation/ in an exported model, none for a run)",
     )
     parser.add_argument(
-        "--dtype", help="dtype to compute in (default: float32; of a run the precision of training)"
+        "--dtype", help="compute dtype (default: float32; for a run its training precision)"
     )
     options, more = parser.parse_known_args(arguments)
     options.options = more

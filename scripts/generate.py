@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command, require, whole_number
 from training.errors import InputError, printable
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
-    """Context with the exported model of `source`, which may be one itself.
+    """Provide `source` as an exported model within a context.
 
-    Of a run folder the newest complete checkpoint is exported to a folder that is removed again.
+    The newest complete checkpoint of a run folder is exported to a temporary folder.
     Raises InputError for anything else, and for a run without a tokenizer.
     """
     if (source / "config.json").is_file():
@@ -50,7 +50,7 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
         return
     if not source.is_dir():
         raise InputError(f"no run, checkpoint or exported model at {source}")
-    from models.engine import import_engine  # here: it takes seconds
+    from models.engine import import_engine  # imported here, as it takes seconds
 
     import_engine()
     from scripts.huggingface.export import Options, export
@@ -79,7 +79,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # of any kind: each part of these files has its own reader
+    except Exception as error:  # any error: each part of these files has its own reader
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
@@ -92,7 +92,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
             f"--tokens must be at most {room}, the positions of the model after the prompt, "
             f"got {tokens}"
         )
-    # What generation_config.json of the folder says has no part in it.
+    # Ignore the folder's generation_config.json.
     sampling = (
         {"do_sample": True, "temperature": options.temperature} if options.temperature else {}
     )
@@ -120,15 +120,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens",
         type=whole_number(),
-        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or what the model has room for)",
+        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or the model's remaining positions)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
-        help="sample from the scores divided by T; 0 picks the best token (default: 0)",
+        help="sampling temperature; 0 picks the most probable token (default: 0)",
     )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, if the run's has moved")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use instead of the run's")
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, help="seed of the sampling (default: 0)"
     )

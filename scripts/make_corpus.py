@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Collects the documents of a corpus from Debian packages. See docs/data.md.
+"""Collect the documents of a corpus from Debian packages. See docs/data.md.
 
 scripts/make_corpus.py data/corpus_texts
 """
@@ -20,7 +20,7 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 a package cannot be had or gives other texts."""
+    """Return the exit code: 0 done, 2 a package is not available or has different texts."""
     options = parse(arguments)
     output = options.output.absolute()
     corpus = read_corpus(options.corpus)
@@ -31,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Collect a corpus from Debian packages.")
-    parser.add_argument("output", type=Path, help="folder of NAME.jsonl and packages/")
+    parser.add_argument("output", type=Path, help="output folder for NAME.jsonl and packages/")
     parser.add_argument(
         "--corpus",
         type=Path,
         default=DESCRIPTION,
-        help="description of the corpus (default: %(default)s)",
+        help="YAML description of the corpus (default: %(default)s)",
     )
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Redo a table or figure of a paper, on a laptop or at its own size. See docs/papers.md.
+"""Reproduce a table or figure of a paper, on a laptop or at full size. See docs/papers.md.
 
     python scripts/paper.py --list
     python scripts/paper.py pc_layer figure_3 --tiny --dry-run
@@ -8,8 +8,7 @@
     python scripts/paper.py pc_layer figure_5 --measure
 
 It prints the commands, their GPU-hours by the planner and the paper's numbers, runs or submits the
-commands one after the other, and draws the figure from their runs. It stops at the first command
-that fails.
+commands in order, and draws the figure from their runs. It stops at the first command that fails.
 """
 
 import argparse
@@ -41,17 +40,17 @@ from training.errors import InputError
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("paper", nargs="?", help="name of the paper, as --list shows it")
-    parser.add_argument("item", nargs="?", help="figure_N, table_N or another item of the paper")
+    parser.add_argument("paper", nargs="?", help="name of the paper (see --list)")
+    parser.add_argument("item", nargs="?", help="figure_N, table_N or another item (see --list)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="on a laptop (default)")
-    size.add_argument("--full", action="store_true", help="at the size of the paper")
-    parser.add_argument("--dry-run", action="store_true", help="only print the commands")
-    parser.add_argument("--plot-only", action="store_true", help="draw finished runs, run nothing")
+    size.add_argument("--full", action="store_true", help="run at the size of the paper")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
+    parser.add_argument("--plot-only", action="store_true", help="draw finished runs only")
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="write the figures of the item's finished tiny runs to its result file",
+        help="write the numbers of the item's finished tiny runs to its result file",
     )
     parser.add_argument("--list", action="store_true", help="list papers and items and exit")
     parser.add_argument("--page", action="store_true", help="print docs/papers.md and exit")
@@ -63,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; the exit code of the first command that fails."""
+    """Run the command line; return the exit code of the first command that fails."""
     options = parse(arguments)
     papers = read_catalogue()
     if options.plan:
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write_measured(item: Item) -> None:
     """Write the file of an item's result from its finished tiny runs, and print its table.
 
-    Raises InputError if the item measures nothing, or a run is not there.
+    Raises InputError if the item measures nothing, or a run is missing.
     """
     if item.measure is None or item.file is None:
         raise InputError(f"--measure has nothing to read for an item that shows {item.shows}")
@@ -117,14 +116,14 @@ def write_measured(item: Item) -> None:
 
 
 def checked_name(what: str, name: str | None, names: Sequence[str]) -> str:
-    """Return `name` if it is one of `names`; raises InputError, with the closest, if not."""
+    """Return `name` if it is in `names`; otherwise raise InputError with the closest name."""
     if name in names:
         return str(name)
     raise InputError(f"{what} must be {named(name or '', names)}")
 
 
 def commands(item: Item, *, full: bool) -> list[list[str]]:
-    """Return the commands of an item, with this interpreter for python."""
+    """Return the commands of an item, with this interpreter as python."""
     if full:
         hours = read_hours()
         return [full_command(run, hours[key_of(run)]["gpus"]) for run in item.full]
@@ -135,7 +134,7 @@ def commands(item: Item, *, full: bool) -> list[list[str]]:
 
 
 def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
-    """Return the command that draws the item, if there is one."""
+    """Return the command that draws the item, if any."""
     arguments = item.full_plot if full else item.plot
     if arguments is None:
         return []

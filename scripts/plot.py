@@ -9,8 +9,8 @@
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
 
-With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
-drawn one by one where an overlay would be unreadable. --html writes a page per run instead, and
+With run folders only, it writes every figure that they have data for. Several runs are overlaid, or
+drawn separately where an overlay would be unreadable. --html writes a page per run instead, and
 `compare` one page about all runs in folders.
 """
 
@@ -29,52 +29,52 @@ KINDS = ("figures", "compare", "spectrum", "study", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; without one of `KINDS` first it is that of `figures`."""
+    """Parse the command line; without one of `KINDS` first, the command is `figures`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] not in (*KINDS, "-h", "--help"):
         given = ["figures", *given]
     output = argparse.ArgumentParser(add_help=False)
-    output.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf")
+    output.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf file")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    runs = kinds.add_parser("figures", help="every figure of runs, or a page per run")
+    runs = kinds.add_parser("figures", help="draw every figure of runs, or a page per run")
     runs.add_argument("runs", type=Path, nargs="+", help="run folders")
     runs.add_argument(
         "--output",
         type=Path,
-        help="folder (default: RUN/figures of the first, with --html each RUN)",
+        help="output folder (default: RUN/figures of the first run; with --html each RUN)",
     )
     form = runs.add_mutually_exclusive_group()
     form.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
-    form.add_argument("--html", action="store_true", help="a page per run, report.html")
-    compare = kinds.add_parser("compare", help="one page about several runs")
+    form.add_argument("--html", action="store_true", help="write report.html, one page per run")
+    compare = kinds.add_parser("compare", help="write one page about several runs")
     compare.add_argument(
         "folders", type=Path, nargs="+", help="run folders, or folders with runs at any depth"
     )
     compare.add_argument(
-        "--output", type=Path, help="the page (default: compare.html in the folder around all)"
+        "--output", type=Path, help="page (default: compare.html in the common parent folder)"
     )
     spectrum = kinds.add_parser(
-        "spectrum", parents=[output], help="singular values of weights, raw and effective"
+        "spectrum", parents=[output], help="draw singular values of weights, raw and effective"
     )
-    spectrum.add_argument("run", type=Path, help="run folder or checkpoint")
+    spectrum.add_argument("run", type=Path, help="a run folder or a checkpoint")
     spectrum.add_argument("--roles", nargs="+", help="roles to show (default: all)")
     study = kinds.add_parser("study", parents=[output], help="a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     shown = study.add_mutually_exclusive_group()
-    shown.add_argument("--by", help="plot losses by this searched setting")
+    shown.add_argument("--by", help="setting of the search on the horizontal axis")
     shown.add_argument(
-        "--curves", nargs="+", metavar="VARIANT", help="plot losses of these over training"
+        "--curves", nargs="+", metavar="VARIANT", help="losses of these over training"
     )
-    kinds.add_parser("maps", parents=[output], help="the polynomials of PC layers")
+    kinds.add_parser("maps", parents=[output], help="draw the polynomials of PC layers")
     return parser.parse_args(given)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw what the command line asks for and name the files."""
+    """Draw the requested figures and print their paths."""
     options = parse(arguments)
     require("matplotlib")
     if options.kind == "figures":

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 scripts/preflight.py [--json FILE]
     sbatch --nodes=8 scripts/slurm/preflight.sbatch
 
-Every rank computes and sends integers, whose results are known exactly. A row has the slowest and
+Every rank computes and sends integers with exactly known results. A row contains the slowest and
 the median rate of the ranks. The exit code is 1 if a result is wrong; a rank below 80% of the
 median is named. If a check hangs, its name is the last line.
 """
@@ -35,15 +35,15 @@ SLOW = 0.8
 """Share of the median rate below which a rank is named."""
 TIMEOUT = datetime.timedelta(seconds=120)
 REPEATS = 5
-"""Calls whose median is the rate, after one that warms up."""
-# PyTorch 2.13 renamed them and warns about the old names.
+"""Calls in the median of the rate, after a warm-up call."""
+# PyTorch 2.13 renamed these functions and warns about the old names.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one rank does: `run` fills `result`, which must equal `expected`.
+    """A check on one rank: `run` fills `result`, which must equal `expected`.
 
     unit    of the rate, amount per second: TFLOP/s or GB/s
     source  copied to `result` before each run, outside its time
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """A check over all ranks: rates in its unit, ranks that are wrong or slow, with their hosts."""
+    """Results of a check over all ranks: rates, and wrong or slow ranks with their hosts."""
 
     name: str
     unit: str
@@ -94,14 +94,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = 256 if torch.cuda.is_available() else 4
     parser.add_argument(
         "--mebibytes", type=whole_number(most=16384), default=default,
-        help=f"MiB that each rank sends and copies (here {default})",
+        help=f"MiB that each rank sends and copies (default on this machine: {default})",
     )  # fmt: skip
     add_json(parser)
     return parser.parse_args(arguments)
 
 
 def start() -> torch.device:
-    """Join the job's ranks, one without torchrun, and return this rank's device."""
+    """Join the job's ranks (one rank without torchrun) and return this rank's device."""
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         os.environ.update(alone)
@@ -110,7 +110,7 @@ def start() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    # Sums rounded to bfloat16 on the way would not be exact.
+    # Sums with intermediate rounding to bfloat16 would not be exact.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
     return device
@@ -136,7 +136,7 @@ def product_check(device: torch.device) -> Check:
     left, right = (integers(n, seed).to(device, dtype) for seed in (1, 2))
     exact = integers(n, 1)[:4].long() @ integers(n, 2).long()
     result, expected = torch.empty_like(left), left @ right
-    expected[:4] = exact.to(device, dtype)  # the other rows must repeat themselves
+    expected[:4] = exact.to(device, dtype)  # the other rows must repeat
     name = f"product, {str(dtype).removeprefix('torch.')}"
     run = partial(torch.matmul, left, right, out=result)
     return Check(name, "TFLOP/s", 2e-12 * n**3, run, result, expected)
@@ -156,12 +156,12 @@ def copy_check(device: torch.device, size: int) -> Check:
 
 
 def numbers(device: torch.device, size: int, offset: int) -> Tensor:
-    """Return `size` bytes of int32 that differ by place and, with `offset`, by rank."""
+    """Return `size` bytes of int32 that differ by position and, with `offset`, by rank."""
     return torch.arange(size // 4, dtype=torch.int32, device=device) % 1021 + offset
 
 
 def link_check(device: torch.device, size: int, shift: int, ring: int, where: str) -> Check:
-    """Send to the rank `shift` further and receive from the one `shift` before, in rings."""
+    """Send to the rank `shift` after and receive from the rank `shift` before, in rings."""
     rank = dist.get_rank()
     base = rank - rank % ring
     ahead, behind = (base + (rank - base + sign * shift) % ring for sign in (1, -1))
@@ -178,8 +178,7 @@ def link_check(device: torch.device, size: int, shift: int, ring: int, where: st
 
 
 def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
-    """Yield the collectives of training over all ranks, at the rate of the bytes that a rank sends
-    in a ring."""
+    """Yield training's collectives over all ranks; rates count a rank's bytes in a ring."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     piece = max(4, size // ranks // 4 * 4)
     whole, part = numbers(device, piece * ranks, rank), numbers(device, piece, rank)
@@ -223,7 +222,7 @@ def over_ranks(check: Check, device: torch.device) -> Row:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a GPU has done its work."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -242,7 +241,7 @@ def report(rows: Sequence[Row], device: torch.device) -> str:
 
 
 def remark(row: Row) -> str:
-    """Return which ranks are wrong or slow."""
+    """Return the remark about wrong or slow ranks."""
     parts = [("WRONG on", row.wrong), ("slow:", row.slow)]
     return "; ".join(f"{word} {', '.join(ranks)}" for word, ranks in parts if ranks)
 

@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
+sys.path.insert(0, str(_ROOT))  # runs from any folder
 
 from parallel.error_text import described, first_line
 from scripts.command import command, token_count, whole_number
@@ -37,7 +37,7 @@ _DEMO_FRACTION = Fraction(1, 20)
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the data; 0 when it is there, 1 if a worker was killed."""
+    """Prepare the data; return 0 on success, 1 if a worker was killed."""
     options = parse(arguments)
     output = real_path(Path(options.output).expanduser())
     place = output if options.shard is None else options.shard.folder(output)
@@ -64,14 +64,14 @@ def _kept(output: Path, nothing: str = "; nothing was written") -> str:
 
 
 def _prepare(options: argparse.Namespace, output: Path) -> None:
-    from scripts.data.folder import (  # here: it imports torch
+    from scripts.data.folder import (  # imported here, as it imports torch
         check_replaceable,
         clean_up,
         holds_preparation,
     )
 
     preparation = chosen(options)
-    warnings = preparation.check()  # before anything that takes long
+    warnings = preparation.check()  # before any slow step
     if options.shard is not None:
         _prepare_shard(preparation, output, options, warnings)
         return
@@ -132,14 +132,14 @@ def _prepare_shard(
 
 
 def _check_export(tokenizer: Path | None) -> None:
-    """Check that an exported model's tokenizer will give the tokens that are prepared.
+    """Check that an exported model's tokenizer will produce the prepared tokens.
 
     transformers builds some classes from tokenizer_config.json, with another `add_prefix_space` for
     instance. Raises DifferentError.
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
-    from scripts.huggingface.equivalence import (  # here: it is slow
+    from scripts.huggingface.equivalence import (  # imported here, as it is slow
         DifferentError,
         checked_tokenizer,
     )
@@ -158,7 +158,7 @@ def _check_export(tokenizer: Path | None) -> None:
 
 
 def say(preparation: Preparation, warnings: list[str]) -> None:
-    """Print what is read and ignored, and the warnings."""
+    """Print the read and ignored files, and the warnings."""
     for plan in preparation.sets:
         print(f"set {plan.name} {plan.listing()}")
     for warning in warnings:
@@ -166,7 +166,7 @@ def say(preparation: Preparation, warnings: list[str]) -> None:
 
 
 def how_to_train(folder: str, sets: Sequence[str]) -> str:
-    """Return a config on the prepared sets to paste, and the command that trains on it."""
+    """Return a config of the prepared sets to paste, and the training command."""
     name = Path(folder).name
     lines = ["base: configs/tiny_sso.yaml", f"run: {{name: {name}}}", "data:", "  replace: true"]
     for kind in ("train", "validation"):
@@ -184,7 +184,7 @@ def how_to_train(folder: str, sets: Sequence[str]) -> str:
 
 
 def chosen(options: argparse.Namespace) -> Preparation:
-    """Return the preparation that the command line describes."""
+    """Return the preparation of the command line."""
     if options.demo:
         kept = {"demo", "output", "overwrite", "workers", "shard"}
         _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
@@ -203,7 +203,7 @@ def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
 
 
 def _corpus(options: argparse.Namespace) -> Preparation:
-    """A corpus of scripts/data/corpora.yaml, in its own tokens unless others are asked for."""
+    """Return a corpus of scripts/data/corpora.yaml, by default with its own number of tokens."""
     corpora = read_corpora()
     if options.corpus not in corpora:
         names = ", ".join(corpora)
@@ -222,7 +222,7 @@ def _corpus(options: argparse.Namespace) -> Preparation:
 
 
 def _demo() -> Preparation:
-    """The embedded corpus: three sets, a twentieth of each held out, a BPE with 4,096 tokens."""
+    """Return the embedded corpus: three sets, a twentieth held out, a BPE with 4,096 tokens."""
     files = {name: f"examples/data/{name}.txt.xz" for name in _DEMO_SETS}
     return Preparation(
         sets=[
@@ -285,7 +285,7 @@ def _set_plans(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where documents come from, and the field of their text if the argument names it."""
+    """Source of documents, and the field of their text if the argument names it."""
 
     text: str
     key: str | None
@@ -299,7 +299,7 @@ def _listing(sources: list[_Source]) -> Listing:
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:
-    """The sources of each name, in the order given; a name may have several."""
+    """Return the sources of each name in the given order; a name may have several."""
     named: dict[str, list[_Source]] = {}
     for argument in arguments:
         match = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
@@ -383,7 +383,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     tokenizer.add_argument(
         "--allow-lossy",
         action="store_true",
-        help="take a tokenizer that gives more than 1%% of the documents back as another text",
+        help="accept a tokenizer that decodes more than 1%% of the documents to another text",
     )
     documents = parser.add_argument_group("documents")
     documents.add_argument(
@@ -422,7 +422,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--workers",
         type=whole_number(),
         default=len(os.sched_getaffinity(0)),
-        help="encoding processes; the result does not depend on it (default: %(default)s)",
+        help="encoding processes, without effect on the result (default: %(default)s)",
     )
     return parser.parse_intermixed_args(arguments)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prepare a multiple-choice task, on which training scores the model (`tasks.files`).
+"""Prepare a multiple-choice task that scores the model during training (`tasks.files`).
 
 scripts/prepare_task.py hf:allenai/ai2_arc:ARC-Easy:test --format arc --output data/tasks/arc.jsonl
 scripts/prepare_task.py examples.parquet --output data/tasks/own.jsonl
@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # installed or not, from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command, whole_number, write_whole
 from training.data.tasks import Example, example_of
@@ -30,7 +30,7 @@ class Format:
     """The data sets of one format.
 
     example   function from a row to the values of an `Example`, in order
-    sources   where rows are on the hub, with a split that has answers
+    sources   datasets on the hub, with a split that has answers
     """
 
     example: Callable[[Row], tuple[str, list[str], int]]
@@ -82,7 +82,7 @@ def _hellaswag(row: Row) -> tuple[str, list[str], int]:
 
 
 def _cleaned(text: str) -> str:
-    """Text of WikiHow without what stands in brackets."""
+    """Return text of WikiHow without the parts in brackets."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -99,12 +99,12 @@ FORMATS: Final[Mapping[str, Format]] = {
     "piqa": Format(_piqa, ("hf:baber/piqa::validation",)),
     "sciq": Format(_sciq, ("hf:allenai/sciq::test",)),
 }
-"""By name; plain rows are examples already."""
+"""Formats by name; plain rows are already examples."""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the examples, a line each, and print how many there are."""
+    """Write the examples, one per line, and print their number."""
     options = parse(arguments)
     if options.output.suffix != ".jsonl":
         raise InputError(f"--output must end in .jsonl, got {options.output}")
@@ -139,13 +139,13 @@ def examples(source: str, name: str) -> Iterator[Example]:
 
 
 def rows(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a source, and what errors call them.
+    """Yield the rows of a source, with their names in errors.
 
     The source is a dataset of the hub or a folder that `datasets` loads (`hf:NAME:CONFIG:SPLIT`), a
-    Parquet file, or a file of a JSON object a line, which may be compressed. Raises DataError if it
-    cannot be read.
+    Parquet file, or a possibly compressed file with one JSON object per line. Raises DataError if
+    it cannot be read.
     """
-    from scripts.data.compression import read_lines  # here: these take a second
+    from scripts.data.compression import read_lines  # imported here, as these take a second
     from scripts.data.hub import parquet_rows, parse_hub_input
 
     if source.startswith("hf:"):
@@ -177,14 +177,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "source", metavar="SOURCE", help="hf:NAME[:CONFIG][:SPLIT], or a .jsonl or .parquet file"
     )
-    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
+    parser.add_argument("--output", type=Path, required=True, help=".jsonl file to write")
     parser.add_argument(
         "--format",
         choices=tuple(FORMATS),
         default="plain",
-        help="format of the rows (default: plain: context, choices, answer)",
+        help="format of the rows (default: plain, with the keys context, choices and answer)",
     )
-    parser.add_argument("--limit", type=whole_number(), help="examples to take (default: all)")
+    parser.add_argument("--limit", type=whole_number(), help="examples to write (default: all)")
     return parser.parse_args(arguments)
 
 

@@ -5,8 +5,8 @@
     python scripts/reproduce.py --list
 
 Each experiment writes NAME.json (measured and expected numbers, settings, versions, data) and a
-figure; results.json and table.md hold the checks of all experiments in the folder. The exit code is
-1 if a check failed.
+figure; results.json and table.md contain the checks of all experiments in the folder. The exit code
+is 1 if a check failed.
 """
 
 import argparse
@@ -29,11 +29,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=Path("runs/reproduce"),
-        help="folder of the results (default: runs/reproduce)",
+        help="output folder (default: runs/reproduce)",
     )
-    parser.add_argument("--seed", type=int, help="replaces each experiment's own seed")
+    parser.add_argument("--seed", type=int, help="seed (default: each experiment's own)")
     parser.add_argument(
-        "--small", action="store_true", help="run at a tiny size and check properties only"
+        "--small", action="store_true", help="run at a tiny size and check only properties"
     )
     parser.add_argument("--format", choices=("svg", "png", "pdf"), default="svg", help="of figures")
     parser.add_argument("--list", action="store_true", help="list the experiments and exit")
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run experiments; 0 if every check passed, 1 if one failed."""
+    """Run experiments; return 0 if every check passed, else 1."""
     options = parse(arguments)
     require("matplotlib")
     from scripts.experiments.experiment import perform

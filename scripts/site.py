@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for `make site`: what differs between the pages in the checkout and the site."""
+"""Hooks of mkdocs for `make site`: differences between pages in the checkout and on the site."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ OUTSIDE = re.compile(r"(?<!!)\[([^]]*)\]\(\.\./([^)#]+)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Name files of the checkout, which the site does not have, instead of links to them.
+    """Replace links to files outside the site by the files' names.
 
     Raises FileNotFoundError for a link to a file that does not exist.
     """
@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def _named(link: re.Match[str]) -> str:
-    """Return the text of a link and the file that it leads to."""
+    """Return the text and the target file of a link."""
     text, path = link.groups()
     if not (ROOT / path).exists():
         raise FileNotFoundError(f"a page links to {path}, which does not exist")

@@ -1,31 +1,30 @@
-"""Tunes the variants of a study at equal cost, runs them with several seeds and compares them.
+"""Tune the variants of a study at equal cost, run them with several seeds and compare them.
 
     python scripts/study.py studies/sso/radius.yaml runs/studies/radius
     python scripts/study.py studies/sso/radius.yaml runs/studies/radius --jobs 2 train.steps=50
 
 A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
-with a `config`, its own `overrides` and the variant it is compared `against`. Each run is
-a process of `pretrain.py` with one thread and the `environment` of the study, and with the ranks of
-`--nproc` or `--gpus-per-run`. A run that has ended is not repeated, also when its folder is gone:
-runs.jsonl keeps its figures, under its settings, and refuses a study whose data or environment is
-another since. So the same command
-continues an interrupted study, and started several times at once, by hand or as a SLURM array
-(scripts/slurm/study.sbatch), its processes share the runs. results.json and table.md appear next to
-runs.jsonl when all is done, results.json with `complete: false` whenever a part is.
+with a `config`, its own `overrides` and the variant it is compared `against`. Each run is a process
+of `pretrain.py` with one thread and the `environment` of the study, and with the ranks of `--nproc`
+or `--gpus-per-run`. A finished run is not repeated, even without its folder: runs.jsonl stores its
+figures by its settings, and refuses a study whose data or environment has changed. So the same
+command continues an interrupted study, and several processes of it, by hand or as a SLURM array
+(scripts/slurm/study.sbatch), share the runs. results.json and table.md appear next to runs.jsonl at
+the end, results.json with `complete: false` after each part.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
 with Student's 95% interval over the seeds: `level` if the whole interval is within `level_within`
-(0.02 nats) of 0, `cannot tell` if a wider interval contains 0. A run whose loss was no longer
-finite counts as failed, and so does its variant. A variant whose chosen setting is at an end of its
-grid is `refused`. Keys in which a variant also differs from the one that it is compared with, other
-than those that are tuned, in `overrides` or in `differs`, are named at the start and in table.md.
+(0.02 nats) of 0, `cannot tell` if a wider interval contains 0. A run with a nonfinite loss counts
+as failed, and so does its variant. A variant whose chosen setting is at an end of its grid is
+`refused`. Further keys in which a variant differs from the one it is compared with (not tuned, in
+`overrides` or in `differs`) are listed at the start and in table.md.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
-candidates of a stage are trained for a `share` of the length that `full` says, the best `keep` for
-the next share, and what is chosen stays for the next stage. A study in which variants are tuned at
-different cost is refused. With `tuned_in`, variants begin with what another study has chosen. A
-width sweep is a study whose variants are the widths, and whose stage is a grid of rates.
+candidates of a stage are trained for a `share` of the length `full`, the best `keep` for the next
+share, and the choice is kept for the next stage. A study that tunes variants at different cost is
+refused. With `tuned_in`, variants start from the choices of another study. A width sweep is a study
+with widths as variants and a grid of rates as its stage.
 """
 
 import argparse
@@ -60,9 +59,9 @@ def run_study(
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune, train all seeds, then the curve; results.json says how far it is after each part.
+    """Tune, train all seeds, then the curve; results.json is updated after each part.
 
-    `begin_runs` is given all runs that come, so that no place is idle while a part ends. Returns
+    `begin_runs` receives all coming runs, so that no place is idle while a part ends. Returns
     the content of results.json.
     """
     study, start = begin(study, ROOT)
@@ -109,9 +108,9 @@ def run_study(
 
 
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
-    """Return the study at the full length that `extra` gives, and the rest of `extra`.
+    """Return the study at the full length in `extra`, and the rest of `extra`.
 
-    Each run trains for a share of that length too. Raises InputError for one that is no number.
+    Each run trains for its share of that length. Raises InputError unless it is a number.
     """
     rest, full = [], dict(study.full)
     for text in extra:
@@ -126,7 +125,7 @@ def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
 
 
 def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
-    """Raise InputError where variants are compared whose losses are per token of others."""
+    """Raise InputError if compared variants have losses per token of different tokenizers."""
     data = {name: run_of(study, name, [], 0, extra=extra).data for name in study.variants}
     made = {name: {sums[0] for sums in sets.values()} - {UNKNOWN} for name, sets in data.items()}
     for name, variant in study.variants.items():
@@ -140,8 +139,8 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Return the config of each variant with the first candidate of each stage, which stands for
-    what the stage will choose.
+    """Return the config of each variant with the first candidate of each stage in place of its
+    choice.
 
     Raises InputError for a candidate of any stage whose config cannot be read, before the first
     run.
@@ -162,7 +161,7 @@ def check_candidates(
 def config_of(
     study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
 ) -> Config:
-    """Return the config of a variant; raises InputError, which names it, if it cannot be read."""
+    """Return the config of a variant; raises InputError naming the variant if it cannot be read."""
     run = run_of(study, name, tuned, 0, extra=extra)
     try:
         return load_config(ROOT / run.config, run.overrides)
@@ -177,7 +176,7 @@ def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:
-    """The runs of the curve's variant by share of the full length, one for each seed."""
+    """Return the runs of the curve's variant by share of the full length, one per seed."""
     if study.curve is None:
         return {}
     name = study.curve.variant
@@ -205,21 +204,21 @@ def write(folder: Path, content: dict[str, Any]) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("study", type=Path, help="YAML file of the study")
-    parser.add_argument("output", type=Path, help="folder of its runs")
+    parser.add_argument("output", type=Path, help="output folder of the runs")
     parser.add_argument(
         "--results", type=Path, help="folder of runs.jsonl and results.json (default: output)"
     )
     add_places(parser)
-    parser.add_argument("override", nargs="*", help="section.key=value of every run's config")
+    parser.add_argument("override", nargs="*", help="override of every run's config")
     return parser.parse_intermixed_args(arguments)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code."""
+    """Run the study and return the exit code."""
     options = parse(arguments)
     output = options.output.absolute()
     results = (options.results or output).absolute()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Read all of a run folder, a checkpoint or prepared data, and say what is damaged.
+"""Read all of a run folder, a checkpoint or prepared data, and report damage.
 
     scripts/verify.py runs/tiny_sso data/demo
 
@@ -21,12 +21,12 @@ from training.errors import InputError
 from training.report.table import table
 
 Row = tuple[str, str]
-"""What was read, and what is wrong with it: `good`, or a sentence."""
+"""A path and its verdict: `good`, or a sentence about the damage."""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row for everything that was read; 1 if something is damaged."""
+    """Print a row per verdict; return 1 if something is damaged."""
     options = parse(arguments)
     rows = [row for path in options.paths for row in verified(path)]
     print(table(("what", "verdict"), rows))
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 GOOD = "good"
 LONGEST = 10_000_000
-"""Steps of a run from which on its logs are not searched for gaps."""
+"""Number of steps from which on a run's logs are not searched for gaps."""
 
 
 def verified(path: Path) -> Iterator[Row]:
-    """Yield the rows of one path, by what is there. Raises InputError for other folders."""
+    """Yield the rows of one path by its kind. Raises InputError for other folders."""
     from models.engine import import_engine
 
     import_engine()
@@ -59,7 +59,7 @@ def verified(path: Path) -> Iterator[Row]:
 
 
 def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
-    """Yield a row per problem, or one that says that there is none."""
+    """Yield a row per problem, or one row without problems."""
     lines = []
     try:
         for problem in find():
@@ -70,7 +70,7 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
-    """Yield what of a checkpoint is damaged, opening every tensor."""
+    """Yield the damage of a checkpoint, opening every tensor."""
     from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)
@@ -106,7 +106,7 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
 
 
 def log_problems(run_dir: Path, name: str) -> Iterator[str]:
-    """Yield how many lines of a log are damaged, and of which steps it has none."""
+    """Yield sentences about damaged lines and missing steps of a log."""
     from training.report.log_lines import read_lines
 
     log = read_lines(run_dir / name)
@@ -119,8 +119,8 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:
-    """Return the steps of which a run has written lines, up to its newest checkpoint: of `metrics`
-    or `monitors`, at the intervals that the events of its starts name."""
+    """Return the expected steps of `metrics` or `monitors` up to the newest checkpoint, from the
+    intervals in the events of the run's starts."""
     from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines
 
@@ -142,7 +142,7 @@ def logged_steps(run_dir: Path, log: str) -> set[int]:
 
 
 def newest_name(run_dir: Path) -> str | None:
-    """Return the name of the newest complete checkpoint, None if there is none."""
+    """Return the name of the newest complete checkpoint, or None."""
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint
     from training.checkpoint.stored_checkpoint import ResumeError
 

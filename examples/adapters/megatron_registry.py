@@ -5,10 +5,10 @@
     register()  # in pretrain_gpt.py, before `pretrain(...)`
 
 Needs megatron-core 0.19, whose registry it extends, and emerging-optimizers, without which Megatron
-does not read it. Heads of q, k and v and both halves of a gated layer are stepped by themselves,
-embeddings, heads and gains by Megatron's Adam. Pipeline and data parallelism need nothing; under
-tensor parallelism each matrix is stepped whole by one rank, routed experts are refused, and the
-optimizer's state is not in checkpoints: `--no-save-optim`.
+does not read it. Heads of q, k and v and both halves of a gated layer are stepped separately,
+embeddings, output heads and gains by Megatron's Adam. Pipeline and data parallelism need no
+changes; under tensor parallelism one rank steps each whole matrix, routed experts are refused, and
+checkpoints do not contain the optimizer's state: `--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ def register() -> None:
 def settings(
     config: Any, model_chunks: Sequence[torch.nn.Module], pg_collection: Any
 ) -> dict[str, Any]:
-    """Return the arguments of `build` that Megatron's config has."""
+    """Return the arguments of `build` from Megatron's config."""
     found = {"model_chunks": model_chunks, "lr": config.lr, "weight_decay": config.weight_decay}
     if pg_collection is not None and pg_collection.tp.size() > 1:
         found["groups_of_ranks"] = (pg_collection.dp_cp, pg_collection.tp)
@@ -57,10 +57,10 @@ def build(
     weight_decay: float,
     groups_of_ranks: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of Megatron's groups, divided by how their weights consist of matrices.
+    """Create an optimizer of Megatron's groups, divided into matrices.
 
-    A gradient that is not finite skips the step: Megatron looks for it before. `groups_of_ranks`
-    are those of data and of tensor parallelism, where weights are cut.
+    A nonfinite gradient skips the step, as Megatron checks gradients first. `groups_of_ranks` are
+    the data-parallel and tensor-parallel groups, if weights are cut.
     """
     divisions = {
         parameter: rows_of(name, parameter, chunk)
@@ -82,11 +82,11 @@ def build(
 
 
 class TensorParallel(torch.optim.Optimizer):
-    """Steps the parts of weights that Megatron's tensor parallelism leaves on a rank.
+    """Steps a rank's parts of weights under Megatron's tensor parallelism.
 
-    Groups and parameters are Megatron's, which writes rates and gradients there and may put masters
-    in their place. The optimizer within sees them as DTensors, views of the same memory, from the
-    first step on.
+    Groups and parameters are Megatron's, which writes rates and gradients to them and may replace
+    parameters by masters. From the first step on the inner optimizer sees them as DTensors, views
+    of the same memory.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TensorParallel(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step every weight that has a gradient; a collective of all ranks of a stage."""
+        """Step every weight with a gradient; a collective of all ranks of a stage."""
         if self.within is None:
             own = [
                 {**group, **self._divided(group, lambda p: p.detach())}
@@ -124,11 +124,11 @@ class TensorParallel(torch.optim.Optimizer):
             for part, gradient in zip(own["params"], gradients, strict=True):
                 part.grad = gradient
         self.within.step()
-        self.within.zero_grad()  # else a second set of gradients would stay
+        self.within.zero_grad()  # otherwise a second set of gradients would remain
 
     def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        """Return what `of` has of a group's parameters as DTensors, the halves of gated layers by
-        themselves, and how they are divided further."""
+        """Return the values `of` a group's parameters as DTensors, with separate halves of gated
+        layers, and their further division."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         found, units = [], group["units"]
@@ -146,7 +146,7 @@ class TensorParallel(torch.optim.Optimizer):
 
 
 def rows_of(name: str, parameter: torch.Tensor, chunk: torch.nn.Module) -> int:
-    """Return the rows of each matrix in a weight, 0 for one that is a single matrix."""
+    """Return the rows of each matrix in a weight, 0 for a single matrix."""
     config = next(module.config for module in chunk.modules() if hasattr(module, "config"))
     if name.endswith("linear_qkv.weight"):
         return int(config.kv_channels)

@@ -1,11 +1,11 @@
-"""torchtitan: Muon, MuonSphere, SpectralSphere and Muon++ beside its own optimizers.
+"""torchtitan: Muon, MuonSphere, SpectralSphere and Muon++ in addition to its own optimizers.
 
     config.optimizer = SpectralOptimizers.Config(
         param_groups=spectral_groups("SpectralSphere", lr=5e-3, head_dim=64, adamw_lr=3e-4)
     )
 
-For torchtitan 0.3. The container makes the optimizers after `fully_shard`, so they see DTensors,
-and its checkpoints hold their state. Experts lie on a mesh of their own, which needs another
+For torchtitan 0.3. The container creates the optimizers after `fully_shard`, so they get DTensors,
+and its checkpoints contain their state. Experts are on a separate mesh, which needs another
 optimizer: leave them to AdamW.
 """
 
@@ -21,11 +21,11 @@ KINDS = ("Muon", "MuonSphere", "SpectralSphere", "MuonPlusPlus")
 
 
 class SpectralOptimizers(OptimizersContainer):
-    """A container whose groups may also name one of `KINDS`."""
+    """A container whose groups may also use one of `KINDS`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """As torchtitan's."""
+        """Config of the container, as in torchtitan."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -38,7 +38,7 @@ class SpectralOptimizers(OptimizersContainer):
 def spectral_groups(
     kind: str, *, lr: float, head_dim: int, adamw_lr: float, **options: Any
 ) -> list[ParamGroupConfig]:
-    """Return groups for a dense model: heads of q, k and v, other matrices, the rest to AdamW.
+    """Return groups for a dense model: heads of q, k and v, other matrices, and the rest for AdamW.
 
     q, k and v may be one weight, as torchtitan's are.
     """

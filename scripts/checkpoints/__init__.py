@@ -1,1 +1,1 @@
-"""Checkpoints of weights alone, made by scripts: imported ones and averages."""
+"""Weights-only checkpoints written by scripts: imports and averages."""

@@ -36,11 +36,11 @@ from training.machine.environment import versions
 def average(
     infos: Sequence[CheckpointInfo], weights: Sequence[float], target: Path, *, on_sphere: bool
 ) -> list[float]:
-    """Write the mean of checkpoints as a checkpoint of weights alone, the new folder `target`.
+    """Write the mean of checkpoints as a weights-only checkpoint, the new folder `target`.
 
-    `weights` sum to 1. With `on_sphere` each matrix whose rule keeps it on a sphere is scaled to
-    its radius. Returns, of these matrices, the spectral norm of the mean over the radius. Raises
-    InputError for checkpoints of several runs, models or tokenizers, or a target that exists.
+    `weights` sum to 1. With `on_sphere`, matrices of sphere rules are rescaled to their radius.
+    Returns these matrices' spectral norms of the mean, over the radius. Raises InputError for
+    checkpoints of several runs, models or tokenizers, or a target that exists.
     """
     check_free(target)
     for info in infos:
@@ -64,7 +64,7 @@ def average(
 
 
 def kept(info: CheckpointInfo) -> dict[str, Any]:
-    """Return what the average states of the run, as its last checkpoint does."""
+    """Return the run's entries of the average, from its last checkpoint."""
     keys = ("step", "identity", "progress", "initialized_from")
     return {
         **{key: info.meta[key] for key in keys if key in info.meta},
@@ -86,7 +86,7 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
 
 
 def _model(info: CheckpointInfo) -> dict[str, Any]:
-    """Settings of the model, and the tokenizer, of a checkpoint."""
+    """Return the model settings and the tokenizer of a checkpoint."""
     config = info.config
     model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
     pc = {} if config.pc is None else {f"pc.{k}": v for k, v in flat(asdict(config.pc))}
@@ -99,7 +99,7 @@ class Mean:
 
     buffers  shape of each buffer
     units    of each parameter
-    norms    spectral norm over radius of each matrix on a sphere, of the parameters read so far
+    norms    spectral norm over radius of each matrix on a sphere in the parameters read so far
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Mean:
         self._assign = config_assignments(self.config)
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter, as its units view it, or a buffer, float32."""
+        """Return a parameter in its units' view, or a buffer, float32."""
         if name in self.buffers:
             shape = self.buffers[name]
             return weighted_sum((each.buffer(name, shape), weight) for each, weight in self._parts)
@@ -134,7 +134,7 @@ class Mean:
         return whole
 
     def _measure(self, unit: Unit, matrix: Tensor) -> None:
-        """Note how far a matrix is from its sphere, if it has one, and put it back if asked to."""
+        """Record a matrix's distance from its sphere, if any, and rescale it if requested."""
         rule = self._assign(unit).rule
         if not rule.whole_matrix:
             return
@@ -151,7 +151,7 @@ class Mean:
 
 
 def weighted_sum(parts: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """Return the sum of tensors times their weights, added in float64, as float32."""
+    """Return the weighted sum of tensors, computed in float64, as float32."""
     total = torch.zeros(())
     for i, (value, weight) in enumerate(parts):
         total = torch.zeros_like(value, dtype=torch.float64) if not i else total

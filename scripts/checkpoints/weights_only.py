@@ -1,4 +1,4 @@
-"""Writing the state of a checkpoint of weights alone, one parameter in memory at a time."""
+"""Writer of the state of a weights-only checkpoint, with one parameter in memory at a time."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,8 +32,8 @@ def write_state(
 ) -> dict[str, FileFacts]:
     """Write the files of a checkpoint's state to `folder`; return their facts by name.
 
-    Parameters are read in the shape in which their units view them; `buffers` has the shapes of
-    buffers by name. Raises InputError as `read` does.
+    Parameters are read in their units' view shape; `buffers` contains the shapes of buffers by
+    name. Raises InputError as `read` does.
     """
     last = LastParameter(read)
     units = all_units(config.model, **unit_options(config))
@@ -49,7 +49,7 @@ def write_state(
     with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
         writer = StateWriter(folder)
         planner = LazyPlanner(sources, bar)
-        with warnings.catch_warnings():  # that one process saves is what is asked for
+        with warnings.catch_warnings():  # a save by one process is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 save(state, storage_writer=writer, planner=planner, no_dist=True)
@@ -61,7 +61,7 @@ def write_state(
 
 
 class LastParameter:
-    """The parameter that was read last, whose units follow each other."""
+    """Cache of the last read parameter, as its units are consecutive."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -77,7 +77,7 @@ class LastParameter:
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Makes a tensor when it is written; before that the state has its shape alone."""
+    """Creates tensors when they are written; before, the state only contains shapes."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Tensor]], bar: Any) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class LazyPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the tensor of an item of the plan."""
-        if self._written is not None:  # torch's writer holds on to every tensor until it is done
+        if self._written is not None:  # torch's writer keeps every tensor until the end
             self._written.untyped_storage().resize_(0)
         value = self._written = self._sources[write_item.index.fqn]().clone()
         self._bar.update(value.numel())
