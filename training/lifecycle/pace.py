@@ -172,15 +172,20 @@ INTERVAL: Final = 10
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Restrict garbage collection within a context to `collect`, and exclude existing objects."""
-    automatic = gc.isenabled()
+    """Restrict garbage collection within a context to `collect`, and exclude existing objects.
+
+    Where the caller has frozen objects, the context freezes and unfreezes none.
+    """
+    automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not frozen:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if automatic:
             gc.enable()
 

@@ -9,6 +9,14 @@ from training.lifecycle import pace
 from training.run import train
 
 
+@pytest.fixture(autouse=True)
+def _unfrozen():
+    """As in a program: nothing is frozen when a run begins."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 def test_a_run_collects_at_fixed_steps_alone(folder, world, monkeypatch):
     monkeypatch.setattr(pace, "INTERVAL", 2)
     steps, collected = [], []
@@ -41,3 +49,11 @@ def test_the_collector_is_as_before_after_a_failure():
         assert not gc.isenabled() and gc.get_freeze_count() == 0
     finally:
         gc.enable()
+
+
+def test_what_the_caller_has_frozen_stays_so():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with pace.collected_at_steps():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == frozen
