@@ -66,6 +66,9 @@ ENGINE_SLOW_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts export)
 PYTEST = $(PY) -m pytest -q -rs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
+# Without caches every process would compile the project again, and pytest its tests' assertions.
+unexport PYTHONDONTWRITEBYTECODE
+
 # With small matrices one thread per rank is faster than ranks that compete for cores.
 export OMP_NUM_THREADS := 1
 

@@ -1,6 +1,10 @@
 """Settings of every test: one thread, fixed seeds, no downloads, no state carried over."""
 
+import gc
 import os
+
+# What imports and collection make lives to the end: no search for garbage needs to look at it.
+gc.disable()
 
 # Set before torch is imported, as OpenMP reads it once. Rank processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -54,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that exists by now out of every search for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ answers with the exit code and the processor `seconds`.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -64,6 +65,7 @@ def serve() -> None:
         import_engine()
         for name in IMPORTED:
             importlib.import_module(name)
+        gc.freeze()
         for line in sys.stdin:
             asked = json.loads(line)
             code, seconds = run_forked(asked["arguments"], asked["log"])

@@ -30,7 +30,7 @@ from tests.paths import ROOT
 FORKS = multiprocessing.get_context("forkserver")
 # Without tests.import_engine: FSDP2 loads torch's compiler, which takes long in every fork and is
 # quick before.
-FORKS.set_forkserver_preload(["training.run"])
+FORKS.set_forkserver_preload(["training.run", "tests.frozen"])
 OURS = r"(models|parallel|spectral|tests|training)\."
 """Modules that warnings are attributed to as errors: what newer releases of torch say of calls."""
 GRACE = 30.0

@@ -9,6 +9,7 @@ it is killed, the jobs that are still under way are killed.
 """
 
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -39,6 +40,7 @@ def main() -> None:
     if liger_installed():
         liger_kernels()
 
+    gc.freeze()  # forks need not search what they share for garbage
     print("ready", flush=True)
     under_way: set[int] = set()
     for line in sys.stdin:
