@@ -23,7 +23,6 @@ SHAPE = {
     "model__vocab_size": 8192,
     "train__micro_batch": 2,
     "train__sequence_length": 2048,
-    "monitors__interval": 0,
     "checkpoint__interval": 0,
     "validation__samples": 8,
 }

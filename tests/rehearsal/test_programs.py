@@ -3,7 +3,7 @@
 import pytest
 
 from tests.families import SETTINGS
-from tests.rehearsal.programs import ALLOWED_READS, program, sound
+from tests.rehearsal.programs import ALLOWED_READS, MONITORED, program, sound
 from tests.slow_cases import slow_but
 from training.rehearsal.scenario import PLAIN_STEP
 
@@ -22,7 +22,7 @@ QUICK = {"gemma2", "adamw", "spectral_sphere", "PC layers"}
 
 @pytest.mark.parametrize("family", slow_but(QUICK, SETTINGS))
 def test_every_family_is_rehearsed(family, processes, tmp_path):
-    sound(processes, program(tmp_path, WORLD, family), WORLD)
+    sound(processes, program(tmp_path, WORLD, family, **MONITORED), WORLD)
 
 
 LAUNCHES = {
@@ -47,7 +47,7 @@ def test_every_rule_is_rehearsed_within_its_launches(rule, processes, tmp_path):
 
 WIDE = {
     "model__layers": 1, "model__hidden": 1024, "model__ffn": 2816, "model__heads": 4,
-    "model__head_dim": 64, "monitors__interval": 0, "checkpoint__interval": 0,
+    "model__head_dim": 64, "checkpoint__interval": 0,
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", slow_but(QUICK, OPTIONS))
 def test_every_option_is_rehearsed(option, processes, tmp_path):
-    sound(processes, program(tmp_path, WORLD, **OPTIONS[option]), WORLD)
+    sound(processes, program(tmp_path, WORLD, **MONITORED | OPTIONS[option]), WORLD)
 
 
 def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import pretrain
 from tests.families import overrides, settings
 from tests.paths import ROOT
-from tests.rehearsal.programs import SHAPE
+from tests.rehearsal.programs import MONITORED, SHAPE
 from tests.run_configs import tiny_config
 from training.rehearsal import rehearse as rehearsal
 from training.rehearsal.processes import Processes
@@ -31,8 +31,9 @@ def rehearse(tmp_path, processes, monkeypatch):
     It takes the processes of all tests: to start others takes longer than the rehearsal.
     """
     monkeypatch.setattr(rehearsal, "Processes", lambda: nullcontext(processes))
-    tiny_config(str(tmp_path), "muon", **SHAPE | overrides(settings("llama")))
-    changes = [f"{key.replace('__', '.')}={value}" for key, value in SHAPE.items()]
+    shape = SHAPE | MONITORED
+    tiny_config(str(tmp_path), "muon", **shape | overrides(settings("llama")))
+    changes = [f"{key.replace('__', '.')}={value}" for key, value in shape.items()]
 
     def call(*options: str) -> int:
         config = str(tmp_path / "config.yaml")

@@ -44,9 +44,9 @@ def step_flops(processes: Processes, config: Config) -> float:
 @pytest.mark.slow
 def test_flops_fall_as_the_plan_says(processes: Processes, tmp_path: Path) -> None:
     """By those of attention to hidden keys, of which a few samples have other documents."""
-    off = {"monitors__interval": 0, "data__mock": True}
-    crossed = program(tmp_path, 1, **LONG, **off)
-    masked = program(tmp_path, 1, **LONG, **off | MASKED)
+    mock = {"data__mock": True}
+    crossed = program(tmp_path, 1, **LONG, **mock)
+    masked = program(tmp_path, 1, **LONG, **mock | MASKED)
     kept = attended_length(masked)
     assert 1_400 < kept < 1_700
     both = [step_flops(processes, config) for config in (crossed, masked)]
@@ -76,10 +76,10 @@ def test_flops_are_those_of_the_documents(processes: Processes) -> None:
 
 
 def test_a_plan_takes_less_time(tmp_path: Path) -> None:
-    off = {"monitors__interval": 0, "data__mock": True}
+    mock = {"data__mock": True}
     for name in ("h100", "a100"):
         plans = [
-            plan_run(program(tmp_path, 1, **LONG, **off | keys), 1, DEVICES[name])
+            plan_run(program(tmp_path, 1, **LONG, **mock | keys), 1, DEVICES[name])
             for keys in ({}, MASKED)
         ]
         assert plans[1].time.total < plans[0].time.total

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rehearsal import mutants
-from tests.rehearsal.programs import H100, BrokenJob, check_rank, program, sound
+from tests.rehearsal.programs import H100, MONITORED, BrokenJob, check_rank, program, sound
 from tests.slow_cases import slow_but
 from training.rehearsal.matching import mismatches
 from training.rehearsal.rank import Job
@@ -58,7 +58,7 @@ LARGER = {
 def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
     """What one rank of a group calls and another does not is a hang on a cluster."""
     world, family, changes = (LAYOUTS | LARGER)[layout]
-    config = program(tmp_path, world, family, **changes)
+    config = program(tmp_path, world, family, **MONITORED, **changes)
     reports = processes.perform([Job(config, world, rank, H100) for rank in range(world)])
     for report in reports:
         check_rank(report)
