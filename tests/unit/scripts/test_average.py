@@ -40,6 +40,7 @@ def trained(folder: Path, *names: str) -> Path:
         for name in names:
             rule, keys = RUNS[name]
             common = {"train__steps": 3, "checkpoint__interval": 1, "validation__samples": 2}
+            common["train__micro_batch"] = 8
             common["run__dir"] = str(folder / name)
             train(tiny_config(str(folder), rule, **common, **keys), world)
     finally:

@@ -378,7 +378,7 @@ def test_statistics_are_those_of_the_series() -> None:
 def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> None:
     """Of a run with PC layers."""
     keys = {"pc__level": 4, "train__steps": 3, "checkpoint__interval": 3}
-    keys |= {"monitors__interval": 1, "log__interval": 1}
+    keys |= {"monitors__interval": 1, "log__interval": 1, "train__micro_batch": 8}
     train(tiny_config(folder, "muon", **keys), world)
     overrides = " ".join(f"{key.replace('__', '.')}={value}" for key, value in keys.items())
     command = f"python pretrain.py --config {folder}/config.yaml {overrides}"

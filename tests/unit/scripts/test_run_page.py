@@ -29,7 +29,7 @@ def folder(shared_folder):
     that fails."""
     folder = shared_folder
     world = process_groups.initialize()
-    common = {"train__steps": 6, "log__interval": 1}
+    common = {"train__steps": 6, "train__micro_batch": 4, "log__interval": 1}
     own = {
         "run__dir": f"{folder}/pc",
         "run__name": "a <b>",

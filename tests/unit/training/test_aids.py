@@ -32,6 +32,7 @@ KEYS: dict[str, Any] = {
     "checkpoint__keep_last": 1,
     "log__interval": 1,
     "train__steps": 6,
+    "train__micro_batch": 8,
     "validation__samples": 2,
 }
 END = 6

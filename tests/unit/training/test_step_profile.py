@@ -26,6 +26,7 @@ from training.step_profile import announcement
 
 KEYS: dict[str, Any] = {
     "train__steps": 5,
+    "train__micro_batch": 8,
     "checkpoint__interval": 5,
     "log__interval": 1,
     "log__profile__first": 2,

@@ -34,7 +34,12 @@ from training.lifecycle.run_folder import locked
 from training.loop import Outcome
 from training.run import train
 
-SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4}
+SAVED = {
+    "checkpoint__interval": 2,
+    "log__interval": 1,
+    "train__steps": 4,
+    "train__micro_batch": 4,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,8 +175,9 @@ def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
 
 def test_what_changes_no_result_may_change(run, whole, tmp_path):
     run(train__exit_step=2)
-    run(train__micro_batch=2)
+    run(log__interval=2, validation__interval=1)
     assert same_state(state_of(tmp_path / "run", 4), state_of(whole, 4)) == []
+    assert run(resume="2", train__micro_batch=2, train__exit_step=3).step == 3
 
 
 def damage_marker(folder: Path) -> None:

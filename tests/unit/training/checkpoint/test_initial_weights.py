@@ -29,6 +29,7 @@ def configured(folder, tmp_path):
 
     def make(name: str, rule: str = "muon", **keys: Any) -> Config:
         common = {"train__steps": 3, "checkpoint__interval": 3, "validation__samples": 4}
+        common["train__micro_batch"] = 8
         common["run__dir"] = str(tmp_path / name)
         return tiny_config(folder, rule, **common | keys)
 

@@ -44,6 +44,7 @@ def config(folder):
 
     def make(*trackers: str, **keys: Any) -> Config:
         common = {"train__steps": 4, "log__interval": 2, "validation__samples": 4}
+        common["train__micro_batch"] = 8
         return tiny_config(folder, "adamw", log__trackers=list(trackers), **common | keys)
 
     return make
