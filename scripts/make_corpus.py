@@ -13,7 +13,6 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from scripts.command import command
-from scripts.data.debian import read_corpus, write_set
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
@@ -22,6 +21,8 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 done, 2 a package is not available or has different texts."""
     options = parse(arguments)
+    from scripts.data.debian import read_corpus, write_set  # here: it loads torch
+
     output = options.output.absolute()
     corpus = read_corpus(options.corpus)
     output.mkdir(parents=True, exist_ok=True)

@@ -22,18 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from models.section import named
-from scripts.command import command, write_whole
-from scripts.papers.catalogue import (
-    Item,
-    full_command,
-    key_of,
-    read_catalogue,
-    read_hours,
-    write_hours,
-)
-from scripts.papers.measured import measure, seeded, statistics_table, to_json, trains
-from scripts.papers.page import draw, figure_file, page
-from scripts.plots.style import save
+from scripts.command import command
 from training.errors import InputError
 
 
@@ -64,6 +53,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code of the first command that fails."""
     options = parse(arguments)
+    # Here, as they load torch, pandas and matplotlib.
+    from scripts.papers.catalogue import read_catalogue, read_hours, write_hours
+    from scripts.papers.item_commands import commands, describe, plotting, write_measured
+    from scripts.papers.page import draw, figure_file, page
+    from scripts.plots.style import save
+
     papers = read_catalogue()
     if options.plan:
         write_hours(run for p in papers.values() for each in p.items.values() for run in each.full)
@@ -103,68 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_measured(item: Item) -> None:
-    """Write the file of an item's result from its finished tiny runs, and print its table.
-
-    Raises InputError if the item measures nothing, or a run is missing.
-    """
-    if item.measure is None or item.file is None:
-        raise InputError(f"--measure has nothing to read for an item that shows {item.shows}")
-    content = measure(item.measure, item.tiny)
-    write_whole(ROOT / item.file, to_json(content))
-    print(statistics_table(content).to_string(index=False))
-
-
 def checked_name(what: str, name: str | None, names: Sequence[str]) -> str:
     """Return `name` if it is in `names`; otherwise raise InputError with the closest name."""
     if name in names:
         return str(name)
     raise InputError(f"{what} must be {named(name or '', names)}")
-
-
-def commands(item: Item, *, full: bool) -> list[list[str]]:
-    """Return the commands of an item, with this interpreter as python."""
-    if full:
-        hours = read_hours()
-        return [full_command(run, hours[key_of(run)]["gpus"]) for run in item.full]
-    seeds = item.measure.seeds if item.measure is not None else []
-    each = (run for text in item.tiny for run in (seeded(text, seeds) if trains(text) else [text]))
-    split = map(shlex.split, each)
-    return [[sys.executable if word == "python" else word for word in words] for words in split]
-
-
-def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
-    """Return the command that draws the item, if any."""
-    arguments = item.full_plot if full else item.plot
-    if arguments is None:
-        return []
-    return [
-        [
-            sys.executable,
-            "scripts/plot.py",
-            *shlex.split(arguments.format(output=output.as_posix())),
-        ]
-    ]
-
-
-def describe(
-    item: Item, runs: Sequence[Sequence[str]], drawing: Sequence[Sequence[str]], *, full: bool
-) -> None:
-    """Print the item's subject, its commands, their cost and the paper's figures."""
-    print(f"shows: {item.shows}")
-    for label, value in (
-        ("paper's numbers", item.expected),
-        ("our result", item.result),
-        ("note", item.why),
-    ):
-        if value is not None:
-            print(f"{label}: {value}")
-    hours = read_hours()
-    for index, each in enumerate(runs):
-        time = f"  # {hours[key_of(item.full[index])]['gpu_hours']:,.0f} GPU-hours" if full else ""
-        print(f"runs: {shlex.join(each)}{time}")
-    for each in drawing:
-        print(f"draws: {shlex.join(each)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command
-from training.data.manifest import MANIFEST_FILE
 from training.errors import InputError
 from training.report.table import table
 
@@ -45,6 +44,7 @@ def verified(path: Path) -> Iterator[Row]:
     import_engine()
     from training.checkpoint.checkpoints import FOLDER
     from training.checkpoint.stored_checkpoint import COMPLETE, META
+    from training.data.manifest import MANIFEST_FILE
 
     if (path / MANIFEST_FILE).is_file():
         from scripts.data.verification import problems

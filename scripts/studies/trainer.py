@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import torch
 
-from scripts.command import whole_number
 from scripts.studies.records import Record, RecordBook, claimed
 from training.config.yaml_files import Content, flat, read_merged
 from training.data.hashes import file_sha256
@@ -116,26 +115,6 @@ class Place:
     def environment(self) -> dict[str, str]:
         """What its runs have in their environment."""
         return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
-
-
-def add_places(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `places` reads."""
-    parser.add_argument(
-        "--jobs",
-        type=whole_number(),
-        metavar="N",
-        help="runs at a time (default: 1, or as many as the GPUs allow)",
-    )
-    ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument(
-        "--nproc", type=whole_number(), default=1, metavar="N", help="ranks of each run (default 1)"
-    )
-    ranks.add_argument(
-        "--gpus-per-run",
-        type=whole_number(),
-        metavar="N",
-        help="one rank on each of N GPUs per run, and as many runs as this node has GPUs for",
-    )
 
 
 def places(options: argparse.Namespace) -> list[Place]:

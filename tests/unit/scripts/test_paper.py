@@ -15,8 +15,9 @@ import pytest
 
 from models.families import model_size
 from scripts import plot, reproduce, study
-from scripts.paper import commands, main, plotting
+from scripts.paper import main
 from scripts.papers.catalogue import full_command, key_of, read_catalogue, read_hours
+from scripts.papers.item_commands import commands, plotting
 from scripts.papers.measured import Measure, measure, statistics_of
 from scripts.studies.description import read_study
 from tests.paths import ROOT

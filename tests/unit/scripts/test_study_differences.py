@@ -10,8 +10,8 @@ import yaml
 from scripts.studies.description import read_study
 from scripts.studies.differences import differences, sentences
 from scripts.studies.records import Record
+from scripts.studies.running import check_candidates, run_study
 from scripts.studies.trainer import Run
-from scripts.study import check_candidates, run_study
 from tests.paths import ROOT
 from training.errors import InputError
 

@@ -1,0 +1,171 @@
+"""Carries out a study: checks it, tunes its variants, trains all seeds and writes the results."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from scripts.command import write_whole
+from scripts.studies.description import Study
+from scripts.studies.differences import differences, sentences
+from scripts.studies.records import Record
+from scripts.studies.search import Outcome, Train, begin, run_of, search
+from scripts.studies.tables import markdown
+from scripts.studies.trainer import ROOT, UNKNOWN, Run
+from training.config import Config, load_config
+from training.errors import InputError
+
+RESULTS = "results.json"
+
+
+def run_study(
+    study: Study,
+    results: Path,
+    train: Train,
+    extra: Sequence[str],
+    begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
+) -> dict[str, Any]:
+    """Tune, train all seeds, then the curve; results.json is updated after each part.
+
+    `begin_runs` receives all coming runs, so that no place is idle while a part ends. Returns
+    the content of results.json.
+    """
+    study, start = begin(study, ROOT)
+    given = list(extra)
+    study, extra = shortened(study, extra)
+    check_tokenizers(study, extra)
+    differ = differences(study, start, check_candidates(study, start, extra))
+    for line in sentences(study, differ):
+        print(line, file=sys.stderr)
+    content: dict[str, Any] = {
+        **asdict(study),
+        "complete": False,
+        "command_overrides": given,
+        "budget": {name: study.budget(name) for name in study.variants},
+        "differ": differ,
+    }
+
+    def report(outcome: Outcome) -> None:
+        trials = [asdict(trial) for trial in outcome.trials]
+        content.update(chosen=outcome.chosen, trials=trials)
+        write(results, content)
+
+    outcome = search(study, start, extra, train, report)
+    report(outcome)
+    by_seed = [
+        [run_of(study, n, outcome.chosen[n], seed, extra=extra) for n in study.variants]
+        for seed in study.seeds
+    ]
+    by_share = curve_runs(study, outcome, extra)
+    begin_runs(run for runs in (*by_seed, *by_share.values()) for run in runs)
+    seeds: dict[str, list[Record]] = {name: [] for name in study.variants}
+    for runs in by_seed:
+        for name, record in zip(study.variants, train(runs), strict=True):
+            seeds[name].append(record)
+        content["rows"] = [row(name, mine) for name, mine in seeds.items()]
+        write(results, content)
+    content["points"] = [
+        {"share": share, "losses": [record.loss for record in train(runs)]}
+        for share, runs in by_share.items()
+    ]
+    content["complete"] = True
+    write(results, content)
+    return content
+
+
+def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
+    """Return the study at the full length in `extra`, and the rest of `extra`.
+
+    Each run trains for its share of that length. Raises InputError unless it is a number.
+    """
+    rest, full = [], dict(study.full)
+    for text in extra:
+        key, _, value = text.partition("=")
+        if key not in full:
+            rest.append(text)
+        elif value.isdecimal():
+            full[key] = int(value)
+        else:
+            raise InputError(f"{key} must be a whole number, got {value}")
+    return replace(study, full=full), rest
+
+
+def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
+    """Raise InputError if compared variants have losses per token of different tokenizers."""
+    data = {name: run_of(study, name, [], 0, extra=extra).data for name in study.variants}
+    made = {name: {sums[0] for sums in sets.values()} - {UNKNOWN} for name, sets in data.items()}
+    for name, variant in study.variants.items():
+        if variant.against is not None and made[name] != made[variant.against]:
+            raise InputError(
+                f"{name} is against {variant.against}, whose data has another tokenizer: losses "
+                "per token are not comparable"
+            )
+
+
+def check_candidates(
+    study: Study, start: dict[str, list[str]], extra: Sequence[str]
+) -> dict[str, Config]:
+    """Return the config of each variant with the first candidate of each stage in place of its
+    choice.
+
+    Raises InputError for a candidate of any stage whose config cannot be read, before the first
+    run.
+    """
+    stages = study.search.stages if study.search is not None else {}
+    configs = {}
+    for name, variant in study.variants.items():
+        chosen = list(start.get(name, []))
+        for stage in stages:
+            candidates = variant.search[stage].candidates(chosen)
+            for candidate in candidates:
+                config_of(study, name, [*chosen, *candidate], extra, stage)
+            chosen += candidates[0]
+        configs[name] = config_of(study, name, chosen, extra)
+    return configs
+
+
+def config_of(
+    study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
+) -> Config:
+    """Return the config of a variant; raises InputError naming the variant if it cannot be read."""
+    run = run_of(study, name, tuned, 0, extra=extra)
+    try:
+        return load_config(ROOT / run.config, run.overrides)
+    except InputError as error:
+        raise InputError(f"{' '.join(filter(None, (name, stage, *tuned)))}: {error}") from None
+
+
+def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
+    """Return the losses of a variant's seeds."""
+    losses = [record.loss for record in records]
+    return {"variant": name, "runs": [record.key for record in records], "losses": losses}
+
+
+def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:
+    """Return the runs of the curve's variant by share of the full length, one per seed."""
+    if study.curve is None:
+        return {}
+    name = study.curve.variant
+    return {
+        share: [
+            run_of(
+                study,
+                name,
+                outcome.chosen[name],
+                seed,
+                share=share,
+                extra=extra,
+                label=f"{name} {share:g}-{seed}",
+            )
+            for seed in study.curve.seeds
+        ]
+        for share in study.curve.shares
+    }
+
+
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """Write results.json and its tables."""
+    write_whole(folder / RESULTS, json.dumps(content, indent=1) + "\n")
+    write_whole(folder / "table.md", markdown(content))
