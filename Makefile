@@ -34,7 +34,7 @@ ENGINE ?= 0.19.2
 PAGES := $(addprefix docs/,configuration.md papers.md models.md parallelism.md)
 made-docs/configuration.md := -m training.config.manual
 made-docs/papers.md := scripts/paper.py --page
-made-docs/models.md := -m tests.families
+made-docs/models.md := -m tests.tiny_families
 made-docs/parallelism.md := -m tests.support_matrix
 
 # Parts of `make test` by their folders; PARTS="unit smoke" runs these two.

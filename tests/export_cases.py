@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.families import overrides, settings
+from tests.tiny_families import overrides, settings
 
 QWEN3 = {**overrides(settings("qwen3")), "model__head_dim": 24}
 GEMMA2: dict[str, Any] = {**overrides(settings("gemma2")), "model__head_dim": 24}

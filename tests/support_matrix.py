@@ -10,9 +10,9 @@ from itertools import product
 from typing import Any
 
 from models.families import FAMILIES as ALL
-from tests.families import overrides, settings
 from tests.paths import with_table
 from tests.run_configs import tiny_config
+from tests.tiny_families import overrides, settings
 from training.config import InvalidConfigError, check
 
 RANKS = 4

@@ -1,7 +1,7 @@
 """A tiny model of every family: the list that tests of families run over.
 
 A family whose layers are another's needs no entry; its settings are those of the other. `python -m
-tests.families` brings the table of families in docs/models.md up to date.
+tests.tiny_families` brings the table of families in docs/models.md up to date.
 """
 
 from typing import Any

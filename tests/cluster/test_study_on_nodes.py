@@ -10,7 +10,7 @@ import yaml
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.network import until
-from tests.cluster.test_slurm import RUN
+from tests.cluster.test_slurm_on_nodes import RUN
 
 pytestmark = pytest.mark.timeout(1200)
 

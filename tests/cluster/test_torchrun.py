@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.network import NODES, Network, missing, until
-from tests.cluster.test_slurm import RANK, RUN, STEPS
+from tests.cluster.test_slurm_on_nodes import RANK, RUN, STEPS
 from tests.killed_runs import differences, last_step
 
 TORCHRUN = [

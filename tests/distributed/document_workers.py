@@ -14,9 +14,9 @@ from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel
 from tests.distributed.workers import start, whole_gradients
-from tests.families import SHAPE, model_of
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, parallel_model
+from tests.tiny_families import SHAPE, model_of
 
 LENGTH = 16
 DOCUMENTS = [[1, 5, 10], [1] * LENGTH, [LENGTH], [7, 1, 8]]

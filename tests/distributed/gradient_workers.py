@@ -10,9 +10,9 @@ from models.layout import context_part
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from tests.distributed.workers import start, whole_gradients
-from tests.families import SHAPE, model_of
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, figures_of, parallel_model
+from tests.tiny_families import SHAPE, model_of
 
 SAMPLES, LENGTH = 4, 16
 

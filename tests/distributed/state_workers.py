@@ -17,11 +17,11 @@ from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis, Groups
 from parallel.optimizer.domain_optimizer import DomainOptimizer
 from tests.distributed.workers import joined, start
-from tests.families import mixture
 from tests.models import tokens_of
 from tests.run_results import same_state
 from tests.saved_state import save_state
 from tests.stepped_models import TINY, assign_matrices, figures_of, stepped_model
+from tests.tiny_families import mixture
 
 BATCH, LENGTH = 4, 16
 

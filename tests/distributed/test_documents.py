@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from models.layout import context_part
-from tests.families import SETTINGS, settings
 from tests.launch import run_on_ranks
+from tests.tiny_families import SETTINGS, settings
 
 WORKERS = "tests.distributed.document_workers"
 MIXTURES = ["moe", "deepseek"]

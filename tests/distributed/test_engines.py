@@ -9,11 +9,11 @@ import pytest
 
 from models.engine import TESTED, engine_version
 from tests.commands import output_of
-from tests.families import overrides, settings
 from tests.launch import environment
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
+from tests.tiny_families import overrides, settings
 from tests.token_files import write_token_set
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.config import to_yaml

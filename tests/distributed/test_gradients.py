@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import SETTINGS, settings
 from tests.launch import run_on_ranks
 from tests.slow_cases import slow_but
+from tests.tiny_families import SETTINGS, settings
 
 WORKERS = "tests.distributed.gradient_workers"
 MIXTURES = ["moe", "deepseek"]

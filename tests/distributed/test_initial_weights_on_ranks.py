@@ -11,9 +11,9 @@ import torch
 from models import initialize
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from tests.families import overrides, settings
 from tests.launch import run_on_ranks
 from tests.run_configs import read_config, tiny_config
+from tests.tiny_families import overrides, settings
 from training.build import build_trainer
 from training.checkpoint import checkpoints
 from training.checkpoint import initial_weights as initial

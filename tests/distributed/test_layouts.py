@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.distributed.workers import Case
-from tests.families import overrides, settings
 from tests.launch import run_on_ranks
 from tests.run_configs import ROUTED
 from tests.support_matrix import row_of
+from tests.tiny_families import overrides, settings
 from tests.token_files import write_token_set
 
 STEPS = 4

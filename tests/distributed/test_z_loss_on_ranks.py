@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from parallel.comm.groups import Groups
 from tests.distributed.z_loss_workers import LENGTH, SAMPLES
-from tests.families import tiny_model
 from tests.launch import run_on_ranks
 from tests.models import tokens_of
 from tests.slow_cases import slow_but
 from tests.stepped_models import assign_matrices, parallel_model
+from tests.tiny_families import tiny_model
 
 Z = 0.3
 CASES = [{"loss_chunk": chunk, "micro_batch": size} for chunk, size in ((None, 1), (7, 2))]

@@ -10,9 +10,9 @@ from models.layout import context_part
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from tests.distributed.workers import start, whole_gradients
-from tests.families import tiny_model
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, parallel_model
+from tests.tiny_families import tiny_model
 from training.step import mean_loss
 
 SAMPLES, LENGTH = 4, 16

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from models.config import ModelConfig, RopeScalingConfig
-from tests.families import MIXTURE, mixture, tiny_model
 from tests.parity.comparison import compare
 from tests.slow_cases import slow_but
+from tests.tiny_families import MIXTURE, mixture, tiny_model
 
 
 def tiny(family: str, **changes: Any) -> ModelConfig:

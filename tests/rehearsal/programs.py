@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.plan.devices import DEVICES
-from tests.families import overrides, settings
 from tests.run_configs import tiny_config
+from tests.tiny_families import overrides, settings
 from training.config import Config, check
 from training.rehearsal.processes import Processes
 from training.rehearsal.rank import Job, RankReport, described, install

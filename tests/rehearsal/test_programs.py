@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.families import SETTINGS
 from tests.rehearsal.programs import ALLOWED_READS, MONITORED, program, sound
 from tests.slow_cases import slow_but
+from tests.tiny_families import SETTINGS
 from training.rehearsal.scenario import PLAIN_STEP
 
 # Each with two ranks that share the optimizer's work.

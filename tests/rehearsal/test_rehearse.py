@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 import pretrain
-from tests.families import overrides, settings
 from tests.paths import ROOT
 from tests.rehearsal.programs import MONITORED, SHAPE
 from tests.run_configs import tiny_config
+from tests.tiny_families import overrides, settings
 from training.rehearsal import rehearse as rehearsal
 from training.rehearsal.processes import Processes
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from models.blocks.decoder_model import losses_and_normalizers
 from parallel.comm.groups import Groups
-from tests.families import tiny_model
 from tests.live_bytes import peak_bytes
 from tests.models import drawn, tokens_of
+from tests.tiny_families import tiny_model
 
 
 def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:

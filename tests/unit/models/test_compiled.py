@@ -14,9 +14,9 @@ from models.blocks.activation import ACTIVATIONS
 from models.blocks.compiled import Fused, fuse_blocks_, some_tokens
 from models.blocks.norm import RMSNorm
 from parallel.comm.groups import Groups
-from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import drawn, losses_of, tokens_of
 from tests.slow_cases import slow_but
+from tests.tiny_families import MIXTURE, SETTINGS, tiny_model
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.machine.backends import check_backends

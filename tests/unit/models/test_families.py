@@ -11,7 +11,7 @@ from models.families import FAMILIES
 from models.huggingface.config_json import InexpressibleError, architecture
 from models.layout import ChunkSpec
 from parallel.comm.groups import Groups
-from tests.families import tiny_model
+from tests.tiny_families import tiny_model
 
 MODEL = tiny_model("llama", layers=1)
 

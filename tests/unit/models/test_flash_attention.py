@@ -11,8 +11,8 @@ from torch import Tensor
 
 from models.blocks.attention import FLASH_MODULES, causal_attention
 from parallel.comm.groups import Groups
-from tests.families import tiny_model
 from tests.models import drawn, losses_of
+from tests.tiny_families import tiny_model
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.machine import backends

@@ -8,8 +8,8 @@ from models.blocks.decoder_model import ScaledEmbedding
 from models.blocks.norm import zero_centered_rms_norm
 from models.families import mean_keys
 from parallel.comm.groups import Groups
-from tests.families import tiny_model
 from tests.models import built
+from tests.tiny_families import tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,9 +14,9 @@ from parallel.model import ParallelModel
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.materialized_pc import MaterializedStack
 from spectral.odd_polynomial import evaluate
-from tests.families import tiny_model
 from tests.models import tokens_of
 from tests.stepped_models import TINY, assigned, figures_of, stepped_model
+from tests.tiny_families import tiny_model
 from training.config.optimizer_section import GroupConfig, OptimizerConfig
 
 GROUP = GroupConfig(rule="muon", lr=0.02, weight_decay=0.1)

@@ -10,9 +10,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from models.blocks.experts import grouped_linear
 from models.blocks.router import routers
 from models.config import routed_scale
-from tests.families import mixture
 from tests.models import drawn, losses_of
 from tests.step_trace import Operations
+from tests.tiny_families import mixture
 
 SETTINGS = {
     "sigmoid": {},

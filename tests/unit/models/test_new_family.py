@@ -10,10 +10,10 @@ from models.blocks.compiled import fuse_blocks_
 from models.families import FAMILIES, Family
 from models.units import check_coverage
 from parallel.comm.groups import Groups
-from tests.families import SETTINGS, table, tiny_model
 from tests.models import built
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
+from tests.tiny_families import SETTINGS, table, tiny_model
 from training.config import Config, InvalidConfigError, check
 from training.run import train
 

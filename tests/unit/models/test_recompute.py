@@ -9,8 +9,8 @@ from torch import Tensor
 from models.blocks.router import token_counts
 from models.config import ModelConfig
 from parallel.comm.groups import Groups
-from tests.families import MIXTURE, tiny_model
 from tests.models import drawn, losses_of
+from tests.tiny_families import MIXTURE, tiny_model
 
 SHAPE: dict[str, Any] = {"ffn": 64, "head_dim": None}
 MODELS = {

@@ -8,8 +8,8 @@ import torch
 
 from models.blocks.router import balance_, max_violation, routers, token_counts
 from models.config import routed_scale
-from tests.families import mixture
 from tests.models import drawn
+from tests.tiny_families import mixture
 
 
 def test_routed_scale_is_that_of_the_paper():

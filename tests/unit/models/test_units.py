@@ -12,9 +12,9 @@ from models.initialize import initialize_
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step
-from tests.families import SETTINGS, mixture, tiny_model
 from tests.models import built, initialized, parameters_of
 from tests.stepped_models import TINY, assign_matrices, stepped_model
+from tests.tiny_families import SETTINGS, mixture, tiny_model
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
 GRANULARITIES = ["head", "group", "component", "fused"]

@@ -5,9 +5,9 @@ import torch
 
 from parallel.comm.groups import Groups
 from spectral.kernels import library
-from tests.families import tiny_model
 from tests.models import drawn, losses_of
 from tests.step_trace import Operations
+from tests.tiny_families import tiny_model
 
 PRODUCTS = {f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm")}
 

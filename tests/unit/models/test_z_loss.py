@@ -13,9 +13,9 @@ from torch import Tensor
 
 from models.blocks.decoder_model import losses_and_normalizers
 from parallel.comm.groups import Groups
-from tests.families import tiny_model
 from tests.models import drawn, tokens_of
 from tests.step_trace import Operations
+from tests.tiny_families import tiny_model
 from training.step import mean_loss
 
 Z = 0.3

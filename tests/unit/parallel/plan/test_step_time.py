@@ -9,7 +9,7 @@ from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import DEVICES, peak_flops
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import OptimizerLoad, step_time
-from tests.families import mixture
+from tests.tiny_families import mixture
 
 H100 = DEVICES["h100"]
 LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_size=1024)

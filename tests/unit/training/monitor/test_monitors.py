@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from spectral import measures
-from tests.families import overrides, settings
 from tests.live_bytes import peak_bytes
 from tests.matrices import stable_rank
 from tests.run_configs import MIXTURE, RULES, tiny_config
 from tests.run_results import json_lines, state_of
 from tests.step_trace import without_eigensolvers
+from tests.tiny_families import overrides, settings
 from training.build import build_trainer
 from training.config import Config
 from training.data.build_data import build_data
