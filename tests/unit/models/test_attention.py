@@ -1,5 +1,4 @@
-"""Attention, plain and with capped scores and windows, beside the same on whole scores; and which
-kernel computes it, on a GPU never the one that keeps all scores."""
+"""Attention, plain and with caps and windows, against attention on whole scores; its kernels."""
 
 from typing import Any
 
@@ -27,7 +26,7 @@ Problem = tuple[Tensor, Tensor, Tensor]
 
 
 def problem(s: int, t: int, groups: int = 2, dtype: torch.dtype = torch.float64) -> Problem:
-    """Queries of 4 heads, keys and values, the scores of which have a deviation of 3."""
+    """Return queries of 4 heads, keys and values whose scores have a standard deviation of 3."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -37,7 +36,7 @@ def problem(s: int, t: int, groups: int = 2, dtype: torch.dtype = torch.float64)
 
 
 def visible(s: int, t: int, window: int | None) -> Tensor:
-    """Which keys a query sees `[s, t]`, pair by pair."""
+    """Return the mask of keys that a query sees `[s, t]`, pair by pair."""
     pairs = [
         [key <= query and (window is None or key > query - window) for key in range(t)]
         for query in range(t - s, t)
@@ -46,11 +45,11 @@ def visible(s: int, t: int, window: int | None) -> Tensor:
 
 
 DOCUMENTS = [[3, 1, 5, 11], [20]]
-"""Tokens of the documents of the two sequences."""
+"""Lengths of the documents of the two sequences."""
 
 
 def documents(s: int, t: int) -> DocumentRange:
-    """The documents of the last s positions of sequences of t, as of the last rank's chunk."""
+    """Return the documents of the last s positions of sequences of t (the last rank's chunk)."""
     rows = []
     for lengths in DOCUMENTS:
         begins = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -60,14 +59,14 @@ def documents(s: int, t: int) -> DocumentRange:
 
 
 def same_document(s: int, t: int) -> Tensor:
-    """Which keys are of a query's document `[2, s, t]`, pair by pair."""
+    """Return the mask of keys of a query's document `[2, s, t]`, pair by pair."""
     numbers = [[i for i, n in enumerate(lengths) for _ in range(n)] for lengths in DOCUMENTS]
     rows = [[[a == b for b in row[:t]] for a in row[t - s : t]] for row in numbers]
     return torch.tensor(rows)
 
 
 def scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Scaled scores `[b, heads, s, t]`."""
+    """Return scaled scores `[b, heads, s, t]`."""
     keys = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
     return scale * torch.einsum("sbhd,tbhd->bhst", query, keys)
 
@@ -81,7 +80,7 @@ def reference(
     window: int | None,
     apart: DocumentRange | None = None,
 ) -> Tensor:
-    """The definition: scores of every pair, capped, masked, their softmax, values."""
+    """Compute the definition: scores of every pair, cap, mask, softmax, values."""
     found = scores(query, key, scale)
     if cap is not None:
         found = cap * torch.tanh(found / cap)
@@ -105,12 +104,12 @@ def outputs_and_gradients(function, inputs: Problem, *arguments: object) -> list
 @pytest.mark.parametrize("window", [None, 1, ROWS + 3, 10_000])
 @pytest.mark.parametrize(("s", "t"), [(9, 9), (2 * ROWS + 5, 2 * ROWS + 5), (6, 20)])
 def test_equals_the_definition(cap: float | None, window: int | None, s: int, t: int) -> None:
-    """Over one block of queries and several, and for the last queries of a sequence, as context
-    parallelism has them."""
+    """Test one and several blocks of queries, and the last queries of a sequence, as in context
+    parallelism."""
     arguments = (0.4, cap, window)
     ours = outputs_and_gradients(softcapped_attention, problem(s, t), *arguments)
     expected = outputs_and_gradients(reference, problem(s, t), *arguments)
-    # float64, sums of some hundred.
+    # float64 sums of some hundred terms
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
 
 
@@ -165,7 +164,7 @@ def test_the_largest_score_is_one_that_the_mask_lets_through(window: int | None)
 
 @pytest.mark.parametrize(("s", "t"), [(20, 20), (5, 20), (4, 7), (9, 9)])
 def test_documents_see_themselves_alone(s: int, t: int) -> None:
-    """In whole sequences and in their last part, as context parallelism has them."""
+    """Test whole sequences and their last part, as in context parallelism."""
     inputs, apart = problem(s, t), documents(s, t)
     for function, given in (
         (softcapped_attention, (3.0, 4)),
@@ -185,8 +184,8 @@ def one_after_another(
     query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *most: int,
     scale: float, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """What PyTorch's varlen_attn states, document by document: each has the last queries of its
-    keys."""
+    """Compute PyTorch's varlen_attn by its definition, document by document; queries are the last
+    of the keys."""
     assert options["window_size"] == (-1, 0)
     assert options["enable_gqa"] == (query.shape[1] != key.shape[1])
     ends = [each.tolist() for each in (queries, keys)]
@@ -239,7 +238,7 @@ def test_the_named_kernel_is_the_one_that_runs(world: Groups, tmp_path: object) 
 
 
 def test_a_fused_kernel_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule for GPUs, tried on a CPU: values of another width have no fused kernel."""
+    """Test the rule for GPUs on a CPU: values of another width have no fused kernel."""
     monkeypatch.setattr(attention, "allowed_kernels", lambda query: sdpa_kernel(FUSED))
     query, value = torch.randn(8, 1, 4, 16), torch.randn(8, 1, 4, 6)
     causal_attention(query, query, query, 0.25)

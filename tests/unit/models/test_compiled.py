@@ -1,5 +1,4 @@
-"""Compiled norms, rotary positions and activations: the same mathematics, and no graph compiled
-twice."""
+"""Compiled norms, rotary positions and activations: equal results, and no graph compiled twice."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.machine.backends import check_backends
 
-# torch.compile asks every input for its gradient, also those that are no leaves.
+# torch.compile reads the gradient of every input, also of non-leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 MODELS = {
@@ -33,14 +32,14 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _no_graphs_before() -> Iterator[None]:
-    """Begin and end a test without graphs, which the process keeps per function."""
+    """Clear the process's graphs before and after a test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def losses_and_gradients(chunk: torch.nn.Module) -> list[Tensor]:
-    """Token losses and the gradient of every parameter."""
+    """Return token losses and the gradient of every parameter."""
     chunk.zero_grad()
     losses = losses_of(chunk)
     losses.mean().backward()
@@ -54,14 +53,14 @@ def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Gro
     modules = fuse_blocks_([fused], "aot_eager")
     assert modules >= 2 * 4 + 1  # two norms, attention and feed-forward of each layer, final norm
     expected, found = losses_and_gradients(plain), losses_and_gradients(fused)
-    # Other orders of the same operations, a few roundings of the type.
+    # The same operations in another order differ by a few roundings of the dtype.
     tolerance = 1e-4 if dtype == torch.float32 else 1e-11
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_sums_that_are_left_to_norms_are_recomputed(recompute: str, world: Groups) -> None:
-    """Once per norm but the first and the last, in each pass over a layer."""
+    """Each pass over a layer computes the sum once per norm, except the first and the last."""
     plain, _ = drawn(MODELS["llama"], torch.float64)
     fused, _ = drawn(MODELS["llama"], torch.float64, recompute=recompute)
     fuse_blocks_([fused], "eager")
@@ -72,7 +71,7 @@ def test_sums_that_are_left_to_norms_are_recomputed(recompute: str, world: Group
     expected, found = losses_and_gradients(plain), losses_and_gradients(fused)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     layers = MODELS["llama"].layers
-    # Layers that are recomputed do not see the norm of the next one.
+    # Recomputed layers do not see the next layer's norm.
     assert len(sums) == (2 * layers if recompute == "full" else 2 * layers - 1)
 
 
@@ -90,7 +89,7 @@ def test_no_graph_is_made_after_the_first_step_and_validation(
         chunk(*(tokens_of(4, 16, 60)[0],) * 2, None)
     made = counter.frame_count
     assert made > 0
-    for _ in range(4):  # other tokens, so that experts get other numbers of them
+    for _ in range(4):  # other tokens, so that the experts' counts change
         losses_and_gradients(chunk)
         with torch.no_grad():
             chunk(*(tokens_of(4, 16, 60)[0],) * 2, None)

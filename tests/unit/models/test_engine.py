@@ -1,4 +1,4 @@
-"""The releases of megatron-core that are used, used with a warning, or refused."""
+"""Releases of megatron-core that are accepted, accepted with a warning, or refused."""
 
 import warnings
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""A model family is named in one table, and what is not in it is refused by name."""
+"""Model families are named in one table; other names are refused."""
 
 from dataclasses import replace
 

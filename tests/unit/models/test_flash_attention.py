@@ -1,4 +1,4 @@
-"""Attention by FlashAttention's packages: their interface by a stand-in, and what is refused."""
+"""Attention by FlashAttention's packages: a stand-in for their interface, and refusals."""
 
 import math
 import sys
@@ -22,8 +22,8 @@ ASKED = ["model.attention_kernel=flash_attention_3", "train.precision=bf16"]
 
 
 def stand_in(with_sums: bool) -> SimpleNamespace:
-    """A module whose `flash_attn_func` has the arguments, layout and mask of the packages' own: the
-    scores of every pair, causal from the lower right corner."""
+    """Return a module whose `flash_attn_func` has the packages' arguments, layout and mask: scores
+    of every pair, causal from the lower right corner."""
 
     def flash_attn_func(
         q: Tensor,
@@ -60,7 +60,7 @@ def test_a_model_has_the_losses_and_gradients_of_sdpa(
         results.append([losses.detach(), *(p.grad for p in chunk.parameters())])
     attention = chunk.decoder.layers[0].self_attention.core_attention
     part = torch.randn(3, 2, 4, 8), torch.randn(9, 2, 2, 8), torch.randn(9, 2, 2, 8)
-    # The last queries of a sequence, as ranks of context parallelism have them.
+    # The last queries of a sequence, as on ranks of context parallelism.
     torch.testing.assert_close(attention.attend(*part), causal_attention(*part, attention.scale))
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 

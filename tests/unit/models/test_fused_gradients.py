@@ -1,4 +1,4 @@
-"""Backward passes by our kernels: in Triton's interpreter, where they are chosen, and refused."""
+"""Backward passes by our Triton kernels: results in the interpreter, selection, and refusals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The loss by Liger's kernels: in Triton's interpreter, where it is chosen, and where refused."""
+"""The loss by Liger's kernels: results in Triton's interpreter, selection, and refusals."""
 
 import importlib.util
 from typing import Any

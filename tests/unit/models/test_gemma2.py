@@ -1,4 +1,4 @@
-"""What Gemma 2 has that other decoders have not, in 16 bits beside the code of transformers."""
+"""The special features of Gemma 2, in 16 bits, against transformers."""
 
 import pytest
 import torch
@@ -15,18 +15,18 @@ from tests.tiny_families import tiny_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gains_around_one_keep_their_digits(dtype: torch.dtype) -> None:
     theirs = Gemma2RMSNorm(64).to(dtype)
-    torch.nn.init.normal_(theirs.weight, std=1e-3)  # below what bfloat16 tells from 1
+    torch.nn.init.normal_(theirs.weight, std=1e-3)  # bfloat16 cannot distinguish it from 1
     x = torch.randn(3, 64, dtype=dtype)
     ours = zero_centered_rms_norm(x, theirs.weight, theirs.eps)
     assert ours.dtype == dtype
-    # The same float32 operations in another order, then one rounding to `dtype`.
+    # The same float32 operations in another order, and one rounding to `dtype`.
     rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours, theirs(x), rtol=rounding, atol=0)
-    assert dtype == torch.float32 or (ours != theirs(x)).sum() < 4  # of 192, at a rounding's edge
+    assert dtype == torch.float32 or (ours != theirs(x)).sum() < 4  # of 192 near a tie
 
 
 def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
-    """In bfloat16 the factor is rounded too: sqrt(48) = 6.928 is 6.9375."""
+    """In bfloat16 the factor is rounded as well: sqrt(48) = 6.928 becomes 6.9375."""
     model = tiny_model("gemma2", hidden=48)
     (ours,) = (
         m for m in built(model, torch.bfloat16)[0].modules() if isinstance(m, ScaledEmbedding)

@@ -27,12 +27,12 @@ OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=SCALAR, head=SCALAR, scalar=
 def built(
     world: process_groups.Groups, pc: PCConfig | None, **options: Any
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """A tiny model and its optimizer."""
+    """Return a tiny model and its optimizer."""
     return stepped_model(TINY, world, assigned(OPTIMIZER, TINY, pc), pc=pc, **options)
 
 
 def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
-    """The mean loss of a fixed batch; with `train` gradients are accumulated."""
+    """Return the mean loss of a fixed batch; with `train`, accumulate gradients."""
     model.zero_gradients()
     model.wait_for_weights()
     tokens, labels = tokens_of(4, 8, 60)
@@ -68,12 +68,12 @@ def test_the_models_weight_has_the_mapped_singular_values(world):
 
 
 def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
-    """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
+    """The run equals one with masters bit for bit, and only stores W, gamma, u, v and states."""
     runs = {}
     for apart in (False, True):
         model, optimizer = built(world, PCConfig(level=4), dtype=torch.bfloat16, apart=apart)
         for _ in range(3):
-            loss_of(model, train=True)  # not clipped: the norm adds buckets, which are others
+            loss_of(model, train=True)  # not clipped, as the norm sums over buckets, which differ
             optimizer.step(1.0, torch.tensor(True))
         runs[apart] = memory(model, optimizer), optimizer.memory_bytes()
     torch.testing.assert_close(runs[True][0], runs[False][0], rtol=0, atol=0)
@@ -89,7 +89,7 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_gammas_gradient_is_summed_over_tensor_ranks_where_its_layers_is(sequence_parallel):
-    """That of a cut layer is whole on every rank, that of a replicated one is of its tokens."""
+    """A cut layer's gradient is whole on every rank, a replicated one's is of a rank's tokens."""
     pc = PCConfig(level=4, evaluator="in_graph", blocks=["q_a", "v_b", "o"])
     units = with_gammas(all_units(tiny_model("deepseek"), tensor_size=2), pc)
     summed = {u.name: u.summed_over_tensor(sequence_parallel) for u in units}
@@ -125,7 +125,7 @@ def test_a_step_that_is_not_taken_changes_nothing(world):
 
 
 def memory(model: ParallelModel, optimizer: DistributedOptimizer) -> list[Tensor]:
-    """All that a step may change."""
+    """Return all tensors that a step may change."""
     model.wait_for_weights()
     found = [p.detach() for p in model.parameters.values()]
     for batch in batches(optimizer):

@@ -1,4 +1,4 @@
-"""Sequences cut over context ranks and put back in order."""
+"""Sequences cut over context ranks and reassembled in order."""
 
 import pytest
 import torch

@@ -25,19 +25,19 @@ SETTINGS = {
     "every expert": {"top_k": 4},
 }
 
-# float64 on both sides, but the engine rounds scores to float32: an error of about 1e-7 of values
-# that are of order 1.
+# float64 on both sides, but the engine rounds scores to float32: errors of about 1e-7 for values of
+# order 1.
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 def swiglu(x, gate_up, down):
-    """A gated feed-forward block whose gate and up are stacked in `gate_up`."""
+    """Compute a gated feed-forward block whose gate and up are stacked in `gate_up`."""
     gate, up = gate_up.chunk(2)
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
 def reference(x, weights, moe, bias):
-    """The block's output `[tokens, hidden]`, every expert computed on every token."""
+    """Compute the block's output `[tokens, hidden]` with every expert on every token."""
     logits = x @ weights["router"].T
     scores = logits.sigmoid() if moe.score == "sigmoid" else logits.softmax(1)
     chosen = (scores + bias).topk(moe.top_k, dim=1).indices
@@ -60,7 +60,7 @@ def reference(x, weights, moe, bias):
 
 
 def weights_of_layer(parameters, layer):
-    """The parameters of one layer under their names in it."""
+    """Return the parameters of one layer by their names within it."""
     prefix = f"layers.{layer}."
     return {
         name.removeprefix(prefix): parameter
@@ -101,7 +101,7 @@ def test_block_is_the_sum_over_experts(world, setting):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
-    """Also for experts without tokens."""
+    """Test experts with and without tokens."""
     found = {}
     for backend in ("sequential", "grouped"):
         chunk, parameters = drawn(mixture(backend=backend), dtype)
@@ -116,7 +116,7 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
         found[backend] = {"out": out.detach(), "x": x.grad, **grads}
         assert block.router.tokens_per_expert[2] == 0
     assert not found["grouped"]["experts.2.down"].any()
-    # Two roundings of the dtype, of values and sums of order 1.
+    # Two roundings of the dtype for values and sums of order 1.
     atol = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(found["grouped"], found["sequential"], rtol=0, atol=atol)
 
@@ -140,7 +140,7 @@ def test_auxiliary_losses_move_the_router_alone(world, loss):
     for setting in ({}, loss):
         chunk, parameters = drawn(mixture(**setting))
         for router in routers([chunk]):
-            if router.earlier_load is not None:  # even shares give no gradient
+            if router.earlier_load is not None:  # equal shares give no gradient
                 router.earlier_load.copy_(torch.tensor([9.0, 4.0, 1.0, 0.0]))
         losses_of(chunk).mean().backward()
         gradients.append({name: parameter.grad for name, parameter in parameters.items()})
@@ -154,7 +154,7 @@ def test_a_deeper_model_trains_in_a_schedule_after_a_shallower_one_without(world
     for layers in (3, 4):
         chunk, _ = drawn(replace(mixture(**loss), layers=layers))
         if layers == 4:
-            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))  # as Megatron's schedules do
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))  # as in Megatron's schedules
         losses_of(chunk).mean().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in chunk.parameters())
 

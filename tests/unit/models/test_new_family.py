@@ -1,5 +1,5 @@
-"""A family that is added as CONTRIBUTING says: a record, a builder, a recipe, an entry of a test
-list. Nothing else has to know it."""
+"""A family that is added as in CONTRIBUTING: a record, a builder, a recipe, and an entry of a test
+list are enough."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def build(model, config, chunk, **options):
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, folder: str, tmp_path: Path) -> Config:
-    """The config of a run of the family, which exists for as long as the test."""
+    """Return a config of the family, which exists only during the test."""
     (tmp_path / "sandwich_builder.py").write_text(BUILDER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(FAMILIES, "sandwich", RECORD)

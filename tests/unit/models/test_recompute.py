@@ -1,4 +1,4 @@
-"""Recomputed activations: the same loss and gradients, with fewer bytes kept."""
+"""Recomputed activations: equal loss and gradients with fewer bytes kept."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ MODELS = {
 
 
 def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
-    """Loss, gradients, tokens per expert, and the bytes kept for backward."""
+    """Return loss, gradients, tokens per expert, and the bytes kept for backward."""
     chunk, parameters = drawn(model, recompute=recompute)
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
     kept: dict[int, Tensor] = {}
@@ -52,7 +52,7 @@ def test_recomputation_changes_what_is_kept_and_nothing_else(name: str, world: G
     for mode in ("selective", "full"):
         found = results[mode]
         assert torch.equal(found["loss"], plain["loss"])
-        assert torch.equal(found["counts"], plain["counts"])  # a second forward counts no token
+        assert torch.equal(found["counts"], plain["counts"])  # counted once
         close = {"rtol": 1e-10, "atol": 1e-12}
         torch.testing.assert_close(found["gradients"], plain["gradients"], **close)
     assert results["full"]["kept"] < 0.8 * results["selective"]["kept"]

@@ -1,5 +1,5 @@
-"""The routed scale against the paper and its closed form, MaxVio by hand, the expert bias on a
-router that prefers one expert."""
+"""The routed scale against the paper and its closed form, MaxVio against hand-computed values, and
+the expert bias of a router that prefers one expert."""
 
 from math import sqrt
 
@@ -13,7 +13,7 @@ from tests.tiny_families import mixture
 
 
 def test_routed_scale_is_that_of_the_paper():
-    # 63 is what its listing draws (64 experts less the shared one), 64 what its model has.
+    # The paper's listing draws 63 (64 experts without the shared one), its model has 64.
     assert routed_scale(63, 4, 1) == pytest.approx(1.998, abs=1e-3)
     assert routed_scale(64, 4, 1) == pytest.approx(1.998, abs=1e-3)
     assert routed_scale(64, 4, 4) == pytest.approx(2 * 1.998, abs=2e-3)
@@ -32,7 +32,7 @@ def test_max_violation_by_hand():
 
 
 def skewed():
-    """The chunk of a model whose routers prefer expert 0, and hidden states that make them."""
+    """Return the chunk of a model, and hidden states for which its routers prefer expert 0."""
     chunk, parameters = drawn(mixture())
     direction = torch.nn.functional.normalize(torch.ones(32, dtype=torch.float64), dim=0)
     for layer in (1, 2):
@@ -47,7 +47,7 @@ def skewed():
 
 
 def violations(chunk, hidden, steps, rate):
-    """MaxVio `[steps, layers]` of successive steps that all see the tokens `hidden`."""
+    """Return MaxVio `[steps, layers]` of successive steps on the tokens `hidden`."""
     found = []
     for _ in range(steps):
         for router in routers([chunk]):
@@ -63,7 +63,7 @@ def test_expert_bias_evens_out_a_skewed_router(world):
     chunk, hidden = skewed()
     course = violations(chunk, hidden, steps=40, rate=0.01)
     assert (course[0] > 0.3).all()
-    # The bias ends within a step of the balanced one; a step of 0.01 moves a few tokens of 256.
+    # The final bias is within a step of the balanced one; a step of 0.01 moves a few tokens of 256.
     assert (course[-5:].mean(0) < 0.25 * course[0]).all()
     for router in routers([chunk]):
         assert router.expert_bias[0] < router.expert_bias[1:].min()

@@ -1,4 +1,4 @@
-"""A tied embedding has the gradient of both its uses, however the engine adds them up."""
+"""A tied embedding gets the gradient of both uses, in any order of the engine's sums."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ LENGTH = 8
 
 
 def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """Gradients of the units after two micro-batches, added up over both."""
+    """Return the units' gradients summed over two micro-batches."""
     tokens, labels = tokens_of(4, LENGTH, 60)
     model.zero_gradients()
     for part in (slice(0, 2), slice(2, 4)):
@@ -26,7 +26,7 @@ def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
 def test_the_gradient_is_the_sum_of_the_gradients_of_embedding_and_head(
     chunk: int | None, world: Groups
 ) -> None:
-    # The engine's products add float32 alone.
+    # The engine's products only accumulate float32.
     options = {"sequence_length": LENGTH, "loss_chunk": chunk, "dtype": torch.float32}
     assign = assign_matrices("adamw")
     apart = parallel_model(TINY, world, assign, **options)
@@ -42,5 +42,5 @@ def test_the_gradient_is_the_sum_of_the_gradients_of_embedding_and_head(
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             wanted = both if name == "embedding" else expected[name]
-            # float32, with another order of sums.
+            # float32 in another order of sums.
             assert (gradient - wanted).norm() < 1e-6 * wanted.norm(), name

@@ -70,7 +70,7 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
 
 @EVERY_CASE
 def test_initial_norms_are_the_radius_of_the_logical_shape(case):
-    """Except the vocabulary's, which keeps the deviation of its draw."""
+    """Only the embedding and the head keep the standard deviation of their draw."""
     model, options = CASES[case]
     deviations = {"embedding": model.init.embedding_std, "head": model.init.head_std}
     units, parameters = initialized(model, **options)
@@ -107,7 +107,7 @@ def test_initial_weights_do_not_depend_on_the_layout(case, init):
 
 
 def test_the_draw_does_not_depend_on_how_weights_are_split():
-    """Nor does its scale by depth, which of gate and up only up has."""
+    """The scale by depth, which applies to up but not to gate, does not depend on it either."""
     init = InitConfig(spectral=False, depth_scaled=True, depth_scaling="layer")
     plain = replace(MODEL, layers=1, init=init)
     values = []
@@ -125,8 +125,8 @@ def test_the_draw_does_not_depend_on_how_weights_are_split():
     [*((name, "head") for name in RULES), *(("muon_sphere", g) for g in GRANULARITIES[1:])],
 )
 def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, world):
-    """q, k, v heads, gate and up inside fused parameters against separate plain matrices, also of
-    a rule that rescales them, which must not hit a copy."""
+    """Compare q, k, v heads, gate and up inside fused parameters with separate matrices, also under
+    a rule that rescales them, which must not rescale a copy."""
     rule = RULES[name]()
     model, optimizer = stepped_model(TINY, world, assign_matrices(name), qkv_units=granularity)
     separate = {

@@ -1,4 +1,4 @@
-"""The z-loss of every loss path beside autograd in float64, and what it leaves alone."""
+"""The z-loss of every loss path against autograd in float64, and runs without a z-loss."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from tests.tiny_families import tiny_model
 from training.step import mean_loss
 
 Z = 0.3
-"""A coefficient whose gradients are of the size of the loss's."""
+"""A coefficient with gradients as large as the loss's."""
 
 
 def by_autograd(logits: Tensor, labels: Tensor, z_loss: float = Z) -> Tensor:
-    """The loss of training by its definition, of logits `[..., v]`."""
+    """Compute the training loss from logits `[..., v]` by its definition."""
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
     return losses + z_loss * logits.logsumexp(-1).square().mean()
 
@@ -50,7 +50,7 @@ def test_chunks_equal_autograd(chunk: int, cap: float | None) -> None:
 def test_models_equal_autograd(
     name: str, loss_chunk: int | None, dtype: torch.dtype, world: Groups
 ) -> None:
-    """Loss, both figures and gradients of every parameter; gemma2 caps its logits."""
+    """Loss, both figures and all gradients agree; gemma2 caps its logits."""
     shape = tiny_model(name.removeprefix("tied "), tie_embeddings=name.startswith("tied"))
     model, parameters = drawn(shape, dtype, loss_chunk=loss_chunk, z_loss=True)
     tokens, labels = tokens_of(4, 16, 60)
@@ -82,7 +82,7 @@ def test_validation_is_without_it(loss_chunk: int | None, world: Groups) -> None
 
 
 def test_of_large_logits_and_foreign_labels() -> None:
-    """Logits of 1e4 do not overflow; a label on no rank chooses nothing and gets no gradient."""
+    """Logits of 1e4 do not overflow; a label on no rank has no effect and no gradient."""
     hidden = torch.full((2, 4), 50.0, dtype=torch.float64, requires_grad=True)
     weight = torch.full((8, 4), 50.0, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([3, -100])
@@ -98,7 +98,7 @@ def test_of_large_logits_and_foreign_labels() -> None:
 
 
 def test_without_it_the_loss_is_the_engines(world: Groups) -> None:
-    """The operations of the loss, forward and backward; with it they pass over no logits more."""
+    """Forward and backward run the engine's operations; a z-loss adds no pass over the logits."""
     _, labels = tokens_of(4, 16, 60)
 
     def launched(loss: Callable[[Tensor, Tensor], Tensor]) -> Counter[str]:
@@ -112,11 +112,11 @@ def test_without_it_the_loss_is_the_engines(world: Groups) -> None:
     )
     engine = launched(partial(GPTModel.compute_language_model_loss, plain))
     assert launched(plain.compute_language_model_loss) == engine
-    # One entry of each token is read, and one is added to.
+    # One entry per token is read, and one is updated.
     added = {"aten.gather.default": 1, "aten.detach.default": 1, "aten.scatter_add_.default": 1}
     assert launched(with_z.compute_language_model_loss) - engine == added
 
 
 def shapes(kinds: Any) -> list[tuple[int, ...]]:
-    """The shapes of an operation's tensors."""
+    """Return the shapes of an operation's tensors."""
     return [tuple(shape) for shape, _, _ in kinds]

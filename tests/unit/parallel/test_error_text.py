@@ -1,4 +1,4 @@
-"""What errors of other libraries become in one line."""
+"""Errors of other libraries in one line."""
 
 import pytest
 

@@ -1,11 +1,11 @@
-"""Sums of weights that are taken between steps."""
+"""Sums of weights between steps."""
 
 from parallel.observe.weight_watch import WeightWatch
 from tests.update_cases import built
 
 
 def test_weights_of_a_checkpoint_are_taken_as_they_are(world) -> None:
-    """Also after others had changed, which the run has left."""
+    """Test it also after a change of the weights before loading."""
     model, update = built(world, "muon", "none", recorded=False)
     watch = WeightWatch(update.optimizer)
     watch.note()

@@ -1,4 +1,4 @@
-"""docs/numerics.md has the accuracy of msign on momenta recorded in training."""
+"""The accuracy of msign on momenta recorded in training, as in docs/numerics.md."""
 
 import json
 from typing import Any
@@ -11,14 +11,14 @@ from spectral import msign, solve_multiplier
 from tests.paths import ROOT
 
 LEAST = 1e-3
-"""Singular values below it, of a matrix of Frobenius norm 1, have no gain of interest."""
+"""Singular values below it, at Frobenius norm 1, are not part of the gains."""
 ROWS = json.loads((ROOT / "benchmarks/results/msign.json").read_text())["settings"]
 pytestmark = pytest.mark.slow
 
 
 def measured(schedule: str, steps: int, dtype: torch.dtype) -> dict[str, float]:
-    """A row of the table: errors against the polar factor by a float64 SVD, gains of singular
-    values, and the largest |<u v^T, direction>| of SSO after one evaluation."""
+    """Return a row of the table: errors against the polar factor by a float64 SVD, gains of
+    singular values, and the largest |<u v^T, direction>| of SSO after one evaluation."""
     stored = load_file(ROOT / "tests/data/momenta.safetensors")
     options: dict[str, Any] = {"schedule": schedule, "steps": steps, "dtype": dtype}
     errors, gains, residuals = [], [], []
@@ -46,7 +46,7 @@ def measured(schedule: str, steps: int, dtype: torch.dtype) -> dict[str, float]:
 )
 def test_the_table_is_what_msign_computes(row: dict[str, Any]) -> None:
     figures = measured(row["schedule"], row["steps"], getattr(torch, row["dtype"]))
-    # CPUs round and sum 16-bit products in another order: the table's figures to a twentieth.
+    # CPUs round and sum 16-bit products in different orders, so figures agree to 5%.
     assert figures["error"] == pytest.approx(row["error"], rel=0.05)
     assert figures["worst error"] == pytest.approx(row["worst error"], rel=0.05)
     assert figures["least gain"] == pytest.approx(row["least gain"], abs=0.02)

@@ -1,4 +1,4 @@
-"""AdamW by PyTorch's fused step beside `torch.optim.AdamW`, and gradients that are not finite."""
+"""AdamW by PyTorch's fused step against `torch.optim.AdamW`, and nonfinite gradients."""
 
 from contextlib import nullcontext
 
@@ -20,7 +20,7 @@ def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
 def test_the_optimizer_sees_gradients_that_are_not_finite(
     kind: type[SpectralOptimizer], poison: float, nonfinite: str
 ) -> None:
-    """And huge ones, whose sum overflows, for what they are."""
+    """Huge gradients, whose sum overflows, count as finite."""
     parameters = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
     optimizer = kind(parameters, lr=0.1, nonfinite=nonfinite)  # type: ignore[arg-type]
     for parameter in parameters:
@@ -40,7 +40,7 @@ def test_the_optimizer_sees_gradients_that_are_not_finite(
 def test_any_element_of_small_and_large_tensors_is_looked_at(
     sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Small ones are joined, also those of different dtypes."""
+    """Small tensors are joined, also of different dtypes."""
     tensors = [torch.ones(n, dtype=dtypes[i % len(dtypes)]) for i, n in enumerate(sizes)]
     assert surely_finite(tensors)
     for tensor in (tensor for tensor in tensors if tensor.numel()):
@@ -52,7 +52,7 @@ def test_any_element_of_small_and_large_tensors_is_looked_at(
 
 
 def test_a_parameter_may_change_its_group() -> None:
-    """Listed in the same order as before, which says nothing of the groups."""
+    """The order of parameters stays the same, which does not identify the groups."""
     first, second, third = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = AdamW([{"params": [first], "lr": 0.0}, {"params": [second, third], "lr": 0.1}])
     for moved in (False, True):
@@ -67,7 +67,7 @@ def test_a_parameter_may_change_its_group() -> None:
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_weights_in_16_bits_may_be_cast_to_32(kind: type[SpectralOptimizer]) -> None:
-    """In place, as a module casts them, and with the state that they have without masters."""
+    """The cast is in place, as by a module, with the state of a run without masters."""
     (parameter,) = mine = [torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))]
     optimizer = kind(mine, lr=0.1, master_weights=False)
     for dtype in (torch.bfloat16, torch.float32):
@@ -78,7 +78,7 @@ def test_weights_in_16_bits_may_be_cast_to_32(kind: type[SpectralOptimizer]) -> 
 
 
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Of every shape and order of memory that a model may have."""
+    """Return parameters of every shape and memory format in models."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(4, 5), (), (0,), (3, 0), (7,), (6, 4), (8, 8), (2, 3, 4, 5), (3,)]
     made = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
@@ -90,7 +90,8 @@ def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_the_optimizer_equals_torch_on_any_parameter(nonfinite: str, as_tensor: bool) -> None:
-    """Scalars, empty ones, ones without gradient, and any order of memory; gradients stay."""
+    """Test scalars, empty tensors, parameters without gradient, and any memory format; gradients do
+    not change."""
     mine, theirs = parameters(torch.float64), parameters(torch.float64)
     rates = [torch.tensor(x, dtype=torch.float64) if as_tensor else x for x in (0.01, 0.1)]
     ours = AdamW(mine, lr=rates[0], weight_decay=rates[1], nonfinite=nonfinite)  # type: ignore[arg-type]
@@ -110,7 +111,7 @@ def test_the_optimizer_equals_torch_on_any_parameter(nonfinite: str, as_tensor: 
 
 
 def test_empty_gradients_of_a_device_are_finite() -> None:
-    """A device computes norms, which nothing has none of; it is not asked for them."""
+    """Empty tensors have no norm, so devices do not compute it."""
     empty, full = torch.zeros(0, device="meta"), torch.ones(3, device="meta")
     assert are_finite([empty, full]).device.type == "meta"
     assert are_finite([empty]).device.type == "meta"

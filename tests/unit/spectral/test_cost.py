@@ -30,41 +30,41 @@ STEPS = [
 
 
 def cholesky_flops(shape, *rest, **options):
-    """A third of a cube per matrix."""
+    """Count a third of a cube per matrix."""
     return math.prod(shape[:-2]) * shape[-1] ** 3 / 3
 
 
 def triangular_flops(shape, right, *rest, **options):
-    """A square of the factor per right-hand side."""
+    """Count a square of the factor per right-hand side."""
     return math.prod(shape[:-2]) * shape[-1] ** 2 * right[-1]
 
 
 def product_flops(out, left, right, *rest, **options):
-    """Two per multiply-add."""
+    """Count two FLOPs per multiply-add."""
     return 2 * math.prod(left) * right[-1]
 
 
 FACTORIZATIONS = {
-    torch.ops.aten.baddbmm_: product_flops,  # which PyTorch's formulas leave out
+    torch.ops.aten.baddbmm_: product_flops,  # not covered by PyTorch's formulas
     torch.ops.aten.linalg_cholesky_ex: cholesky_flops,
     torch.ops.aten.linalg_solve_triangular: triangular_flops,
 }
 
 
 def executed(rule, shape):
-    """FLOPs of the matrix products of one step."""
+    """Return the FLOPs of the matrix products of one step."""
     weight = torch.randn(1, *shape)
     state = rule.init_state(weight)
     take_step(
         rule, weight, torch.randn(1, *shape), state, lr=0.1
-    )  # fits what later steps have cached
+    )  # fills the caches of later steps
     with FlopCounterMode(display=False, custom_mapping=FACTORIZATIONS) as counter:
         take_step(rule, weight, torch.randn(1, *shape), state, lr=0.1)
     return counter.get_total_flops()
 
 
 def products(rule, shape):
-    """FLOPs of the matrix products that the cost counts."""
+    """Return the FLOPs of the matrix products in the cost."""
     return rule.cost(shape) - ELEMENTWISE_FLOPS * shape[0] * shape[1]
 
 
@@ -107,7 +107,7 @@ def test_an_early_exit_costs_its_expected_evaluations():
     msign_flops = msign_cost(256, 1024, steps=8, dtype=torch.float32)
     saved = fixed.cost(shape) - early.cost(shape)
     assert saved == pytest.approx((EVALUATIONS - MEAN_EARLY_EXIT_EVALUATIONS) * msign_flops)
-    # The default is priced as on a GPU, where it does not exit early.
+    # The default counts as on a GPU, where it does not exit early.
     assert RULES["spectral_sphere"]().cost(shape) == fixed.cost(shape)
 
 

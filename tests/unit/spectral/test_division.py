@@ -1,4 +1,4 @@
-"""Where the matrices of a parameter lie, and that a step on all equals a step on each."""
+"""Matrices in a parameter: their positions, and a step that equals their separate steps."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ RULES = ["muon", "normuon", "muon_sphere", "spectral_sphere", "muon_plus_plus", 
 
 
 def convolution(weight: Tensor) -> list[Tensor]:
-    """Two groups of a convolution."""
+    """Return a convolution with two groups."""
     return [part.flatten(1) for part in weight.chunk(2)]
 
 
 def transposed_convolution(weight: Tensor) -> list[Tensor]:
-    """Three groups of a transposed convolution."""
+    """Return a transposed convolution with three groups."""
     return [part.transpose(0, 1).flatten(1) for part in weight.chunk(3)]
 
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_divided_parameter_equals_its_matrices_apart(name: str) -> None:
-    """Under every rule of matrices, in float64, against plain slices of the weight."""
+    """Compare with plain slices of the weight in float64, under every rule of matrices."""
     units, shape, pieces = CASES[name]
     torch.manual_seed(0)
     start = torch.randn(shape, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_matrices_are_written_where_they_were_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_shards_hold_parts_of_matrices(name: str) -> None:
-    """What a shard has of a matrix is found at one place in the shard and one in the matrix."""
+    """A shard's part of a matrix has one position in the shard and one in the matrix."""
     units, shape, _ = CASES[name]
     weight = torch.arange(torch.Size(shape).numel()).view(shape)
     for axis in range(len(shape)):

@@ -24,26 +24,26 @@ def precondition(
 
 
 def vjp(grad: Tensor, *arguments: Any, level: Level, **options: Any) -> EffectiveWeightGradient:
-    """The gradients by W and gamma; `arguments` are W, u, v and gamma."""
+    """Return the gradients with respect to W and gamma; `arguments` are W, u, v and gamma."""
     return Preconditioner(level=level, **options).vjp(grad, *arguments)
 
 
 def matrix(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """A Gaussian matrix and its exact top singular pair."""
+    """Return a Gaussian matrix and its exact top singular pair."""
     w = torch.randn(*shape, dtype=torch.float64)
     left, _, right = torch.linalg.svd(w, full_matrices=False)
     return w.to(dtype), left[..., :, 0].to(dtype), right[..., 0, :].to(dtype)
 
 
 def reference(w: Tensor, level: int | tuple[float, ...]) -> Tensor:
-    """PC(W) by float64 SVD, for gamma = 1."""
+    """Compute PC(W) by a float64 SVD, for gamma = 1."""
     left, sigma, right = torch.linalg.svd(w.double(), full_matrices=False)
     top = sigma[..., :1]
     return (left * (top * evaluate(sigma / top, level))[..., None, :]) @ right
 
 
 def in_graph(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: Level, recover: bool) -> Tensor:
-    """The definition written with differentiable operations, for autograd."""
+    """Compute the definition with differentiable operations, for autograd."""
     s = torch.einsum("...i,...ij,...j->...", u, w, v)[..., None, None] + 1e-7
     x = w / s
     for coefficients in stages(level):
@@ -55,7 +55,7 @@ def in_graph(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: Level, recov
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """The largest spectral norm of a - b over that of b."""
+    """Return the largest spectral norm of a - b relative to b."""
     if b.numel() == 0:
         return 0.0
     error = torch.linalg.matrix_norm(a.double() - b.double(), 2)
@@ -65,7 +65,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("level", PRESETS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_horner_is_the_map_of_the_singular_values(shape: tuple[int, ...], level: int) -> None:
-    # epsilon = 0: the comparison is of the polynomial. Rounding of k + 1 products, see the paper.
+    # epsilon = 0, to compare only the polynomial. Rounding of k + 1 products, see the paper.
     w, u, v = matrix(*shape)
     out = precondition(w, u, v, 1.0, level, epsilon=0.0)
     assert relative(out, reference(w, level)) < 1.2e-14 * max(1, level)
@@ -77,7 +77,7 @@ def test_horner_is_the_map_of_the_singular_values(shape: tuple[int, ...], level:
 @pytest.mark.parametrize("options", [{}, {"norm_recovery": False}, {"spectral_norm": "none"}])
 @pytest.mark.parametrize("level", [*PRESETS, (0.5, 0.25), "over_flattening"])
 def test_the_fast_form_equals_the_reference(level: Level, options: dict[str, Any]) -> None:
-    """In float64, for tall and wide matrices of norm about 1, on which every map is defined."""
+    """Test float64 tall and wide matrices of norm about 1, where every map is defined."""
     pc = Preconditioner(level=level, **options)
     for shape in [(24, 40), (40, 24), (24, 24)]:
         w, u, v = matrix(*shape)
@@ -173,7 +173,7 @@ def test_without_normalisation_the_polynomial_acts_on_the_weight_itself() -> Non
 
 
 def test_a_pair_that_has_lost_the_norm_is_found_anew() -> None:
-    """Another pair, one of the wrong sign, and none; one that is right stays to the bit."""
+    """Test a wrong pair, a pair of the wrong sign, and zeros; a right pair stays bit for bit."""
     w, u, v = matrix(4, 12, 8)
     right = u[0].clone(), v[0].clone()
     left, values, rows = torch.linalg.svd(w[1])

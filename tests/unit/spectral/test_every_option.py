@@ -1,6 +1,6 @@
-"""Walks over the options and the state of every rule: each one matters.
+"""Every option and every state entry of every rule changes results.
 
-An option that is read nowhere, or an entry that a load leaves out, changes no result.
+An unused option, or an entry that a load leaves out, would change no result.
 """
 
 import copy
@@ -22,10 +22,10 @@ STEPS = 3
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("muon_sphere", "retraction_rate"): {"retraction": "dynamic"},
     ("spectral_sphere", "retraction_rate"): {"retraction": "dynamic"},
-    ("spectral_sphere", "max_evaluations"): {"tolerance": 1e-12},  # that no solve reaches
+    ("spectral_sphere", "max_evaluations"): {"tolerance": 1e-12},  # never reached by a solve
     ("muon_plus_plus", "tolerance"): {"algorithm": "dual"},
 }
-"""Options that act only beside others."""
+"""Options that act only together with others."""
 OTHER: dict[str, Any] = {
     "radius": "align_adam_rms",
     "msign_dtype": "bfloat16",
@@ -35,11 +35,11 @@ OTHER: dict[str, Any] = {
     "steps": 3,
     "schedule": "simple",
 }
-"""Values to try where the type does not say one."""
+"""Values to try for types without an obvious value."""
 
 
 def another(rule: type[Rule], name: str, value: Any) -> Any:
-    """A valid value of a field that differs from `value`."""
+    """Return a valid value of a field that differs from `value`."""
     if name in OTHER:
         return OTHER[name]
     annotation = get_type_hints(rule)[name]
@@ -52,7 +52,7 @@ def another(rule: type[Rule], name: str, value: Any) -> Any:
 
 
 def stepped(rule: Rule) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Weights, state and reports after some steps."""
+    """Return weights, state and reports after some steps."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(SHAPE, generator=generator) + 1  # rows are correlated
     state, report = rule.init_state(weight), {}
@@ -63,12 +63,12 @@ def stepped(rule: Rule) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 ELSEWHERE = {
-    ("spectral_sphere", "early_exit"),  # where a root is found at once, nothing is left to save
+    ("spectral_sphere", "early_exit"),  # if the first root is exact, there is nothing to save
     ("muon_plus_plus", "max_evaluations"),
     ("muon_plus_plus", "correlation_rescale"),
     ("muon_plus_plus", "correlation_threshold"),
 }
-"""Options that need a gradient of their own: test_tangent.py and test_muon_plus_plus.py."""
+"""Options that need special gradients: see test_tangent.py and test_muon_plus_plus.py."""
 WALK = [
     (name, field.name)
     for name, kind in RULES.items()
@@ -82,14 +82,14 @@ def test_every_option_of_a_rule_changes_its_steps(name: str, option: str) -> Non
     kind = RULES[name]
     base = kind(**BESIDE.get((name, option), {}))
     changed = replace(base, **{option: another(kind, option, getattr(base, option))})
-    with without_eigensolvers():  # which need no steps
+    with without_eigensolvers():  # these need no steps
         (one, before), (other, after) = stepped(base), stepped(changed)
     same = all(map(torch.equal, one, other))
     assert not same or any(not torch.equal(before[k], after[k]) for k in before.keys() & after)
 
 
 def optimizer_of(name: str) -> SpectralOptimizer:
-    """Of a wide and a tall matrix: which of u and v is read depends on it."""
+    """Return an optimizer of a wide and a tall matrix, which read u and v respectively."""
     generator = torch.Generator().manual_seed(0)
     weights = [Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 10), (10, 6))]
     options: dict[str, Any] = {"lr": 0.05}
@@ -99,7 +99,7 @@ def optimizer_of(name: str) -> SpectralOptimizer:
 
 
 def trained(optimizer: SpectralOptimizer, first: int) -> list[Tensor]:
-    """Weights and state after two more steps, whose gradients depend on `first`."""
+    """Return weights and state after two more steps with gradients that depend on `first`."""
     generator = torch.Generator().manual_seed(first)
     weights = optimizer.param_groups[0]["params"]
     for _ in range(2):
@@ -122,7 +122,7 @@ ENTRIES = [
 
 @pytest.mark.parametrize(("name", "entry"), ENTRIES)
 def test_every_entry_of_a_state_that_is_loaded_matters(name: str, entry: str) -> None:
-    """With another value in the checkpoint, a run goes on otherwise."""
+    """A changed value in the checkpoint changes the continued run."""
     optimizer = optimizer_of(name)
     trained(optimizer, 1)
     saved = copy.deepcopy(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""What other programs do to an optimizer: entries of its state, odd gradients, changed groups."""
+"""Changes that other programs make to an optimizer: state entries, unusual gradients, groups."""
 
 import copy
 import io
@@ -36,7 +36,7 @@ class Note:
 
 
 def made(rule: str, dtype: torch.dtype = torch.float32, **options: Any) -> SpectralOptimizer:
-    """An optimizer of two parameters of different shapes, with gradients."""
+    """Return an optimizer of two parameters of different shapes, with gradients."""
     generator = torch.Generator().manual_seed(0)
     parameters = [
         Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((6, 4), (4, 5))
@@ -47,7 +47,7 @@ def made(rule: str, dtype: torch.dtype = torch.float32, **options: Any) -> Spect
 
 
 def stepped(optimizer: SpectralOptimizer, steps: int = 2) -> list[Tensor]:
-    """The parameters after some steps."""
+    """Return the parameters after some steps."""
     for _ in range(steps):
         optimizer.step()
     return [p.detach().clone() for p in parameters_of(optimizer)]
@@ -58,7 +58,7 @@ def parameters_of(optimizer: SpectralOptimizer) -> list[Parameter]:
 
 
 def within(parameter: Parameter) -> dict[str, Any]:
-    """Entries of a parameter's state of many types, the last ones of its shape or another dtype."""
+    """Return state entries of many types, the last with the parameter's shape or another dtype."""
     return {
         "count": 3,
         "note": "text",
@@ -74,7 +74,7 @@ def within(parameter: Parameter) -> dict[str, Any]:
 
 
 def beside() -> dict[Any, Any]:
-    """Entries under keys that are no parameters."""
+    """Return entries under keys that are not parameters."""
     return {
         "ema": {"decay": 0.9},
         "counter": 4,
@@ -90,7 +90,7 @@ def beside() -> dict[Any, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether values are equal, tensors of equal dtype by their elements."""
+    """Return whether values are equal, and tensors are equal in dtype and elements."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -101,7 +101,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def by_value(state: dict[Any, Any], keys: dict[Any, Any]) -> bool:
-    """Whether a state has these entries; a tensor's copy is another key."""
+    """Return whether a state has these entries; a copied tensor is another key."""
     found = {k: v for k, v in state.items() if not isinstance(k, Tensor)}
     tensors = [(k, v) for k, v in keys.items() if isinstance(k, Tensor)]
     others = [(k, v) for k, v in state.items() if isinstance(k, Tensor) and k.shape == (2,)]
@@ -182,7 +182,7 @@ def test_a_distributed_checkpoint_keeps_entries_of_other_programs(
     found = loaded.state[other[0].weight]
     assert same({k: found[k] for k in entries(3.0)}, entries(3.0))
 
-    optimizer.state.update({"ema": 0.9, 0: torch.ones(2)})  # that torch's function above refuses
+    optimizer.state.update({"ema": 0.9, 0: torch.ones(2)})  # refused by torch's function above
     dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "as it is")
     loaded.state.update({"ema": 0.0, 0: torch.zeros(2)})
     whole = {"optimizer": loaded.state_dict()}
@@ -195,7 +195,7 @@ def test_a_distributed_checkpoint_keeps_entries_of_other_programs(
 @pytest.mark.parametrize("how", ["load", "write"])
 @DTYPES
 def test_a_counter_may_be_any_number(value: Any, how: str, dtype: torch.dtype) -> None:
-    """As torch's own optimizers load it: a checkpoint of another program has a float."""
+    """As in torch's optimizers, a float of another program's checkpoint is accepted."""
     reference, optimizer = made("adamw", dtype), made("adamw", dtype)
     for o in (reference, optimizer):
         o.step()
@@ -217,7 +217,7 @@ def test_a_counter_may_be_any_number(value: Any, how: str, dtype: torch.dtype) -
 
 @EVERY_RULE
 def test_an_entry_that_is_lost_or_reset_begins_again(rule: str) -> None:
-    """By clearing the state of a parameter, of all, or one entry."""
+    """Clear the state of one parameter, of all parameters, or one entry."""
     fresh = stepped(made(rule), 1)
     for clear in (
         lambda o: o.state.clear(),
@@ -237,7 +237,7 @@ def test_an_entry_that_is_lost_or_reset_begins_again(rule: str) -> None:
 @pytest.mark.parametrize("value", ["text", None, [1.0], torch.ones(9, 9)])
 def test_an_own_entry_that_another_has_written_over_is_an_error(rule: str, value: Any) -> None:
     (name,) = {"adamw": ["momentum"]}.get(rule, [*RULES[rule]().elementwise_state][:1]) or [None]
-    if name is None:  # spectral descent keeps nothing
+    if name is None:  # spectral descent has no state
         return
     optimizer = made(rule)
     optimizer.state[parameters_of(optimizer)[1]][name] = value
@@ -245,7 +245,7 @@ def test_an_own_entry_that_another_has_written_over_is_an_error(rule: str, value
 
 
 def refuses(optimizer: SpectralOptimizer, said: str) -> None:
-    """Check that a step raises before anything has changed."""
+    """Check that a step raises before anything changes."""
     parameters = parameters_of(optimizer)
     before = [p.detach().clone() for p in parameters]
     state = copy.deepcopy([optimizer.state.get(p) for p in parameters])
@@ -267,7 +267,7 @@ def test_a_parameter_that_is_cut_without_its_state_is_refused(
     if not first:
         optimizer.step()
     cut = parameters_of(optimizer)[1]
-    if not optimizer.state[cut]:  # spectral descent keeps nothing that could not fit
+    if not optimizer.state[cut]:  # spectral descent has no state that could be wrong
         return
     cut.data = cut.data[[0, 2]].clone()
     if gradient == "none":
@@ -278,7 +278,7 @@ def test_a_parameter_that_is_cut_without_its_state_is_refused(
 
 
 def called_in(call: Callable[[], Any]) -> set[str]:
-    """Qualified names of the functions that a call enters."""
+    """Return the qualified names of the functions that a call enters."""
     names = set()
     sys.setprofile(lambda frame, event, _: names.add(frame.f_code.co_qualname))
     try:
@@ -291,7 +291,7 @@ def called_in(call: Callable[[], Any]) -> set[str]:
 @DTYPES
 @EVERY_RULE
 def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -> None:
-    """Which would take longer than the step of many small parameters. A change is seen at once."""
+    """Checks would take longer than the step. A change is still detected immediately."""
     checks = {"check_entries", "entry_shapes", "SteppedUnit.of", "check_fields", "follow"}
     optimizer = made(rule, dtype)
     stepped(optimizer)
@@ -306,7 +306,7 @@ def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -
 @EVERY_RULE
 @pytest.mark.parametrize("change", ["momentum", "state", "dtype", "list"])
 def test_a_step_sees_what_others_replace(change: str, rule: str) -> None:
-    """Between steps: an entry, a whole state, the weights, or the list of a group."""
+    """Replace an entry, a whole state, the weights, or the list of a group between steps."""
     replaced, in_place = made(rule), made(rule)
     for optimizer in (replaced, in_place):
         stepped(optimizer)
@@ -326,7 +326,7 @@ def test_a_step_sees_what_others_replace(change: str, rule: str) -> None:
 
 @EVERY_RULE
 def test_a_parameter_that_is_cut_with_its_state_goes_on(rule: str) -> None:
-    """Or whose state was cleared."""
+    """Test a cut parameter with its state, and with a cleared state."""
     optimizer = made(rule)
     optimizer.step()
     cut = parameters_of(optimizer)[0]
@@ -434,7 +434,7 @@ def test_a_parameter_that_leaves_takes_its_own_entries_alone() -> None:
 
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy])
 def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) -> None:
-    """One leaves, and its optimizer's state is loaded by one that never had it."""
+    """One parameter is removed, and an optimizer that never had it loads the state."""
     first, second = (Parameter(torch.ones(4, 4)) for _ in range(2))
     optimizer = Muon([("first", first), ("second", second)], lr=0.1)
     second.grad = torch.ones(4, 4)
@@ -477,12 +477,12 @@ def test_a_state_that_is_not_finite_is_not_loaded(rule: str, bad: float) -> None
             other.load_state_dict(saved)
         assert same(other.state_dict(), before), value
     average = torch.tensor([bad])
-    optimizer.state[parameters_of(optimizer)[0]]["average"] = average  # is not ours
+    optimizer.state[parameters_of(optimizer)[0]]["average"] = average  # is not a rule's entry
     other.load_state_dict(optimizer.state_dict())
 
 
 def test_hooks_of_a_load_see_and_change_what_is_loaded() -> None:
-    """A hook before may give another state, as of other names; one afterwards sees all of it."""
+    """A pre-hook may replace the state, for instance its names; a post-hook sees all of it."""
     optimizer, other = made("spectral_sphere"), made("spectral_sphere")
     optimizer.step()
     saved = optimizer.state_dict()
@@ -507,7 +507,7 @@ def test_hooks_of_a_load_see_and_change_what_is_loaded() -> None:
 
 @EVERY_RULE
 def test_a_group_without_names_says_what_to_call(rule: str) -> None:
-    """Lightning's BaseFinetuning adds one; what the message says can be done."""
+    """Lightning's BaseFinetuning adds such a group; the remedy in the message works."""
     model, head = nn.Linear(4, 6), nn.Linear(6, 4)
     optimizer = SpectralOptimizer(split_parameters(model), rule=rule)
     said = "must name its parameters .* call optimizer.add_param_group for each group of split_para"
@@ -526,7 +526,7 @@ def test_a_group_without_names_says_what_to_call(rule: str) -> None:
 
 @EVERY_RULE
 def test_a_rate_may_be_a_tensor_of_one_element(rule: str) -> None:
-    """Which is the tensor that was given, so that what is written into it acts."""
+    """The optimizer keeps the given tensor, so later writes to it take effect."""
     rate, plain, optimizer = torch.tensor([1e-2]), made(rule), made(rule)
     optimizer = SpectralOptimizer(parameters_of(optimizer), rule=rule, lr=rate)
     plain = SpectralOptimizer(parameters_of(plain), rule=rule, lr=torch.tensor(1e-2))

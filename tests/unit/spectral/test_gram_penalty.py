@@ -55,8 +55,8 @@ def test_no_overlap_means_zero_and_a_finite_gradient(
 
 
 def test_small_gram_reads_rounding_as_zero() -> None:
-    # Orthogonal columns in wide matrices: E is zero, and the difference it is computed from is the
-    # rounding of float32, of either sign.
+    # Orthogonal columns in wide matrices: E is zero, and the computed difference is float32
+    # rounding of either sign.
     w = torch.zeros(64, 8, 20)
     w[:, :, :8] = torch.linalg.qr(torch.randn(64, 8, 8)).Q * torch.linspace(0.1, 3, 8)
     for power in (1, 2):

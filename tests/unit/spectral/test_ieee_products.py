@@ -1,4 +1,4 @@
-"""The precision of products inside the optimizer and outside, whatever the process has set."""
+"""The precision of products inside and outside the optimizer, under any process settings."""
 
 from collections.abc import Callable, Iterator
 from threading import Barrier, Event, Thread
@@ -35,7 +35,7 @@ def _as_before() -> Iterator[None]:
 
 
 def state() -> list[Any]:
-    """Every setting of precision, or that PyTorch does not tell it."""
+    """Return all precision settings, or a marker where PyTorch refuses."""
     found = [place.fp32_precision for place in MATMUL]
     found += [getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS]
     try:
@@ -45,7 +45,7 @@ def state() -> list[Any]:
 
 
 class Precisions(TorchDispatchMode):
-    """Context that notes of every float32 product whether it is IEEE."""
+    """Record for every float32 product within a context whether it is IEEE."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_threads_that_overlap_leave_the_process_as_it_was(way: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_an_optimizer_within_autocast_is_the_plain_one(rule: str) -> None:
-    """Made and stepped there."""
+    """The optimizer is created and stepped within autocast."""
     generator = torch.Generator().manual_seed(0)
     start, grad = (torch.randn(24, 16, generator=generator) for _ in range(2))
     weights = []

@@ -19,7 +19,7 @@ def test_kernels_equal_their_references_in_the_interpreter() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
-    """They fit into shared memory, and multiply on tensor cores unless by IEEE products."""
+    """The kernels fit into shared memory, and use tensor cores except for IEEE products."""
     pytest.importorskip("triton")
     from tests.kernels import resources
 

@@ -13,11 +13,11 @@ from tests.step_trace import Operations
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WIDE = (torch.float32, torch.float64)
 LARGE = 513
-"""Rows that are computed by blocks in wide dtypes, and no multiple of the number of blocks."""
+"""A number of rows that is computed by blocks in wide dtypes and not a multiple of the blocks."""
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Matrices of spectral norm about 1."""
+    """Draw matrices of spectral norm about 1."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x.div_(shape[-2] ** 0.5 + shape[-1] ** 0.5).to(dtype)
@@ -30,7 +30,7 @@ def symmetric(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
     "polynomial": lambda r: kernels.polynomial(r, -1.5, 0.5, 2.25),
-    # Different ones that commute, as polynomials of one matrix do.
+    # Different matrices that commute, as polynomials of one matrix.
     "commuting": lambda r: kernels.commuting(
         kernels.polynomial(r, 0.5, -0.25, 1.0), kernels.polynomial(r, -0.5, 0.125, 2.0), 0.75
     ),
@@ -39,14 +39,14 @@ PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def assert_right(result: Tensor, exact: Tensor) -> None:
-    """Entries are at most 3; three roundings to the dtype follow one another, and sums of `n` terms
-    in at least float32 err by about sqrt(n) roundings."""
+    """Check errors: entries are at most 3, with three successive roundings to the dtype, and
+    float32 sums of `n` terms err by about sqrt(n) roundings."""
     bound = (12 + result.shape[-1] ** 0.5) * torch.finfo(result.dtype).eps
     torch.testing.assert_close(result.double(), exact, rtol=0, atol=bound)
 
 
 def by_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Compute products of so many rows and more by blocks, in all dtypes."""
+    """Compute products with at least `rows` rows by blocks, in all dtypes."""
     monkeypatch.setattr(library, "LEAST_ROWS", dict.fromkeys(FLOATS, rows))
 
 
@@ -54,7 +54,7 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def test_products_through_float32_are_rounded_once(
     slow: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever instructions this CPU has; float64 holds every sum of products of 16 bits."""
+    """The test holds on any CPU; float64 represents every sum of 16-bit products."""
     monkeypatch.setattr(library, "SLOW_ON_CPU", {slow})
     for dtype in (torch.bfloat16, torch.float16):
         a, b = drawn(3, 33, 40, dtype=dtype), drawn(3, 40, 33, dtype=dtype)
@@ -96,7 +96,7 @@ def test_large_products_are_right_and_exactly_symmetric(name: str, dtype: torch.
 def test_blocks_agree_with_the_whole(
     name: str, n: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float64, so that another order of sums is all that may differ."""
+    """In float64 only the order of sums may differ."""
     call = PRODUCTS.get(name, kernels.gram)
     x = symmetric(batch, n, n, dtype=torch.float64)
     by_blocks(monkeypatch, n + 1)
@@ -109,7 +109,7 @@ def test_blocks_agree_with_the_whole(
 
 @pytest.mark.parametrize("name", ["gram", *PRODUCTS])
 def test_nan_and_infinity_come_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they do from the whole product, in a matrix of which one row and column has them."""
+    """A matrix with NaN or infinity in one row and column gives them as the whole product does."""
     call = PRODUCTS.get(name, kernels.gram)
     for bad in (float("nan"), float("inf")):
         x = symmetric(3, 20, 20)

@@ -35,7 +35,7 @@ def test_measures_are_their_formulas_on_numpy_singular_values(shape: tuple[int, 
     }
     for measure, value in expected.items():
         np.testing.assert_allclose(measure(w).numpy(), value, rtol=1e-10)
-        # float32 decompositions are good to a few units of 6e-8 times the condition of the figure.
+        # float32 decompositions are accurate to a few units of 6e-8 times the figure's condition.
         np.testing.assert_allclose(measure(w.float()).numpy(), value, rtol=1e-4)
 
 
@@ -62,7 +62,7 @@ SPECTRA = {
 
 @pytest.mark.parametrize("name", SPECTRA)
 def test_figures_by_products_are_those_of_a_decomposition(name: str) -> None:
-    """To the errors that their docstrings state."""
+    """Figures agree to the errors in their docstrings."""
     w = torch.stack([SPECTRA[name](), 1e-9 * SPECTRA[name]()])
     values = torch.linalg.svdvals(w)
     close = 1e-3 if name == "close" else 1e-6
@@ -92,7 +92,7 @@ def test_global_condition_number_is_a_geometric_mean_of_the_usable() -> None:
 
 
 def noise(gradients: Tensor) -> measures.Noise:
-    """Signal and noise of `gradients` `[..., M, rows, cols]`."""
+    """Return signal and noise of `gradients` `[..., M, rows, cols]`."""
     flat = gradients.flatten(-2)
     return measures.noise_of(flat @ flat.mT)
 

@@ -1,4 +1,4 @@
-"""A step's scratch: a few matrices, however many units there are."""
+"""A step's scratch memory is a few matrices for any number of units."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def peak_in_units(name: str, count: int, rows: int, cols: int, **options: object
 
 
 SHAPES = [(768, 768), (600, 900), (1408, 512), (384, 1536)]
-# Without early exit SSO evaluates three times: it keeps the best direction meanwhile.
+# Without early exit SSO evaluates three times and keeps the best direction.
 RULES_OF_MATRICES: dict[str, dict[str, object]] = {
     "muon": {}, "muon_sphere": {}, "spectral_sphere": {"early_exit": False},
 }  # fmt: skip
@@ -41,8 +41,8 @@ def peaks_of_large_units() -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, float]:
-    """`peaks_of_large_units` in a process of its own: after some other tests of a long run, which
-    ones is not known, the same steps hold up to 1.5 units more."""
+    """Run `peaks_of_large_units` in a separate process: after certain other tests the same steps
+    take up to 1.5 units more."""
     call = f"import json, {__name__} as t; print(json.dumps(t.peaks_of_large_units()))"
     printed = output_of(sys.executable, "-c", call)
     found: dict[str, float] = json.loads(printed.splitlines()[-1])
@@ -54,7 +54,7 @@ def peaks() -> dict[str, float]:
 def test_a_large_unit_takes_three_of_its_own_size(
     name: str, shape: tuple[int, int], peaks: dict[str, float]
 ) -> None:
-    # The twentieth is vectors, and for SSO on squares one block of columns, 1/24.
+    # The 5% are vectors, and for SSO on square matrices one block of columns, 1/24.
     assert peaks[f"{name} {shape}"] <= 3.05
 
 

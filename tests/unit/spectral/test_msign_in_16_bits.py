@@ -1,4 +1,4 @@
-"""msign in 16 bits stays bounded, whatever the input: the form, margins and restarts decide it."""
+"""msign in 16 bits stays bounded for any input, by its form, margins and restarts."""
 
 from pathlib import Path
 
@@ -12,17 +12,17 @@ from spectral.polar import SCHEDULES, coefficients, largest_value, msign
 DTYPES = [torch.bfloat16, torch.float16]
 STEPS = 8
 ROOM = 1.1
-"""Above the largest value of the polynomials on [0, 1]; what is unstable ends in 1e3 or NaN."""
+"""Margin above the largest value of the polynomials on [0, 1]; unstable forms end in 1e3 or NaN."""
 SHAPES = [(24, 48), (32, 32), (32, 1024), (40, 64), (64, 128), (128, 128), (128, 352)]
 
 
 def largest(x: Tensor) -> float:
-    """The largest singular value of any of `x` `[batch, rows, cols]`, NaN if one is not finite."""
+    """Return the largest singular value in `x` `[batch, rows, cols]`, NaN if one is not finite."""
     return float(torch.linalg.matrix_norm(x.double(), 2).max())
 
 
 def gradient_like(shape: tuple[int, int], count: int, generator: torch.Generator) -> Tensor:
-    """`[count, rows, cols]`, each `dY^T X` of 16 to 512 tokens with outliers."""
+    """Return matrices `[count, rows, cols]` `dY^T X` of 16 to 512 tokens with outliers."""
     (rows, cols), drawn = shape, []
     for i in range(count):
         tokens = (16, 64, 256, 512)[i % 4]

@@ -15,7 +15,8 @@ ALGORITHMS = ["project", "project_rescale", "dual"]
 
 
 def weight_with_gap(rows: int, cols: int, gap: float, batch: int = 1, seed: int = 0) -> Tensor:
-    """Float64 matrices of norm sqrt(rows / cols) whose second value is (1 - gap) of the first."""
+    """Return float64 matrices of norm sqrt(rows / cols) whose second singular value is (1 - gap) of
+    the first."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(batch, rows, cols, generator=generator, dtype=torch.float64)
     left, sigma, right = torch.linalg.svd(w, full_matrices=False)
@@ -25,7 +26,7 @@ def weight_with_gap(rows: int, cols: int, gap: float, batch: int = 1, seed: int 
 
 
 def norms(w: Tensor) -> Tensor:
-    """||W||_2 over the radius of spectral muP, by float64 SVD."""
+    """Return ||W||_2 over the radius of spectral muP, by a float64 SVD."""
     values: Tensor = torch.linalg.matrix_norm(w.double(), 2)
     return values / math.sqrt(w.shape[-2] / w.shape[-1])
 
@@ -66,7 +67,7 @@ def test_norm_is_kept_within_the_gap(shape: tuple[int, int], algorithm: str) -> 
 
 @pytest.mark.parametrize(("eta", "norm", "exceeded"), [(0.79, 1.0, 0), (0.85, 1.05, 1)])
 def test_counterexample_beyond_the_gap(eta: float, norm: float, exceeded: int) -> None:
-    # W = diag(1, 0.2), D = diag(0, -1): certified up to eta = 0.8, and no further.
+    # W = diag(1, 0.2), D = diag(0, -1): certified exactly up to eta = 0.8.
     w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64))[None]
     grad = torch.diag(torch.tensor([0.0, -3.0], dtype=torch.float64))[None]
     rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
@@ -81,7 +82,8 @@ def test_counterexample_beyond_the_gap(eta: float, norm: float, exceeded: int) -
 
 
 def test_rescale_follows_a_runner_up_that_overtakes() -> None:
-    # The old pair remains exactly singular: an iteration from it alone would report the old norm.
+    # The old pair remains an exact singular pair: an iteration from it alone would report the old
+    # norm.
     w = torch.diag(torch.tensor([1.0, 0.9, 0.1], dtype=torch.float64))[None]
     grad = torch.diag(torch.tensor([0.0, -1.0, 0.0], dtype=torch.float64))[None]
     rule = MuonPlusPlusRule(momentum=0.0, steps=14)
@@ -98,7 +100,8 @@ def test_rescale_follows_a_runner_up_that_overtakes() -> None:
 )
 def test_three_hundred_steps_toward_a_target(algorithm: str, low: float, high: float) -> None:
     # A Gaussian weight has a gap of about 1%. Algorithm 1 leaves the sphere and does not return,
-    # algorithm 2 holds it to the accuracy of a ten-step Krylov iteration on a crowded spectrum, 1%.
+    # algorithm 2 stays on it to 1%, the accuracy of a ten-step Krylov iteration on a crowded
+    # spectrum.
     w = torch.randn(1, 64, 64)
     w /= torch.linalg.matrix_norm(w, 2)
     target = torch.randn(1, 64, 64)
@@ -156,13 +159,13 @@ def test_projection_survives_bfloat16_products() -> None:
     def leak(direction: Tensor) -> float:
         return float((u[:, None, :] @ direction).norm() + (direction @ v[:, :, None]).norm())
 
-    # float32 rounding of two projections, against what msign alone makes of the null directions.
+    # float32 rounding of two projections, against msign alone on the null directions.
     assert leak(step) < 1e-5
     assert leak(msign(project_(grad, u, v), dtype=torch.bfloat16)) > 1e-3
 
 
 def correlated(rho: float, size: int = 32) -> Tensor:
-    """A matrix whose estimated correlation is `rho` exactly."""
+    """Return a matrix whose estimated correlation is exactly `rho`."""
     noise = torch.randn(1, size, size, dtype=torch.float64)
     noise = (noise - noise.mean()) / noise.std(correction=0)
     count = size * size
@@ -172,7 +175,7 @@ def correlated(rho: float, size: int = 32) -> Tensor:
 
 @pytest.mark.parametrize(
     ("asked", "first", "acts"),
-    # A negative estimate, as two draws in three of independent entries, makes no ratio.
+    # A negative estimate (two of three draws of independent entries) gives no ratio.
     [(False, 0.2, False), (True, 0.2, True), (True, -0.5 / 1024, False)],
 )
 def test_correlation_rescale_acts_once_and_only_when_asked(

@@ -1,4 +1,4 @@
-"""AdaMuon, NorMuon and cautious weight decay: the numbers of the published codes."""
+"""AdaMuon, NorMuon and cautious weight decay against numbers of the published code."""
 
 import math
 from typing import Any
@@ -58,7 +58,7 @@ def test_two_steps_give_the_numbers_of_the_published_code(name: str) -> None:
 
 
 def stepped(rule: Rule, weight: Tensor, **rates: Any) -> tuple[Tensor, Report]:
-    """A weight after a step along gradients of very different sizes, and the report."""
+    """Return a weight after a step along gradients of very different sizes, and the report."""
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(weight.shape, generator=generator)
     grad *= 10 ** (4 * torch.rand(grad.shape, generator=generator))
@@ -68,7 +68,7 @@ def stepped(rule: Rule, weight: Tensor, **rates: Any) -> tuple[Tensor, Report]:
 
 def test_every_entry_of_adamuons_first_update_has_the_root_mean_square_of_adams() -> None:
     weight, report = stepped(AdaMuonRule(), torch.zeros(2, 30, 12), lr=1.0)
-    # An entry of msign of almost 0 is within the epsilon of its root mean square.
+    # An entry of msign near 0 is within the epsilon of its root mean square.
     assert (weight.abs() - 0.2).abs().max() < 1e-3
     assert report["update_rms"].tolist() == pytest.approx([0.2] * 2, rel=1e-5)
     with_inf = torch.full((1, 3, 4), math.inf)
@@ -78,7 +78,7 @@ def test_every_entry_of_adamuons_first_update_has_the_root_mean_square_of_adams(
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
-    """Beside the step without decay, and the step that decays everything."""
+    """Compare with a step without decay, and with a step that decays everything."""
     start = torch.randn(2, 12, 30)
     start[0, 0] = 0
     none, _ = stepped(MuonRule(), start, lr=lr)
@@ -93,7 +93,7 @@ def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
 
 
 def test_rows_of_different_gradients_move_alike() -> None:
-    """A neuron whose gradient is almost nothing gets rows of the others' size."""
+    """A neuron with a tiny gradient gets update rows as large as the others."""
     rule, generator = NorMuonRule(beta2=0.0), torch.Generator().manual_seed(0)
     weight = torch.zeros(1, 40, 8, dtype=torch.float64)
     grad = torch.randn(1, 40, 8, generator=generator, dtype=torch.float64)

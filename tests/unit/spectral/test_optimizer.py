@@ -1,4 +1,4 @@
-"""The torch.optim classes against torch's own, and the promises of an optimizer."""
+"""The optimizer classes against torch's own, and the contract of an optimizer."""
 
 import copy
 import math
@@ -58,8 +58,9 @@ def weights(net: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
 def test_muon_equals_torch(nesterov: bool, shape: tuple[int, int]) -> None:
-    """Same coefficients, steps, dtype and scale. torch divides by the norm in bfloat16, we in
-    float32: entries differ by bfloat16 rounding, 2^-8 of their size, over five steps."""
+    """Coefficients, steps, dtype and scale are the same. torch divides by the norm in bfloat16,
+    this library in float32: entries differ by bfloat16 rounding, 2^-8 of their size, over five
+    steps."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=generator)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -108,7 +109,7 @@ def test_training_resumes_bitwise_from_a_state_dict(name: str, tmp_path: Path) -
 def test_groups_that_differ_in_their_rate_are_stepped_each_with_its_own(
     name: str, kind: str
 ) -> None:
-    """Rates by layer, changed by a scheduler, beside an optimizer for each layer."""
+    """Compare rates by layer, changed by a scheduler, with one optimizer per layer."""
     shape, count = (6, 10), 3
     start = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
     grads = [[torch.randn_like(x) for x in start] for _ in range(2)]
@@ -125,7 +126,7 @@ def test_groups_that_differ_in_their_rate_are_stepped_each_with_its_own(
         for i in range(count):
             together[i].grad, apart[i].grad = grads[step][i].clone(), grads[step][i].clone()
         one.step()
-        # Matrices of one rate are a stack; an elementwise rule takes parameters as they are.
+        # Matrices of one rate form a stack; an elementwise rule takes parameters unchanged.
         joins = kind == "numbers" and RULES[name].whole_matrix
         sizes = [2, 1] if joins else count * [1]
         assert [len(parameters) for parameters, _ in one.last_reports] == sizes
@@ -279,8 +280,8 @@ def test_a_group_that_is_refused_is_not_added() -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "muon_plus_plus", "adamw"])
 def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
-    """bfloat16 parameters are the rounded weights of the same steps in float32, by rules that write
-    them and by rules that do not; a checkpoint keeps the masters."""
+    """bfloat16 parameters equal the rounded weights of the same float32 steps, under rules that
+    read weights and others; a checkpoint contains the masters."""
     start = [
         torch.randn(6, 8).bfloat16(),
         torch.randn(6, 8).bfloat16(),
@@ -311,14 +312,14 @@ def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
     for i, (parameter, other) in enumerate(zip(again, ours, strict=True)):
         master = resumed.state[parameter]["master"]
         assert torch.equal(master, optimizer.state[other]["master"])
-        assert not torch.equal(master, halfway[1]["state"][i]["master"])  # that stays as it was
+        assert not torch.equal(master, halfway[1]["state"][i]["master"])  # unchanged
         assert torch.equal(parameter, other)
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 @pytest.mark.parametrize("how", ["load", "data", "cast", "merge", "state"])
 def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
-    """A step of rate 0 leaves it as it is; later ones keep what 16 bits lose."""
+    """A step of rate 0 changes nothing; later steps keep the bits that 16-bit weights lose."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 6, bias=False))
     if how == "merge":
@@ -355,7 +356,7 @@ def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
 def test_the_state_follows_weights_that_are_cast(
     name: str, before: str, after: str, atol: float
 ) -> None:
-    """Between steps, to the other dtype, in which the reference is all along."""
+    """Weights are cast between steps to the other dtype, which the reference always has."""
     start, grads = torch.randn(8, 6), torch.randn(3, 8, 6)
     cast, reference = (nn.Parameter(start.to(getattr(torch, x))) for x in (before, after))
     own = fields_of(name, exact=True)
@@ -375,7 +376,7 @@ def test_the_state_follows_weights_that_are_cast(
 
 @pytest.mark.parametrize("rule", ["adamw", "spectral_sphere"])
 def test_a_compiled_step_is_the_plain_one(rule: str) -> None:
-    """The compiler is kept out of it: it lost a name of SSO's and broke on the fused step."""
+    """The step is excluded from compilation, which fails for SSO and the fused step."""
     plain, compiled = (nn.Parameter(torch.eye(4, 6)) for _ in range(2))
     optimizers = [SpectralOptimizer([p], rule=rule) for p in (plain, compiled)]
     steps = optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")

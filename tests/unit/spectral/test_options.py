@@ -1,4 +1,4 @@
-"""What the classes take: signatures, names of other libraries, defaults by dtype, foreign keys."""
+"""Arguments of the classes: signatures, aliases, defaults by dtype, foreign keys."""
 
 import copy
 import inspect
@@ -33,7 +33,7 @@ CLASSES = [
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
-    """A parameter with a gradient."""
+    """Return a parameter with a gradient."""
     generator = torch.Generator().manual_seed(sum(shape))
     parameter = Parameter(torch.randn(*shape, generator=generator).to(dtype))
     parameter.grad = torch.randn(*shape, generator=generator).to(dtype)
@@ -42,7 +42,7 @@ def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_signature_and_docstring_have_every_field_of_the_rule(kind: type) -> None:
-    """What `help` and type checkers show is written out; the rule says what it must be."""
+    """The explicit signatures and docstrings for `help` and type checkers match the rule."""
     rule = RULES[kind.default_rule]  # type: ignore[attr-defined]
     parameters = inspect.signature(kind).parameters
     text = " ".join((inspect.getdoc(kind) or "").split())
@@ -79,7 +79,7 @@ def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
 
 @pytest.mark.parametrize("key", ["use_muon", "algorithm"])
 def test_a_group_of_another_library_is_refused(key: str) -> None:
-    """It would be stepped by Muon at AdamW's rate."""
+    """Otherwise Muon would step it at AdamW's rate."""
     group = {"params": [weight(2, 2)], key: False}
     with pytest.raises(TypeError, match=f"'{key}' chooses no rule here; give the group rule="):
         Muon([group])
@@ -94,7 +94,7 @@ def test_names_of_torch_are_understood() -> None:
     assert AdamW([weight(8)], momentum=0.8).param_groups[0]["beta1"] == 0.8
     optimizer = AdamW([weight(8)], betas=UserList([0.8, 0.99]))
     optimizer.param_groups[0]["betas"] = 0.5
-    for _ in range(2):  # nor does the second step go on with what was before
+    for _ in range(2):  # the second step does not continue from the earlier state either
         with pytest.raises(TypeError, match="betas must be two numbers, got 0.5"):
             optimizer.step()
     with pytest.raises(TypeError, match="rule 'muon' has no field 'betas'$"):
@@ -164,7 +164,7 @@ def test_options_of_torch_that_are_fixed_here(
 def test_options_of_torchs_muon_have_a_hint(
     where: str, option: str, value: object, hint: str
 ) -> None:
-    if (where, option) == ("group", "eps"):  # which programs write into the groups of Adam
+    if (where, option) == ("group", "eps"):  # written into the groups of Adam by other programs
         return
     group, options = {"params": [weight(8, 12)]}, {option: value}
     with pytest.raises(TypeError, match=f"rule 'muon' has no field '{option}'; .*{hint}"):
@@ -206,14 +206,14 @@ def test_a_state_of_momenta_alone_is_enough() -> None:
     optimizer.step()
     other.step()
     assert torch.equal(other.state[parameter]["momentum"], optimizer.state[old]["momentum"])
-    # The pair is found from nothing in place of from the last step's.
+    # The pair is found from a cold start instead of the last step's pair.
     torch.testing.assert_close(parameter, old, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", [Muon, MuonSphere, SpectralSphere, AdamW])
 @pytest.mark.parametrize("master_weights", [True, False])
 def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weights: bool) -> None:
-    """As megatron-core's mixed-precision optimizer does, with the state it has found."""
+    """Like megatron-core's mixed-precision optimizer, with the existing state."""
     narrow = weight(8, 12, dtype=torch.bfloat16)
     optimizer = kind([narrow], master_weights=master_weights)  # type: ignore[call-arg]
     wide = Parameter(narrow.detach().float())
@@ -237,7 +237,7 @@ def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weight
     ],
 )
 def test_schedulers_cycle_the_momentum_of_all_groups(kind: Callable[..., LRScheduler]) -> None:
-    """AdamW steps as torch's does, with the beta that they cycle and with what a loop sets."""
+    """AdamW steps as torch's, with the beta from a scheduler or a loop."""
     ours, theirs, options = weight(8), weight(8), {"betas": (0.8, 0.9), "weight_decay": 0.1}
     both = AdamW([ours], **options), torch.optim.AdamW([theirs], **options)  # type: ignore[arg-type]
     schedules = [kind(optimizer) for optimizer in both]

@@ -1,4 +1,4 @@
-"""What `split_parameters` takes for matrices in models of transformers, and what it refuses."""
+"""The matrices that `split_parameters` finds in models of transformers, and its refusals."""
 
 import re
 from collections import UserList
@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[tuple[int, int], int]]]] 
     "DeepseekV3": (LATENT, DEEPSEEK),
     "DeepseekV2": (LATENT, DEEPSEEK),
 }
-"""Settings of a tiny model, and the shapes of the matrices in its weights with their numbers."""
+"""Settings of a tiny model, with shapes and numbers of the matrices in its weights."""
 
 
 def build(name: str) -> nn.Module:
@@ -125,7 +125,7 @@ def build(name: str) -> nn.Module:
 
 
 def matrices(parameter: Tensor, group: dict[str, Any]) -> list[Tensor]:
-    """The matrices of a parameter, by plain slices of the axes that its group names."""
+    """Return the matrices of a parameter by plain slices along the axes of its group."""
     units = group["units"] or {"rows": [], "transposed": False, "stacked": False}
     entries = list(parameter.detach()) if units["stacked"] else [parameter.detach()]
     found = []
@@ -181,7 +181,8 @@ def test_an_unknown_fused_weight_is_refused(name: str) -> None:
     ("outputs", "back", "fused"), [(16, 8, True), (24, 8, True), (8, 8, False)]
 )
 def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: bool) -> None:
-    """Under any name: the gated layer of ModernBERT, `Wi`, and not the plain one of T5."""
+    """It works under any name: the gated layer `Wi` of ModernBERT is fused, the plain layer of T5
+    is not."""
     block = nn.ModuleDict(
         {"wi": nn.Linear(6, outputs), "wo": nn.Sequential(nn.Linear(back, 6), nn.Dropout())}
     )
@@ -198,7 +199,7 @@ def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: 
 
 
 class Bare(nn.Module):
-    """Parameters of two dimensions that are no matrices."""
+    """Parameters of two dimensions that are not matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +298,7 @@ def test_a_split_of_something_else_is_refused(
         split_parameters(model, **options)
     with pytest.raises(TypeError, match=r"params must be parameters or split_parameters\(model\)"):
         Muon(MODEL)
-    Muon(nn.ParameterList([MODEL[0].weight]))  # a module, but of parameters alone
+    Muon(nn.ParameterList([MODEL[0].weight]))  # a module with only parameters
 
 
 @pytest.mark.parametrize("example", [None, torch.tensor([[1, 2]])])

@@ -15,7 +15,7 @@ TOKENS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0)
 
 
 def effective(weight: Tensor, level: Level) -> Tensor:
-    """PC(W) with gamma 1 by a singular value decomposition."""
+    """Compute PC(W) with gamma 1 by a singular value decomposition."""
     u, sigma, v = torch.linalg.svd(weight, full_matrices=False)
     x = sigma / (sigma[0] + 1e-7)
     for stage in stages(level):
@@ -37,7 +37,7 @@ def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
     weight = layer.parametrizations.weight.original  # type: ignore[union-attr]
     x = torch.randn(5, 12, dtype=torch.float64)
     wanted = nn.functional.linear(x, effective(weight.detach(), level), layer.bias)
-    # The top pair is known to a relative 1e-6: cold starts stop there.
+    # Cold starts give the top pair to a relative 1e-6.
     torch.testing.assert_close(layer(x), wanted, rtol=1e-5, atol=1e-7)
 
 
@@ -55,7 +55,7 @@ def test_each_matrix_of_a_fused_and_transposed_weight_by_itself() -> None:
 
 
 def test_a_model_trains_and_is_merged() -> None:
-    """The merged model is an ordinary one with the same logits and the names of before."""
+    """The merged model is an ordinary model with the same logits and the original names."""
     model = gpt2()
     names = [n for n, _ in model.named_parameters()]
     layers = preconditioned(model)

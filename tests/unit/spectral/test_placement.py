@@ -1,4 +1,4 @@
-"""Placement: published examples, bounds against brute force, and units that stay where they are."""
+"""Placement: published examples, bounds against brute force, and units that are not moved."""
 
 from itertools import product
 
@@ -20,12 +20,12 @@ STRATEGIES = ("auto", "ping_pong")
 
 
 def dealt(owners, ranks):
-    """Items of each rank."""
+    """Return the items of each rank."""
     return [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 
 
 def best_load(costs, ranks):
-    """The smallest possible largest load, by trying everything."""
+    """Return the smallest possible largest load by brute force."""
     return min(
         max(loads_of(costs, owners, [0.0] * ranks))
         for owners in product(range(ranks), repeat=len(costs))
@@ -34,7 +34,7 @@ def best_load(costs, ranks):
 
 @st.composite
 def works(draw):
-    """`(works, ranks)`: units with random costs, spread over random ranks."""
+    """Draw `(works, ranks)`: units with random costs, spread over random ranks."""
     ranks = draw(st.integers(1, 12))
     units = []
     for i in range(draw(st.integers(1, 30))):

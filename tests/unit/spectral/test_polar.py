@@ -16,7 +16,7 @@ from spectral.polar import (
 )
 from tests.matrices import gaussian, msign_by_svd, scalar_map, spectrum
 
-# Columns with which msign takes each form, of matrices with so many rows.
+# Numbers of columns at which msign uses each form, by number of rows.
 BY_FORM = pytest.mark.parametrize("ratio", [1.5, 4], ids=["plain", "gram"])
 
 
@@ -34,7 +34,7 @@ def test_equals_the_polynomials_on_the_svd(schedule: str, steps: int, ratio: flo
 
 
 def test_schedules_that_converge_reach_one() -> None:
-    """The response on [1e-2, 1] after each set's own length; a wrong digit shows here."""
+    """Compare the response on [1e-2, 1] after each schedule; a wrong digit would show."""
     s = torch.logspace(-2, 0, 400, dtype=torch.float64)
     bounds = {"polar_express": 1e-4, "polar_express_upstream": 1e-3, "deepseek": 1e-3}
     for schedule, bound in bounds.items():
@@ -50,7 +50,7 @@ def test_schedules_that_converge_reach_one() -> None:
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-4), (torch.float16, 0.15)])
 @pytest.mark.parametrize("decay", [0.0, 1.0, 2.0])
 def test_gram_form_is_as_accurate_as_plain(dtype: torch.dtype, bound: float, decay: float) -> None:
-    """On flat, 1/k and 1/k^2 spectra; without restarts half precision diverges on the last two.
+    """Test flat, 1/k and 1/k^2 spectra; without restarts half precision diverges on the last two.
 
     `bound` is about the plain form's own error on 1/k^2, where even its input rounding is visible.
     """
@@ -73,7 +73,7 @@ def test_gram_form_is_as_accurate_as_plain(dtype: torch.dtype, bound: float, dec
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_float32_extremes_of_scale(scale: float) -> None:
-    """Squares would under- or overflow."""
+    """Squares of these values would underflow or overflow."""
     x = gaussian(8, 24).float()
     torch.testing.assert_close(msign(x * scale), msign(x), rtol=0, atol=1e-5)
 

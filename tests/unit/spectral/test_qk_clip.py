@@ -1,4 +1,4 @@
-"""QK-clip beside the published code."""
+"""QK-clip against the published code."""
 
 from types import SimpleNamespace
 

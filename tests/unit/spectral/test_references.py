@@ -13,10 +13,10 @@ from spectral.sphere import spectral_init_
 
 SHAPES = [(12, 12), (7, 20), (20, 7), (1, 9)]
 EXACT = {"steps": 16}
-"""Steps after which msign is exact: the solvers of tangent directions stop at a tolerance."""
+"""Steps after which msign is exact, as the solvers of tangent directions stop at a tolerance."""
 SOLVED = {**EXACT, "tolerance": 1e-12, "max_evaluations": 60}
 TOLERANCE = 1e-9
-"""Sums in another order, through the polynomials; singular vectors found by iteration."""
+"""Covers another order of sums through the polynomials, and iterated singular vectors."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("adamw", {}),
     ("adamw", {"beta1": 0.5, "beta2": 0.7, "epsilon": 1e-3}),
@@ -65,7 +65,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_a_rule_equals_its_reference(
     name: str, options: dict[str, Any], shape: tuple[int, int]
 ) -> None:
-    """Over four steps with decay, a stack of three matrices with a gap below the largest singular
+    """Run four steps with decay on a stack of three matrices with a gap below the largest singular
     value."""
     if name == "muon_plus_plus" and 1 in shape:
         pytest.skip("a vector has no direction orthogonal to its top singular pair")
@@ -73,7 +73,7 @@ def test_a_rule_equals_its_reference(
     reference = sys.modules[type(rule).__module__].reference
     generator = torch.Generator().manual_seed(3)
     weight = spectral_init_(torch.empty(3, *shape, dtype=torch.float64), generator=generator)
-    weight += 0.05  # a correlation, of which Muon++ takes notice
+    weight += 0.05  # a correlation that Muon++ detects
     decay = 0.0 if options.get("retraction") == "dynamic" else 0.1
     state = rule.init_state(weight)
     singles = [weight[i].clone() for i in range(3)]
@@ -97,14 +97,14 @@ EXEMPT = {
     "spectral_sphere": {"schedule"},
     "muon_sphere": {"schedule"},
 }
-"""Options of code that the rule shares with Muon, where they are compared."""
+"""Options of code shared with Muon, whose test compares them."""
 
 
 def test_every_option_of_every_rule_is_compared() -> None:
-    """But those that choose how exactly something is computed."""
+    """Only options of accuracy are exempt."""
     how = {"msign_dtype", "krylov_steps", "tolerance", "max_evaluations", "early_exit"}
     for name, kind in RULES.items():
-        if name == "normalized":  # the example of CONTRIBUTING, where it is installed
+        if name == "normalized":  # the example of CONTRIBUTING, if installed
             continue
         changed = {key for case, options in CASES if case == name for key in options}
         assert {field.name for field in fields(kind)} - how <= changed | EXEMPT.get(name, set())

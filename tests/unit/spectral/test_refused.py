@@ -1,4 +1,4 @@
-"""A step that is not sound is refused: the weights stay bit for bit, whatever is put in."""
+"""Unsound steps are refused: the weights stay bit for bit for any input."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ from spectral.sphere import spectral_init_
 BATCH, ROWS, COLS = 3, 12, 40
 POISONS = [float("nan"), float("inf"), 1e30]
 HALVES = [torch.bfloat16, torch.float16]
-# Every rule that computes its direction from norms, and what changes the way that a step goes.
+# Every rule that computes its direction from norms, with options that change the path of a step.
 CASES: dict[str, Rule] = {
     **{name: rule() for name, rule in RULES.items() if name != "adamw"},
     **{
@@ -38,8 +38,8 @@ def gradient(step: int) -> Tensor:
 
 
 def run(rule: Rule, place: str, poison: float, at: int, steps: int = 4) -> tuple[Tensor, Tensor]:
-    """The weights after some steps, and how often each unit was refused; before step `at` an entry
-    of unit 1 of `place` is made `poison`."""
+    """Return the weights after some steps and each unit's refusals; before step `at` an entry of
+    unit 1 of `place` is set to `poison`."""
     weight = spectral_init_(
         torch.empty(BATCH, ROWS, COLS), generator=torch.Generator().manual_seed(0)
     )
@@ -60,7 +60,7 @@ def run(rule: Rule, place: str, poison: float, at: int, steps: int = 4) -> tuple
 
 @cache
 def healthy(case: str) -> Tensor:
-    """The weights of a case after steps into which nothing was put."""
+    """Return the weights of a case after steps without poison."""
     weight, none = run(CASES[case], "nowhere", 0.0, 0)
     assert none.sum() == 0
     return weight
@@ -78,7 +78,7 @@ def places(rule: Rule) -> list[str]:
 def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> None:
     for at in (0, 2):
         weight, count = run(CASES[case], place, poison, at)
-        # The others take the steps that they would have taken; products of stacks go the same way.
+        # Other units take their normal steps; products of stacks are unchanged.
         assert torch.equal(weight[::2], healthy(case)[::2]) and count[::2].sum() == 0
         # What the direction is made of is seen to be wrong. A weight that no norm is taken of, and
         # what is not read or is a count, are not: the run's own checks find the former.
@@ -92,7 +92,7 @@ def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> Non
 def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(
     case: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight matrices, of which a CPU's cache holds some: the first, the last, and between them."""
+    """Test the first, the last and a middle one of eight matrices; only some fit a CPU's cache."""
     monkeypatch.setitem(CACHE_ELEMENTS, "cpu", together * ROWS * COLS)
     rule, generator = CASES[case], torch.Generator().manual_seed(0)
     start = spectral_init_(torch.empty(8, ROWS, COLS), generator=generator)
@@ -120,8 +120,8 @@ def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(
 def test_a_singular_value_that_has_grown_is_seen(
     rows: int, schedule: str, dtype: torch.dtype
 ) -> None:
-    """As eigenvalues of the Gram matrix before the last step: none above what the polynomials make
-    of [0, 1] is taken for unbounded, one that is two and a half times as large is."""
+    """Test eigenvalues of the Gram matrix before the last step: values within the image of [0, 1]
+    count as bounded, a value 2.5 times as large does not."""
     steps = coefficients(schedule, 8, dtype)
     most, (_, b, c) = largest_value(steps[:-1]), steps[-1]
     sound = torch.full((rows,), most**2)

@@ -1,4 +1,4 @@
-"""What every update rule promises."""
+"""The contract of every update rule."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from tests.step_trace import as_on_a_device
 
 SHAPE = (3, 24, 40)
 # Within one step Muon++ also rescales to the radius; its update alone is that of algorithm 1. SSO
-# takes a step as on a GPU, which does not look whether to stop.
+# steps as on a GPU, without checks for an early exit.
 OPTIONS: dict[str, dict[str, object]] = {
     "muon_plus_plus": {"algorithm": "project"},
     "spectral_sphere": {"early_exit": False},
@@ -41,7 +41,7 @@ def make(name: str) -> Rule:
 
 
 def start(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Weights on their spheres and a gradient."""
+    """Return weights on their spheres and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     weight = spectral_init_(torch.empty(SHAPE), generator=generator)
     return weight, torch.randn(SHAPE, generator=generator)
@@ -57,7 +57,7 @@ def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, R
 
 @ALL
 def test_plans_count_the_work_of_every_rule(name: str) -> None:
-    """That of a rule of whole matrices without `cost` is left out, and plans say so."""
+    """Plans leave out the work of a rule of whole matrices without `cost`, and say so."""
     assert RULES[name].costs_are_counted() is (name != "normalized")
     uncounted = type("Own", (MomentumRule,), {"update": RULES["muon"].update})
     assert not uncounted.costs_are_counted() and MsignRule.costs_are_counted()
@@ -107,7 +107,7 @@ def test_inactive_step_changes_no_bit(name: str, fresh: bool) -> None:
 
 @EVERY_FORM
 def test_one_graph_with_a_gate_and_device_scalars_is_the_plain_step(name: str) -> None:
-    """Data-dependent control flow, which on a GPU means waiting for it, allows no single graph."""
+    """A single graph has no data-dependent control flow, which would wait for a GPU."""
     rule = make(name)
     weight, grad = (x[:, :8, :6].contiguous() for x in start())
     gated, (state, other) = weight.clone(), (rule.init_state(weight) for _ in range(2))
@@ -115,7 +115,7 @@ def test_one_graph_with_a_gate_and_device_scalars_is_the_plain_step(name: str) -
     def gated_step(w: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, gate: Tensor) -> Report:
         return take_step(rule, w, grad, state, lr=lr, weight_decay=decay, active=gate)
 
-    # In the others the compiler loses a global, or takes a size for a symbol.
+    # For other rules the compiler loses a global, or treats a size as a symbol.
     if name in ("adamw", "muon", "muon_plus_plus project_rescale", "spectral_descent"):
         gated_step = torch.compile(gated_step, fullgraph=True, backend="eager")
     for _ in range(2):
@@ -189,7 +189,7 @@ def test_rates_of_single_matrices_are_refused(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
-    """What routing shows of a rule is what its step does."""
+    """The values that routing shows equal those of a step."""
     rule = make(name)
     weight = spectral_init_(torch.empty(2, *shape, dtype=torch.float64))
     before, grad = weight.clone(), torch.randn(2, *shape, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""top_singular against a float64 SVD: by the iteration, and as a CPU does it for few rows."""
+"""top_singular against a float64 SVD: the iteration, and a CPU's eigensolver for few rows."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def errors(w: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float]:
-    """Worst relative error of sigma, and worst |<u v^T, u1 v1^T>|, over the batch."""
+    """Return the worst relative error of sigma and the worst |<u v^T, u1 v1^T>| of the batch."""
     sigma, u, v = (x.double() for x in found)
     left, values, right = torch.linalg.svd(w.double(), full_matrices=False)
     overlap = (u * left[..., 0]).sum(-1) * (v * right[..., 0, :]).sum(-1)
@@ -42,8 +42,9 @@ def errors(w: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> tuple[float, floa
     [(128, 128), (64, 512), (512, 64), (512, 512), (1, 1), (1, 9), (9, 1), (2, 2), (3, 50)],
 )
 def test_cold_start_on_gaussian_weights(shape: tuple[int, int]) -> None:
-    """The hardest case: gaps near 1% and less. A hundred cold power iterations leave an error up to
-    3e-3 and vectors nearly orthogonal to the truth; the block Krylov start ends at rounding."""
+    """This is the hardest case: gaps near 1% and less. A hundred cold power iterations leave errors
+    up to 3e-3 and vectors nearly orthogonal to the true ones; the block Krylov start is accurate to
+    rounding."""
     w = gaussian(3, *shape)
     relative, overlap = errors(w, cold_start(w))
     assert relative < 2e-6  # a few units of float32 rounding
@@ -57,9 +58,9 @@ def test_cold_start_on_gaussian_weights(shape: tuple[int, int]) -> None:
 def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
     rows: int, cols: int, rivals: int, sigma_bound: float, overlap_bound: float
 ) -> None:
-    """Singular values within 4% of each other take turns at the top, in fixed directions. From the
-    top vector alone, which is an exact singular vector, the next one is not found in time. Of more
-    rivals than are kept, one may be a step late."""
+    """Singular values within 4% of each other alternate at the top, in fixed directions. An
+    iteration from only the top vector, an exact singular vector, finds the next one too late. With
+    more rivals than cached vectors, one may be a step late."""
     steps = 300
     generator = torch.Generator().manual_seed(0)
     left, right = (
@@ -73,7 +74,8 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
     values[:, :rivals] += 0.02 * torch.sin((0.02 + 0.05 * rate) * time + 6.28 * phase)
 
     def worst(krylov_steps: int, nearby: Tensor | None) -> tuple[float, float]:
-        """Largest error of sigma, and smallest overlap where the top value is 0.1% apart."""
+        """Return the largest error of sigma, and the smallest overlap where the top value is 0.1%
+        apart."""
         sigma_error, overlap = 0.0, 1.0
         cached = torch.zeros(1, rows)
         for now in values:
@@ -98,8 +100,8 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
 @pytest.mark.parametrize("diagonal", [0.5, 1e-9])
 @pytest.mark.parametrize("size", [2, 20, 96, 192, 400])
 def test_the_top_eigenvector_may_have_equal_entries(size: int, diagonal: float) -> None:
-    """Its value is then up to `size` times the largest entry, and its 128th power is squared once
-    more for the norm."""
+    """The eigenvalue is then up to `size` times the largest entry, and its 128th power is squared
+    again for the norm."""
     t = torch.full((1, size, size), 1 / size, dtype=torch.float64)
     t.diagonal(dim1=1, dim2=2).add_(diagonal)
     found = _top_eigenvector(t)
@@ -127,7 +129,7 @@ def test_nearby_vectors_of_small_zero_and_unsound_matrices() -> None:
 
 
 def test_zero_row_sums_are_not_fatal() -> None:
-    """A constant start vector is in the null space of these, and retraction then explodes."""
+    """A constant start vector is in their null space, and retraction would explode."""
     w = torch.tensor([[[1.0, -1.0], [2.0, -2.0]]])
     assert cold_start(w)[0].item() == pytest.approx(10**0.5, rel=1e-6)
     w = gaussian(2, 48, 48)
@@ -136,7 +138,7 @@ def test_zero_row_sums_are_not_fatal() -> None:
 
 
 def test_finds_a_spike_orthogonal_to_the_remembered_vector() -> None:
-    """From an exact singular vector of an old direction, one call sees a new, larger one."""
+    """From an exact singular vector of an old direction, one call finds a new, larger one."""
     w = torch.zeros(1, 40, 60)
     w[0, 0, 0], w[0, 1, 1] = 1.0, 1.5
     u, v = torch.zeros(1, 40), torch.zeros(1, 60)

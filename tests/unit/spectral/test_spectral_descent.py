@@ -11,7 +11,7 @@ from spectral.rules.base import take_step
 
 
 def random_features() -> tuple[Tensor, Tensor]:
-    """The ReLU random-feature problem of the criterion paper, figure 3: A and Y = W# A."""
+    """Return the ReLU random-feature problem of the criterion paper, figure 3: A and Y = W# A."""
     torch.manual_seed(0)
     x = torch.randn(50, 400, dtype=torch.float64)
     v = torch.randn(100, 50, dtype=torch.float64) / math.sqrt(50)
@@ -27,7 +27,7 @@ def loss_and_grad(w: Tensor, a: Tensor, y: Tensor) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize("size", [1.0, 1e160])
 def test_step_is_the_nuclear_norm_times_the_polar_factor(size: float) -> None:
-    """Also of gradients whose squares are no numbers."""
+    """Test also gradients whose squares overflow."""
     weight, grad = torch.randn(2, 3, 9, 6, dtype=torch.float64)
     grad, lr = size * grad, 0.1 / size
     left, sigma, right = torch.linalg.svd(grad, full_matrices=False)

@@ -17,7 +17,7 @@ def norms(weight: Tensor) -> Tensor:
 
 
 def gradients(shape: tuple[int, ...], steps: int) -> Tensor:
-    """A persistent direction plus noise, as gradients have."""
+    """Return a persistent direction plus noise, like gradients."""
     generator = torch.Generator().manual_seed(1)
     mean = torch.randn(shape, generator=generator)
     return mean + torch.randn(steps, *shape, generator=generator)
@@ -29,8 +29,8 @@ def gradients(shape: tuple[int, ...], steps: int) -> Tensor:
 def test_every_step_ends_near_the_radius(
     name: str, shape: tuple[int, int, int], initialised: bool
 ) -> None:
-    """Within 1e-2 of R after every step at lr 5e-3, from any Gaussian start: the retraction is
-    exact, and a step of length lr R moves a singular value by at most lr R."""
+    """The norm is within 1e-2 of R after every step at lr 5e-3, from any Gaussian start: the
+    retraction is exact, and a step of length lr R moves a singular value by at most lr R."""
     weight = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if initialised:
         spectral_init_(weight, generator=torch.Generator().manual_seed(0))
@@ -39,13 +39,13 @@ def test_every_step_ends_near_the_radius(
     for grad in gradients(shape, 15):
         before = norms(weight)
         report = take_step(rule, weight, grad.clone(), state, lr=5e-3, weight_decay=0.1)
-        # decay by lr wd, then the norm the rule saw, accurate to float32 rounding and iteration
+        # decay by lr wd, then the rule's norm, accurate to float32 rounding and iteration
         torch.testing.assert_close(report["sigma"].double(), before * (1 - 5e-4), rtol=1e-3, atol=0)
         assert (norms(weight) / target - 1).abs().max() < 1e-2
 
 
 def test_spectral_sphere_steps_are_tangent() -> None:
-    """After the step <Theta, W> has not moved from R to first order; a MuonSphere step moves it."""
+    """A step does not change <Theta, W> from R to first order; a MuonSphere step does."""
     generator = torch.Generator().manual_seed(0)
     start = spectral_init_(torch.empty(2, 48, 64), generator=generator)
     u, _, vh = torch.linalg.svd(start.double(), full_matrices=False)
@@ -62,7 +62,7 @@ def test_spectral_sphere_steps_are_tangent() -> None:
 
 
 def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
-    """Below the sphere one grows by 1 + rate lr what the other shrinks by 1 - rate lr."""
+    """Below the sphere, retraction multiplies by 1 + rate lr and decay by 1 - rate lr."""
     rule = MuonSphereRule(retraction="dynamic", retraction_rate=0.1)
     ends = {}
     for decay in (0.0, 0.1):

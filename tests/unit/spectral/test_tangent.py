@@ -31,7 +31,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def low_rank(rows: int, cols: int, seed: int) -> Tensor:
-    """Singular values k^-1.5 up to rank min/8, plus Gaussian noise at 1% Frobenius norm."""
+    """Return matrices with singular values k^-1.5 up to rank min/8, plus Gaussian noise of 1%
+    Frobenius norm."""
     rank = max(1, min(rows, cols) // 8)
     decay = torch.arange(1, rank + 1, dtype=torch.float64) ** -1.5
     noise = gaussian(rows, cols, seed=seed + 2)
@@ -39,7 +40,7 @@ def low_rank(rows: int, cols: int, seed: int) -> Tensor:
 
 
 def problems(make: Callable[..., Tensor], rows: int, cols: int, rhos: tuple[float, ...]) -> Problem:
-    """A float32 batch `M = rho Theta + sqrt(1 - rho^2) M0` of Frobenius norm 1."""
+    """Return a float32 batch `M = rho Theta + sqrt(1 - rho^2) M0` of Frobenius norm 1."""
     items = []
     for rho in rhos:
         for seed in range(3):
@@ -52,14 +53,14 @@ def problems(make: Callable[..., Tensor], rows: int, cols: int, rhos: tuple[floa
 
 
 def polar(x: Tensor) -> Tensor:
-    """The exact polar factor."""
+    """Return the exact polar factor."""
     left, _, right = torch.linalg.svd(x, full_matrices=False)
     return left @ right
 
 
 def limits_at_zero(m: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, float, float]:
-    """The exact polar factors of `M + lambda Theta` left and right of where `f` changes its sign,
-    and `f` there, by bisection."""
+    """Return the exact polar factors of `M + lambda Theta` on both sides of the sign change of `f`,
+    and the values of `f`, by bisection."""
     low, high = -100.0, 100.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -70,7 +71,7 @@ def limits_at_zero(m: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, float, flo
 
 
 def momenta() -> list[Problem]:
-    """The recorded momenta of training, one batch per shape."""
+    """Return recorded momenta of training, one batch per shape."""
     stored = load_file(MOMENTA)
     groups: dict[tuple[int, ...], list[Problem]] = {}
     for i in range(sum(name.startswith("momentum.") for name in stored)):
@@ -101,7 +102,7 @@ def test_converges_on_every_alignment(make: Callable[..., Tensor], shape: tuple[
 
 
 def test_evaluations_on_recorded_momenta() -> None:
-    """With early exit; bisection from a bracket of 1e-3 needs 16.8 on such momenta."""
+    """Test early exit; bisection from a bracket of 1e-3 needs 16.8 evaluations on these momenta."""
     solutions = [
         solve_multiplier(*batch, max_evaluations=12, early_exit=True) for batch in momenta()
     ]
@@ -113,7 +114,7 @@ def test_evaluations_on_recorded_momenta() -> None:
 
 
 def test_the_default_evaluations_on_recorded_momenta() -> None:
-    """Worst 1.8e-5; ten shifts of one power each, as published code would choose them, 2.8e-5."""
+    """The worst |f| is 1.8e-5; with ten shifts of one power each it is 2.8e-5."""
     solutions = [solve_multiplier(*batch) for batch in momenta()]
     assert torch.cat([s.converged for s in solutions]).all()
     assert torch.cat([s.residual.abs() for s in solutions]).max() <= 2.8e-5
@@ -124,7 +125,7 @@ def rank_deficient(rows: int, cols: int, seed: int) -> Tensor:
 
 
 def decaying(rows: int, cols: int, seed: int) -> Tensor:
-    """Singular values from 1 to 1e-3 in equal ratios."""
+    """Return matrices with geometrically spaced singular values from 1 to 1e-3."""
     return spectrum(torch.logspace(0, -3, rows, dtype=torch.float64), rows, cols, seed)
 
 
@@ -132,7 +133,7 @@ def decaying(rows: int, cols: int, seed: int) -> Tensor:
 def test_two_shifts_are_as_exact_as_ten(
     make: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one evaluation; up to rounding, and what partial fractions leave."""
+    """Errors after one evaluation agree up to rounding and the error of partial fractions."""
     problem = problems(make, 128, 160, RHOS)
     few = solve_multiplier(*problem).residual.abs()
     ten = Space(tuple(10.0 ** (-3.6 + 3.2 * i / 9) for i in range(10)))
@@ -142,7 +143,7 @@ def test_two_shifts_are_as_exact_as_ten(
 
 
 def test_a_second_evaluation_where_float64_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The narrow path alone misses on nearly low-rank matrices; a second evaluation mends most."""
+    """The narrow path misses on nearly low-rank matrices; a second evaluation corrects most."""
     capabilities = {"fast": (9, 0), "slow": (10, 3), "consumer": (8, 9)}
     found = {}
     for name, capability in capabilities.items():
@@ -202,7 +203,7 @@ def test_counterexample_beyond_the_usual_bracket() -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", [(1, 8), (8, 24), (24, 8), (300, 310)])
 def test_momentum_along_theta_has_no_direction(sign: float, shape: tuple[int, int]) -> None:
-    """Nothing is left to orthogonalise: the step is zero and reported, never noise."""
+    """Nothing is left to orthogonalise: the step is zero and reported, not noise."""
     u, v = (
         unit(gaussian(shape[0], 1, seed=3)).mT.float(),
         unit(gaussian(shape[1], 1, seed=4)).mT.float(),
@@ -236,7 +237,7 @@ def test_nan_is_reported_not_hidden() -> None:
 def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its inner product is NaN, which the next evaluation, in the middle of the bracket, beats."""
+    """Its inner product is NaN; the next evaluation, in the middle of the bracket, replaces it."""
     problem = [x.double() for x in problems(gaussian, 8, 12, (0.5,))]
     expected = solve_multiplier(*problem, max_evaluations=12)
 
@@ -281,7 +282,7 @@ def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows: int) -> None:
         z = m + lam[:, None, None] * u[:, :, None] * v[:, None]
         return torch.einsum("bi,bij,bj->b", u, msign_by_svd(z, "polar_express", 8), v)
 
-    # What is left is the partial-fraction error, the fixed norm, and with 72 rows the basis.
+    # The remaining errors are the partial fractions, the fixed norm, and with 72 rows the basis.
     torch.testing.assert_close(exact(found), torch.zeros_like(found), rtol=0, atol=5e-4)
     delta = 1e-4
     difference = (exact(found + delta) - exact(found - delta)) / (2 * delta)
@@ -293,12 +294,12 @@ def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows: int) -> None:
 
 @pytest.fixture(scope="module")
 def exact() -> list[list[tuple[float, Tensor]]]:
-    """Multiplier and direction of every recorded momentum, by shape."""
+    """Return multiplier and direction of every recorded momentum, by shape."""
     return [[exact_solution(*x) for x in zip(*batch, strict=True)] for batch in momenta()]
 
 
 def exact_solution(m: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:
-    """Multiplier and direction of one matrix in float64, by bisection on SVDs."""
+    """Return multiplier and direction of one matrix in float64, by bisection on SVDs."""
     m, u, v = m.double(), u.double(), v.double()
     theta = torch.outer(u, v)
     low, high = -2.0, 2.0
@@ -322,11 +323,10 @@ def test_one_evaluation_in_16_bits_is_tangent(
     error: float,
     exact: list[list[tuple[float, Tensor]]],
 ) -> None:
-    """On recorded momenta the model's root is right, and what rounding leaves along Theta is
-    removed; the linear objective is that of the exact direction.
+    """On recorded momenta the model's root is right, and rounding errors along Theta are removed;
+    the linear objective equals the exact direction's.
 
-    The errors of the direction, relative to its norm, are those of msign in these dtypes at small
-    singular values.
+    Relative errors of the direction equal msign's errors in these dtypes at small singular values.
     """
     worst = 0.0
     for (m, u, v), expected in zip(momenta(), exact, strict=True):
@@ -351,12 +351,12 @@ def test_one_evaluation_in_16_bits_is_tangent(
 def test_half_precision_is_reported_honestly(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is along Theta is removed only where rounding can have put it there."""
+    """A component along Theta is removed only if rounding can explain it."""
     m, u, v = problems(gaussian, 64, 128, (0.0, 0.5))
     solution = solve_multiplier(m, u, v, dtype=dtype)
     check_honest(solution, m, u, v)
     assert solution.residual.abs().max() < 1e-2
-    # A model of one resolvent is off by more than that.
+    # A model of one resolvent has a larger error.
     m, u, v = problems(low_rank, 64, 96, RHOS)
     monkeypatch.setitem(SPACES, dtype, Space((10**-3.6,)))
     poor = solve_multiplier(m, u, v, dtype=dtype, max_evaluations=1)
@@ -387,7 +387,7 @@ def test_systems_in_blocks_are_solved(
     monkeypatch.setattr(tangent_model, "joined_blocks", lambda device: joined)
     half, x = gaussian(3, rows, rows + 8), gaussian(3, 2, rows, seed=1)
     k = half @ half.mT + torch.eye(rows)
-    factor = tangent_model.factorized_(torch.triu(k))  # of which the lower triangle is not read
+    factor = tangent_model.factorized_(torch.triu(k))  # the lower triangle is not read
     assert torch.allclose(tangent_model.solve(factor, x), torch.linalg.solve(k, x.mT).mT)
 
 

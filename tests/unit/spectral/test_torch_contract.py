@@ -1,6 +1,6 @@
-"""torch's own contract of an optimizer, as its tests hold it, for every class of the library.
+"""torch's contract of an optimizer, following torch's tests, for every class of the library.
 
-What fails by design is in docs/library.md ("Torch's contract").
+Intended differences are in docs/library.md ("Torch's contract").
 """
 
 import copy
@@ -36,20 +36,20 @@ Kind = Callable[..., SpectralOptimizer]
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    """Two matrices."""
+    """Return two matrices."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((6, 4), (4, 5))
     return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
 def loss_of(weights: list[Parameter]) -> Tensor:
-    """A loss that every entry enters."""
+    """Return a loss that depends on every entry."""
     x = torch.linspace(-1, 1, 18).view(3, 6).to(weights[0].dtype)
     return ((x @ weights[0]).tanh() @ weights[1]).square().mean()
 
 
 def train(optimizer: SpectralOptimizer, steps: int = 3) -> list[Tensor]:
-    """The parameters after some steps."""
+    """Return the parameters after some steps."""
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     for _ in range(steps):
         optimizer.zero_grad()
@@ -113,7 +113,8 @@ def test_zero_gradients_move_nothing(kind: Kind) -> None:
 @EVERY
 @pytest.mark.parametrize("option", ["lr", "weight_decay"])
 def test_a_rate_may_be_a_tensor_and_a_group_has_its_own(kind: Kind, option: str) -> None:
-    """Each matrix in a group with its rate, as a number and as a tensor, beside its optimizer."""
+    """Compare matrices in groups with their own rates, as numbers and tensors, with separate
+    optimizers."""
     rates, apart = (0.02, 0.3), []
     for value in (*rates, *map(torch.tensor, rates)):
         optimizer = kind(parameters(), **{"lr": 0.01, option: value})
@@ -123,7 +124,7 @@ def test_a_rate_may_be_a_tensor_and_a_group_has_its_own(kind: Kind, option: str)
     for i in range(2):
         torch.testing.assert_close(mixed[i], apart[i][i])
         torch.testing.assert_close(apart[2 + i], apart[i])
-    # The retraction of these undoes decay, to rounding.
+    # Their retraction undoes decay, up to rounding.
     undone = option == "weight_decay" and kind in (spectral.MuonSphere, spectral.SpectralSphere)
     assert torch.allclose(apart[0][0], apart[1][0], rtol=1e-4) is undone
 
@@ -156,7 +157,7 @@ def test_the_defaults_make_an_equal_optimizer(kind: Kind) -> None:
 @EVERY
 @pytest.mark.parametrize("names", ["none", "saved", "loading", "both"])
 def test_a_state_is_loaded_with_and_without_names(kind: Kind, names: str) -> None:
-    """Through a file of weights alone; the state does not depend on what comes afterwards."""
+    """The state goes through a weights-only file; later steps do not change it."""
 
     def made(named: bool, seed: int) -> SpectralOptimizer:
         listed: list[Any] = parameters(seed)
@@ -258,7 +259,7 @@ def test_groups_may_be_added_and_mistakes_are_errors(kind: Kind) -> None:
 
 @EVERY
 def test_dtypes_may_be_mixed(kind: Kind) -> None:
-    """Each is stepped as by an optimizer for it, and keeps its dtype."""
+    """Parameters are stepped as by separate optimizers, and keep their dtypes."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     starts = [parameters(i, dtype)[0] for i, dtype in enumerate(dtypes)]
 
@@ -266,7 +267,7 @@ def test_dtypes_may_be_mixed(kind: Kind) -> None:
         own = copy.deepcopy(starts)
         options: dict[str, Any] = {"lr": 0.01}
         if "steps" in inspect.signature(kind).parameters:
-            options |= {"steps": 5, "msign_dtype": "float32"}  # which float64 has by default
+            options |= {"steps": 5, "msign_dtype": "float32"}  # the default for float64
         lists = [own] if together else [[p] for p in own]
         optimizers = [kind(members, **options) for members in lists]
         for _ in range(2):
@@ -307,7 +308,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @EVERY
 @pytest.mark.parametrize("tensor", [False, True])
 def test_schedulers_drive_the_rate_and_the_step(kind: Kind, tensor: bool) -> None:
-    """As of torch's SGD; a step of lr 0 moves nothing, so the rate is what acts."""
+    """As for torch's SGD; a step of lr 0 changes nothing, so the rate takes effect."""
     for name, schedule in SCHEDULES.items():
         rate = torch.tensor(0.05) if tensor else 0.05
         own, theirs = kind(parameters(), lr=rate), torch.optim.SGD(parameters(), lr=0.05)

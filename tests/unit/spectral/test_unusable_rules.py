@@ -1,5 +1,5 @@
-"""A rule of an installed package that cannot be used is warned of once, and its reason is in the
-error of whoever asks for it."""
+"""An unusable rule of an installed package gives one warning, and its reason is in the error about
+its name."""
 
 import warnings
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tests.minimal_config import problems
 
 @dataclass(frozen=True, kw_only=True)
 class NoMomentumRule(MsignRule):
-    """Has neither `init_state` nor `update`."""
+    """A rule without `init_state` and `update`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Entry:
 
 @pytest.fixture
 def reason(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The reason in the one warning of two listings."""
+    """Return the reason in the only warning of two listings."""
     monkeypatch.setattr(rules, "entry_points", lambda group: [Entry()])
     monkeypatch.setattr(RULES, "left_out", {})
     with warnings.catch_warnings(record=True) as caught:

@@ -1,7 +1,7 @@
-"""What one forward pass shows of the matrices in a weight (`split_parameters(model, example=...)`).
+"""Matrices in a weight, detected in one forward pass (`split_parameters(model, example=...)`).
 
-Each case is a module whose author knows its matrices; a step on the fused weight equals steps on
-these matrices apart.
+Each case is a module with known matrices; a step on the fused weight equals steps on the separate
+matrices.
 """
 
 import copy
@@ -71,7 +71,7 @@ def fused_convolution(m: Any, x: Tensor) -> Any:
 
 
 def rotated(x: Tensor, size: int = 2) -> Tensor:
-    """Rotary embedding of the first half of each head alone."""
+    """Apply rotary embedding to only the first half of each head."""
     turned, rest = x[..., : 2 * size], x[..., 2 * size :]
     half = torch.cat([-turned[..., size:], turned[..., :size]], -1)
     return torch.cat([turned * 0.6 + half * 0.8, rest], -1)
@@ -146,7 +146,7 @@ def transposed_convolution(groups: int) -> Pieces:
 
 
 def grouped_heads(m: Any, x: Tensor) -> Any:
-    """DeepSeek-V4's output: a product for each of three groups of inputs."""
+    """Compute DeepSeek-V4's output: a product for each of three groups of inputs."""
     low = torch.bmm(x.view(-1, 3, 4).transpose(0, 1), m.down.weight.view(3, 4, 4).mT)
     return m.up(m.up(low.transpose(0, 1).reshape(*x.shape[:-1], 12)))
 
@@ -161,7 +161,7 @@ tokens = torch.randn(9, 8)
 
 
 def relative(m: Any, x: Tensor) -> Any:
-    """Attention whose logits include products with a table of relative positions."""
+    """Compute attention whose logits include products with a table of relative positions."""
     q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
     size = x.shape[1]
     places = F.pad(q @ m.positions.T, (0, 1)).flatten(-2)
@@ -179,7 +179,7 @@ def viewed_in_place(m: Any, x: Tensor) -> Any:
 
 
 def attention_by_sums(m: Any, x: Tensor) -> Any:
-    """Inner products and sums over tokens that are written out."""
+    """Compute attention with explicit inner products and sums over tokens."""
     q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
     scores = (q[..., :, None, :] * k[..., None, :, :]).sum(-1).softmax(-1)
     attended = (scores[..., None] * v[..., None, :, :]).sum(-2)
@@ -193,7 +193,7 @@ def attention_by_distances(m: Any, x: Tensor) -> Any:
 
 
 def convolved_by_tokens(m: Any, x: Tensor) -> Any:
-    """A kernel for each head and token, which sums values of tokens nearby: ConvBERT's."""
+    """Compute ConvBERT's attention: a kernel per head and token sums values of nearby tokens."""
     values = F.unfold(m.values(x).transpose(1, 2)[..., None], (3, 1), padding=(1, 0))
     values = values.transpose(1, 2).reshape(-1, 4, 3)
     kernels = m.kernels(x).reshape(-1, 3, 1).softmax(1)
@@ -201,13 +201,13 @@ def convolved_by_tokens(m: Any, x: Tensor) -> Any:
 
 
 def mixed_scales(m: Any, x: Tensor) -> Any:
-    """A layer that sums over branches, each channel alone: CoAT's class tokens."""
+    """Compute CoAT's class tokens: a layer that sums over branches channel by channel."""
     scales = torch.stack([(m.stem(x) + layer(x))[:, 0] for layer in (m.a, m.b)], 1)
     return m.out(m.scales(scales)[:, 0])
 
 
 def halves(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
-    """A layer whose halves a function of two tensors joins."""
+    """Compute a layer whose halves are combined by a function of two tensors."""
     return lambda: Module(
         lambda m, x: m.out(function(*m.both(x).chunk(2, -1))),
         both=linear(12, 20),
@@ -578,7 +578,7 @@ def _compare(start: Tensor, units: Any, pieces: Pieces) -> None:
 
 
 class Stateful(nn.Module):
-    """Everything that a forward pass may change."""
+    """A module with all kinds of state that a forward pass may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -626,7 +626,7 @@ def test_a_pass_leaves_everything_as_it_was() -> None:
 
 
 class Nested(nn.Module):
-    """Writes to what its attributes contain, and to its input."""
+    """A module that writes to its attributes' contents and to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -661,7 +661,7 @@ def test_a_pass_leaves_what_is_in_containers_and_generators_as_it_was() -> None:
 
 
 class Elements(TorchDispatchMode):
-    """Counts the elements that operations write, also those of modes within."""
+    """A mode that counts the elements that operations write, including inner modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -873,7 +873,7 @@ def test_flex_attention_takes_heads() -> None:
 
 
 class Frozen(dict[str, Any]):
-    """A mapping that refuses changes, as configs of diffusers are."""
+    """A mapping that refuses changes, like configs of diffusers."""
 
     def update(self, *_: Any) -> None:
         raise TypeError("frozen")
@@ -886,7 +886,7 @@ def test_attributes_that_refuse_changes_do_not_stop_the_watch() -> None:
 
 
 class Late(nn.Module):
-    """Makes a layer in its first pass."""
+    """A module that creates a layer in its first pass."""
 
     def __init__(self) -> None:
         super().__init__()

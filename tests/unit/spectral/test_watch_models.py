@@ -1,7 +1,7 @@
-"""What the watch sees in models of transformers, against what their heads and gates are made of.
+"""The watch's matrices in models of transformers, against the rows of heads and gates.
 
 Changing the rows of one matrix must change exactly one head of the queries, keys and values that
-reach attention, which are captured where transformers hands them over.
+reach attention, which are captured at transformers' attention interface.
 """
 
 from typing import Any

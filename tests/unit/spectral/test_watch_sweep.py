@@ -1,14 +1,13 @@
-"""The watch over the models of other libraries, against names, steps and heads.
+"""The watch on models of other libraries, against names, steps and heads.
 
-- Wherever names and the watch both say how a weight is divided they must agree, but for `ACCEPTED`,
-  whose entries say why; a difference that is not listed, or an error that is no ValueError about
-  weights, fails.
-- A step on the weights must equal the steps of their pieces, parameters of another optimizer.
+- If names and the watch both divide a weight they must agree, except in `ACCEPTED`, whose entries
+state the reasons; an unlisted difference, or an error other than a ValueError about weights, fails.
+- A step on the weights must equal the steps of their pieces in another optimizer.
 - Changing the rows of one matrix must change one head of the queries, keys and values that the
-  model hands to attention.
+model passes to attention.
 
 Prints how many models of each library are right by comparison, refused or not watchable, and which.
-SWEEP=llama,vit sweeps these alone.
+SWEEP=llama,vit sweeps only these.
 """
 
 import importlib
@@ -56,7 +55,7 @@ SIZES = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "embedding_size": 32},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
 }
-"""What makes the models of transformers small, where a config has it."""
+"""Settings that make models of transformers small, if a config has them."""
 
 ACCEPTED = {
     r"deepseek_v4 .*kv_proj": "a tiny config whose groups of outputs are smaller than a head",
@@ -234,7 +233,7 @@ def torchvision_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, An
 
 
 def vit_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
-    """vit_pytorch's models that are built like its first."""
+    """Return vit_pytorch's models with the constructor of its first."""
     package = pytest.importorskip("vit_pytorch")
     common = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 2}
     common |= {"heads": 4, "mlp_dim": 48, "dim_head": 8}
@@ -257,7 +256,7 @@ def vit_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
 
 
 def peft_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
-    """Adapters of transformers' models, whose own weights are frozen."""
+    """Return adapters of transformers' models with frozen base weights."""
     peft = pytest.importorskip("peft")
     for name in ("llama", "qwen3", "phi3", "gpt_neox", "opt", "gpt2", "mistral", "gemma"):
 
@@ -285,7 +284,7 @@ SMALL = re.compile(
 )
 """Names of timm's small models."""
 CAPTURED_AT_LEAST = {"transformers": 100, "diffusers": 1}
-"""Models of which heads are compared, of a library that has as many."""
+"""Smallest number of models with compared heads, for a library with as many."""
 
 
 def run(model: nn.Module, example: Any) -> None:
@@ -298,8 +297,8 @@ def run(model: nn.Module, example: Any) -> None:
 
 
 def step_difference(model: nn.Module, found: dict[str, Any]) -> float:
-    """Return the largest relative difference of a step to the steps of the pieces, of one weight
-    of each shape and division."""
+    """Return the largest relative difference between a step and the steps of the pieces, for one
+    weight per shape and division."""
     weights = {(str(u), model.get_parameter(n).shape): n for n, u in found.items() if u is not None}
     whole, pieces = dict[str, nn.Parameter](), dict[str, list[nn.Parameter]]()
     groups: list[dict[str, Any]] = []
@@ -346,7 +345,8 @@ def heads_of(calls: list[tuple[Tensor, ...]], call: int) -> list[list[Tensor]]:
 def compared_heads(
     model: nn.Module, example: Any, found: dict[str, Any], why: dict[str, str]
 ) -> tuple[int, list[str]]:
-    """Change matrices one by one; return how many changed one head, and what changed others."""
+    """Change matrices one by one; return the number that changed one head, and those that changed
+    others."""
     calls: list[tuple[Tensor, ...]] = []
     attention = F.scaled_dot_product_attention
 
@@ -394,7 +394,7 @@ def compared_heads(
                         heads_of(before, first), heads_of(after, first), strict=True
                     )
                 ]
-                # In attention of a later layer, all heads of several of them change.
+                # In later layers' attention, all heads may change.
                 full = [
                     c == len(own) for c, own in zip(changed, heads_of(before, first), strict=True)
                 ]
@@ -405,14 +405,14 @@ def compared_heads(
                     for m in parent.children()
                 )
                 if sum(changed) == 1 or (normed and max(changed) == sum(changed)):
-                    right += 1  # a norm over all heads lets each change all of them
+                    right += 1  # a norm over all heads makes each change affect all of them
                 elif sum(full) < 2 or any(changed[i] and not full[i] for i in range(3)):
                     wrong.append(f"{name} {[*map(str, box)]}: changes {changed} heads")
     return right, wrong
 
 
 def divisions(model: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the division of each weight, None for AdamW, and why others are refused."""
+    """Return the division of each weight (None for AdamW), and the reasons of refusals."""
     refused: dict[str, str] = {}
     for _ in range(1000):
         try:

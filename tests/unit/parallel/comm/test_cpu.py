@@ -1,4 +1,4 @@
-"""What makes process groups work on a host without a GPU."""
+"""Process groups on a host without a GPU."""
 
 from datetime import timedelta
 

@@ -1,5 +1,4 @@
-"""The ranks of every process group, on layouts where all axes are above one, by torch's process
-group that sends nothing."""
+"""The ranks of every process group on layouts with all axes above one, by fake groups."""
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ LAYOUTS = [
 
 @pytest.fixture
 def sent_nowhere(monkeypatch):
-    """Process groups of any number of ranks in this process."""
+    """Provide process groups of any number of ranks in this process."""
     begin, new = dist.init_process_group, dist.new_group
 
     def initialize(backend, *, rank, world_size, **_):
@@ -56,7 +55,7 @@ def test_groups_have_the_ranks_of_their_axes_in_order(ranks, layout, sent_nowher
             "experts.replicas": [*experts[p, :, e, part]],
             "experts.stage": [*experts[p, :, e].flat],
         }
-        for domain in (made.dense, made.experts):  # as the docstring of Domain says
+        for domain in (made.dense, made.experts):  # as in the docstring of Domain
             number = domain.tensor.rank + domain.tensor.size * domain.replicas.rank
             assert domain.stage.rank == number
         assert made.dense.divisor == made.experts.divisor == dense[0, :, :, 0].size
@@ -64,7 +63,7 @@ def test_groups_have_the_ranks_of_their_axes_in_order(ranks, layout, sent_nowher
 
 
 def members(made: Groups) -> dict[str, list[int]]:
-    """The ranks of each axis, in order; this rank has the axis's own number among them."""
+    """Return the ranks of each axis in order, and check this rank's number among them."""
     axes: dict[str, Axis] = {
         name: getattr(made, name) for name in ("tensor", "pipeline", "data", "context", "expert")
     }

@@ -1,4 +1,4 @@
-"""The distributed optimizer's step as a CUDA graph needs it, in one process.
+"""The distributed optimizer's step, as required for a CUDA graph, in one process.
 
 It is a fixed sequence of operations on fixed memory that never reads a value on the host. The tests
 of several ranks are in tests/distributed.
@@ -73,7 +73,7 @@ def test_every_gradient_is_scaled_to_the_norm(world):
 
 
 def test_gammas_of_pc_layers_have_their_own_rate_and_decay(world):
-    """AdamW's first step is its rate, whatever the gradient; 0.03 and 0.2, by layer."""
+    """AdamW's first step equals its rate for any gradient; the rates are 0.03 and 0.2 by layer."""
     factors = [0.37, 2.1]
     assign = assign_matrices("muon", pc_level=4, layer_factors=factors)
     model, optimizer = stepped_model(TINY, world, assign, apart=True)
@@ -124,15 +124,15 @@ def test_a_replay_counts_the_bytes_that_it_sends(world):
 
     def first() -> bool:
         update._run()
-        model.comm_volume["all-gather"] += 8  # one rank alone sends nothing
+        model.comm_volume["all-gather"] += 8  # a single rank sends nothing
         return True
 
     update._captured = first
     norm, active = update(1.0, torch.tensor(True))
     assert update._done is not None
-    update._done[0].total.fill_(-1)  # a replay writes where the recorded call did
+    update._done[0].total.fill_(-1)  # a replay writes to the memory of the recorded call
     update._done[1].logical_not_()
     assert norm.total >= 0 and active
-    update._captured = lambda: False  # what a replay returns, without running anything
+    update._captured = lambda: False  # the result of a replay, without running anything
     update(1.0, torch.tensor(True))
     assert model.comm_volume["all-gather"] == 16

@@ -1,4 +1,4 @@
-"""Stacks of units that agree in shape, rule and rates."""
+"""Stacks of units of equal shape, rule and rates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ RATED = [f"optimizer.roles.{role}.lr={rate}" for role, rate in (("q", 0.1), ("up
 
 
 def stacks(name: str, *overrides: str) -> list[OwnedStack]:
-    """The stacks of an owner that has every matrix of a recipe."""
+    """Return the stacks of an owner of all matrices of a recipe."""
     config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assign = config_assignments(config)
     owned = [unit for unit in config_units(config) if assign(unit).has_owner]
@@ -35,13 +35,13 @@ def test_units_of_a_stack_have_the_rate_that_they_are_assigned(name: str) -> Non
 
 
 def roles(stack: OwnedStack) -> set[str]:
-    """Roles of the units of a stack."""
+    """Return the roles of the units of a stack."""
     return {unit.role for unit in stack.units}
 
 
 @pytest.fixture
 def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The meta device in the kernels' table; it takes as many elements at a time as a GPU."""
+    """Add the meta device to the kernels' table, with a GPU's workspace."""
     path = tmp_path / "table.json"
     path.write_text('{"devices": {"meta": {"measured": null, "entries": []}}}')
     monkeypatch.setattr(dispatch, "TABLE", path)
@@ -61,7 +61,7 @@ class Planned(Units):
 
 
 def planned(found: list[OwnedStack], device: torch.device) -> list[list[tuple[int, slice]]]:
-    """What is stepped in one call each."""
+    """Return the batches of units per call."""
     shapes = [(stack.units[0].shape, len(stack.units)) for stack in found]
     return batches(found[0].rule, [Planned(s, torch.float32, device, n) for s, n in shapes])
 
@@ -78,6 +78,6 @@ def test_units_are_joined_and_cut_up_to_the_workspace(
         sizes = [n * found[i].units[0].numel for n, (i, _) in zip(counts, each, strict=True)]
         assert sum(sizes) <= workspace(place) or counts == [1]
         for i, part in each:
-            assert part.start == seen.get(i, 0)  # in turn, without gaps
+            assert part.start == seen.get(i, 0)  # in order, without gaps
             seen[i] = part.stop
     assert seen == {i: len(stack.units) for i, stack in enumerate(found)}

@@ -1,4 +1,4 @@
-"""Where the pieces of units lie that tensor-parallel ranks cut or copy."""
+"""Positions of the pieces of units that tensor-parallel ranks cut or copy."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from spectral.sharded.exchange import Part
 
 
 def unit_of(local: tuple[int, int], whole: tuple[int, int], **options: Any) -> Unit:
-    """A matrix `whole` of which a rank has `local`."""
+    """Return the unit of a matrix `whole` with a rank's part `local`."""
     return Unit(
         name="a", parameter="a", role="o", view_shape=local, index=(), axes=whole, **options
     )
 
 
 def layout(unit: Unit, data_ranks: int) -> BucketLayout:
-    """The buckets of a unit of two tensor ranks, its shards of some elements each."""
+    """Return the bucket layout of a unit of two tensor ranks, with small shards."""
     return BucketPlanner(ranks=data_ranks, alignment=1).layout([unit])
 
 
 def positions(parts: tuple[Part, ...], tensor_rank: int) -> list[int]:
-    """The elements of the flattened pieces in the parts of a tensor rank, one of two."""
+    """Return the elements of the flattened pieces in the parts of one of two tensor ranks."""
     own = (box for part in parts if part.rank % 2 == tensor_rank for box in part.whole)
     return sorted(i for places in own for i in places)
 

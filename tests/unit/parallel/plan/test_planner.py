@@ -1,4 +1,4 @@
-"""The planner: its figures against independent counts, and limits that every recipe meets."""
+"""The planner's figures against independent counts, and limits that every recipe satisfies."""
 
 from dataclasses import replace
 from functools import cache
@@ -29,7 +29,7 @@ RECIPES = [
 
 @cache
 def case(name):
-    """`(units, assign, layers)` of a recipe with the overrides after its name."""
+    """Return `(units, assign, layers)` of a recipe with the overrides after its name."""
     recipe, *overrides = name.split()
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", overrides)
     return config_units(config), config_assignments(config), config.model.layers
@@ -49,7 +49,7 @@ def test_every_recipe_is_spread_within_the_limits(name, data):
     assert stage.sent_ratio <= (1.10 if data == 8 else 1.02)
     assert stage.state_max <= 1.01 * stage.state_mean
     costliest = max(assign(unit).cost(unit.shape) for unit in units)
-    # 2% may be given up to keep matrices where they are.
+    # 2% may be lost to avoid moving matrices.
     assert stage.load_max <= 1.02 * 4 / 3 * max(stage.load_mean, costliest)
     if stage.load_mean >= 4 * costliest:
         assert stage.imbalance <= 1.05
@@ -89,7 +89,7 @@ def test_memory_of_one_rank_is_the_whole_model():
 
 
 def ten_tokens(model, **inputs):
-    """A step of one micro-batch of ten tokens on two tensor-parallel ranks."""
+    """Return a step of one micro-batch of ten tokens on two tensor-parallel ranks."""
     return StepShape(
         model=model,
         inputs=PlanInputs(data=1, tensor=2, **inputs),
@@ -102,7 +102,7 @@ def ten_tokens(model, **inputs):
 
 def test_activations_by_hand():
     part = ChunkSpec((0, 1), False, False)
-    # Queries and keys twice, before and after their rotation; five tensors of the gated block.
+    # Queries and keys before and after rotation; five tensors of the gated block.
     attention, block = (3 * 8 + 3 * 4) * 2 // 2, 24 // 2
     whole = activation_bytes(ten_tokens(TINY), [part])
     # While a layer goes backward: the gradients of its output and of six tensors of the block.
@@ -111,7 +111,7 @@ def test_activations_by_hand():
     cut = activation_bytes(ten_tokens(TINY, sequence_parallel=True), [part])
     assert cut == whole - 10 * (2 * 4 + 1) * 16 // 2 * 2
     head = activation_bytes(ten_tokens(TINY), [replace(part, head=True)])
-    # The last norm, and logits in float32 and in 16 bits, which are gone before that.
+    # The last norm, and logits in float32 and in 16 bits, which are freed before that.
     logits = 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
     assert head == 10 * 2 * saved * 2 + max(logits, 10 * once * 2)
     assert logits > 10 * once * 2
@@ -133,7 +133,8 @@ def test_activations_by_hand():
 
 
 def test_micro_batches_in_flight_by_hand():
-    """Interleaved, a rank has those of its warm-up, and one more before the first goes backward."""
+    """In an interleaved schedule, a rank keeps the micro-batches of its warm-up, and one more
+    before its first backward."""
     for virtual, wanted in ((1, [2, 1]), (2, [5 / 2, 3 / 2])):
         inputs = PlanInputs(data=1, pipeline=2, virtual_pipeline=virtual)
         shape = replace(ten_tokens(TINY), inputs=inputs, microbatches=8)
@@ -145,7 +146,7 @@ def test_micro_batches_in_flight_by_hand():
 def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):
     """Experts have an eighth of the copies.
 
-    They are placed after the dense matrices, whose loads differ between the eight sets of ranks.
+    Experts are placed after the dense matrices, whose loads differ between the eight sets of ranks.
     """
     config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
     inputs = PlanInputs(data=data, expert=config.parallel.expert)

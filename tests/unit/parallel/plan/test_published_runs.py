@@ -1,4 +1,4 @@
-"""Plans are as far from published runs as docs/planning.md says."""
+"""Plans differ from published runs as stated in docs/planning.md."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from training.dry_run import plan_run
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "kv_heads": 8}
 RUNS: dict[str, tuple[ModelConfig, dict[str, Any], str, int, dict[str, Any]]] = {
     "MT-NLG 530B": (
-        # Any activation without a gate takes as long.
+        # All activations without a gate take equally long.
         ModelConfig(
             family="gpt", activation="relu2", layers=105, hidden=20480, heads=128, ffn=81920,
             vocab_size=50272,
@@ -29,18 +29,18 @@ RUNS: dict[str, tuple[ModelConfig, dict[str, Any], str, int, dict[str, Any]]] = 
         {"sequence_length": 8192, "operands": "fp8"},
     ),
     "Llama 3.1 405B": (
-        # 126 layers in the original, which no layout of equal stages divides.
+        # The original has 126 layers, which equal stages cannot divide.
         ModelConfig(layers=128, hidden=16384, heads=128, ffn=53248, **LLAMA),
         {"data": 16, "tensor": 8, "pipeline": 8, "virtual_pipeline": 8, "context": 2}, "h100", 512,
         {"sequence_length": 8192, "operands": "fp8"},
     ),
 }  # fmt: skip
-"""Model, layout, device, sequences per step, and what else a plan needs."""
+"""Model, layout, device, sequences per step, and further inputs of a plan."""
 PAGE = (ROOT / "docs" / "planning.md").read_text()
 
 
 def row_of(name: str) -> tuple[float, float]:
-    """The published and the planned figure of a run on the page."""
+    """Return the published and the planned figure of a run on the page."""
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
     published, planned = (float(cell.split()[0]) for cell in row.split("|")[4:6])
     assert f"{planned / published - 1:+.0%}" == row.split("|")[6].strip()
@@ -56,7 +56,7 @@ def test_a_published_step_is_planned_as_the_page_says(name: str) -> None:
         model=model, inputs=inputs, device=DEVICES[device], micro_batch=1,
         microbatches=batch // copies, **rest,
     )  # fmt: skip
-    # Without rules, which for AdamW are next to nothing.
+    # Without rules, which cost almost nothing for AdamW.
     assert least_seconds(shape, 0.0) == pytest.approx(row_of(name)[1], rel=0.01)
 
 

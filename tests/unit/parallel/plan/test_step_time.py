@@ -1,4 +1,4 @@
-"""Bytes of activations by hand, and peaks of devices."""
+"""Bytes of activations against hand-computed values, and peaks of devices."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_si
 
 
 def shape(model=LLAMA, **inputs):
-    """Four micro-batches of two sequences of 128 tokens per rank."""
+    """Return a step of four micro-batches of two sequences of 128 tokens per rank."""
     return StepShape(
         model=model,
         inputs=PlanInputs(**inputs),
@@ -28,7 +28,7 @@ def shape(model=LLAMA, **inputs):
 
 
 def sent(step, stage=0):
-    """Bytes by kind."""
+    """Return bytes by kind."""
     return {each.kind: each.size for each in activation_traffic(step, stage)}
 
 
@@ -65,7 +65,7 @@ LAYOUTS: list[dict[str, int]] = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
-    """Counted over pairs: neighbours in a ring, as which stages count too, or all of a group."""
+    """Count over pairs: neighbours in a ring (also for stages), or all pairs of a group."""
     kinds = set()
     for traffic in activation_traffic(shape(MIXTURE, **layout), 0):
         ranks = [i * traffic.links.stride for i in range(traffic.links.size)]
@@ -80,8 +80,8 @@ def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
 
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_virtual_stages_divide_the_bubble(pipeline):
-    """By p - 1 over m v of the step, as in arXiv:2104.04473, section 2.2: the head of this model is
-    small beside its stages, and sending little beside computing."""
+    """The bubble is (p - 1) / (m v) of the step, as in arXiv:2104.04473, section 2.2: this model's
+    head is small next to its stages, and communication is short next to computation."""
     model = replace(LLAMA, layers=8 * pipeline, hidden=4096, heads=32, kv_heads=32, ffn=16384)
     idle = OptimizerLoad(0.0, 0, {}, {}, 0.0)
     for virtual in (1, 2, 4):

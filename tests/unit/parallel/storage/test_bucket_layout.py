@@ -1,4 +1,4 @@
-"""Bucket layouts hold every element once, cut only what may be cut, and locate every unit."""
+"""Bucket layouts contain every element once, cut only where allowed, and locate every unit."""
 
 from math import prod
 
@@ -16,7 +16,7 @@ from parallel.storage.bucket_layout import STEP_ELEMENTS, BucketPlanner, default
 
 @st.composite
 def models(draw):
-    """Units of one tensor rank of a small random Llama."""
+    """Draw the units of one tensor rank of a small random Llama."""
     tensor_size = draw(st.sampled_from([1, 1, 2, 4]))
     kv_heads = tensor_size * draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -41,7 +41,7 @@ def models(draw):
 
 @st.composite
 def bucket_layouts(draw):
-    """`(units, bucket_layout)` of random models and alignments."""
+    """Draw `(units, bucket_layout)` of random models and alignments."""
     units = draw(models())
     bucket_layout = BucketPlanner(
         ranks=draw(st.integers(1, 9)),
@@ -51,7 +51,7 @@ def bucket_layouts(draw):
 
 
 def buffers(bucket_layout):
-    """Each bucket as a tensor whose elements are all different."""
+    """Return each bucket as a tensor of distinct elements."""
     starts, total = [], 0
     for bucket in bucket_layout.buckets:
         starts.append(total)
@@ -61,7 +61,7 @@ def buffers(bucket_layout):
 
 
 def gather(bucket_layout, flat, spans, size):
-    """A unit's flattened piece, -1 outside of `spans`."""
+    """Return a unit's flattened piece, -1 outside of `spans`."""
     piece = torch.full((size,), -1)
     for span in spans:
         part = flat[span.bucket][span.start : span.start + span.length]
@@ -117,8 +117,8 @@ def test_spans_are_the_unit_as_its_view_orders_it(case):
 
 @pytest.mark.parametrize("ranks", [1, 4, 6])
 def test_small_parameters_leave_matrices_aligned(ranks):
-    """Gammas in the graph, one number per unit, must not shift what follows off 16 bytes: kernels
-    that read 8 numbers of 16 bits at a time would refuse it or read one at a time."""
+    """Gammas in the graph, one number per unit, must not shift later parameters off 16 bytes:
+    kernels that read eight 16-bit numbers at a time would refuse or read one at a time."""
     model = ModelConfig(
         layers=3, hidden=64, heads=3, kv_heads=3, head_dim=16, ffn=96, vocab_size=80
     )
@@ -133,7 +133,7 @@ def test_small_parameters_leave_matrices_aligned(ranks):
 
 
 def sizes(bucket_layout):
-    """Every slot with the elements of its bucket's shards."""
+    """Yield every slot with the elements of its bucket's shards."""
     return [
         (slot, bucket_layout.shard_numel(bucket.index))
         for bucket in bucket_layout.buckets
