@@ -1,4 +1,4 @@
-"""Commands that tests run in processes of their own."""
+"""Commands that tests run in separate processes."""
 
 import os
 import shutil
@@ -16,8 +16,8 @@ def output_of(
     variables: Mapping[str, str] = os.environ,
     code: int = 0,
 ) -> str:
-    """Return what a command prints, of one that fails also its errors. It must end with `code`;
-    `variables` are its environment."""
+    """Return the output of a command, for a failing command also its errors. It must end with
+    `code`; `variables` are its environment."""
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + (done.stderr if code else "")
@@ -31,12 +31,12 @@ def interpreted(*files: str) -> None:
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
-    """Arguments of Python that start a program on ranks of one node."""
+    """Return Python's arguments that start a program on ranks of one node."""
     return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
 
 
 def copy_repository(target: Path, *options: str) -> None:
-    """Copy the files that `git ls-files` with options names to a folder."""
+    """Copy the files of `git ls-files`, with options, to a folder."""
     for name in filter(None, output_of("git", "ls-files", "-z", *options).split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)

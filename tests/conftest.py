@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what prints processor time."""
+    """Add the option to print processor time."""
     parser.addoption(
         "--processor-seconds", action="store_true", help="report the processor seconds of files"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure processor time if it is asked for."""
+    """Measure processor time if requested."""
     if config.getoption("--processor-seconds"):
         config.pluginmanager.register(ProcessorTime())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the dearest files; skip tests of tests/gpu without a CUDA device."""
+    """Start with the slowest files; skip tests of tests/gpu without a CUDA device."""
     items.sort(key=lambda item: turn(item.nodeid.partition("::")[0]))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
@@ -79,7 +79,7 @@ def _seeded_and_unchanged() -> Iterator[None]:
 
 @pytest.fixture
 def world() -> Iterator["Groups"]:
-    """Process groups of one process: gloo, or NCCL on a GPU."""
+    """The process groups of one process: gloo, or NCCL on a GPU."""
     from parallel.comm import groups  # takes seconds to import
 
     yield groups.initialize()
@@ -97,7 +97,7 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `folder`, one for all tests of a module."""
+    """Like `folder`, one for all tests of a module."""
     from tests.token_files import write_token_set  # takes seconds to import
 
     folder = tmp_path_factory.mktemp("shared")

@@ -23,7 +23,7 @@ def compiler() -> str | None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What call fails: the `number`-th of a kind, and with `always` all after it.
+    """The failing call: the `number`-th of a kind, and with `always` all later ones.
 
     error    number of the error
     seconds  for which each fsync waits
@@ -36,14 +36,14 @@ class Fault:
     seconds: float = 0.0
 
     def __bytes__(self) -> bytes:
-        """The control file of a run that has not begun."""
+        """Return the control file of a run that has not started."""
         kind = KINDS.index(self.kind) if self.kind else -1
         head = kind, self.number, self.error, self.always, round(1e6 * self.seconds)
         return struct.pack("12q", *head, *[0] * len(KINDS))
 
 
 class FailingDisk:
-    """Runs in folders of `folder`/runs, below which calls fail or wait."""
+    """Runs in folders below `folder`/runs, in which calls fail or wait."""
 
     def __init__(self, folder: Path) -> None:
         self.runs = folder / "runs"
@@ -66,7 +66,7 @@ class FailingDisk:
         self._worker = Worker(os.environ | self.variables)
 
     def run(self, name: str, arguments: Sequence[str], fault: Fault = Fault()) -> tuple[int, str]:
-        """Train in the folder `name`; return the exit code and what was printed."""
+        """Train in the folder `name`; return the exit code and the output."""
         with self.control.open("r+b") as file:  # in place, as the worker has mapped it
             file.write(bytes(fault))
         self.log.write_bytes(b"")
@@ -75,7 +75,8 @@ class FailingDisk:
         return code, output.read_text()
 
     def calls(self, name: str) -> list[tuple[str, int, str]]:
-        """Kind, number of its kind and path of each call of the last run, in the folder `name`."""
+        """Return kind, number within the kind and path of each call of the last run in the folder
+        `name`."""
         counts = dict.fromkeys(KINDS, 0)
         found = []
         for line in self.log.read_text().splitlines():

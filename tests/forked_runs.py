@@ -19,11 +19,11 @@ from typing import Final
 from tests.paths import ROOT
 
 IMPORTED: Final = ("pretrain", "parallel.comm.groups", "training.build", "training.run")
-"""What a run imports, some of it only when it trains."""
+"""Imports of a run, some only during training."""
 
 
 class Worker:
-    """The side that asks: one run at a time, in the environment that the worker began with."""
+    """The client side: one run at a time, in the worker's initial environment."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -36,9 +36,9 @@ class Worker:
         )
 
     def run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Exit code of pretrain.py, which writes its output to `log`, and its processor seconds.
+        """Return the exit code of pretrain.py, with output in `log`, and its processor seconds.
 
-        Raises RuntimeError if the worker has ended, which says why on stderr.
+        Raises RuntimeError if the worker has ended; its stderr states the reason.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         asked = {"arguments": list(arguments), "log": str(log)}
@@ -52,13 +52,13 @@ class Worker:
         return found["code"], found["seconds"]
 
     def close(self) -> None:
-        """End the worker, which waits for nothing by then."""
+        """End the idle worker."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 
 
 def serve() -> None:
-    """Answer standard input until it ends, or until Ctrl-C."""
+    """Answer requests on standard input until its end or Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
         from models.engine import import_engine  # here: it takes seconds
 
@@ -73,7 +73,7 @@ def serve() -> None:
 
 
 def run_forked(arguments: Sequence[str], log: str) -> tuple[int, float]:
-    """Exit code and processor seconds of a fork that trains, children of its own included."""
+    """Return exit code and processor seconds of a training fork, including its children."""
     child = os.fork()
     if child == 0:
         os._exit(train(arguments, log))
@@ -82,7 +82,7 @@ def run_forked(arguments: Sequence[str], log: str) -> tuple[int, float]:
 
 
 def train(arguments: Sequence[str], log: str) -> int:
-    """Exit code of pretrain.py with its output in `log`, from the fork."""
+    """Return the exit code of pretrain.py in the fork, with output in `log`."""
     import pretrain
 
     console = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

@@ -1,4 +1,4 @@
-"""Generated inputs that nobody would write on purpose: configs, and files with damaged bytes."""
+"""Generated malformed inputs: configs, and files with damaged bytes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ EXTREMES: list[Any] = [
     "${seed}", "${nowhere}", "${oc.env:HOME}", "${", "\\${seed}", "\x00", "é" * 300, [], [1], ["x"],
     [[]], [None], {}, {"x": 1}, {"x": {"y": {}}}, [0, 1], [3, 1], "2026-01-01", "1e5", "0x10",
 ]  # fmt: skip
-"""Values of any key: right ones, wrong ones, and absurd ones."""
+"""Values of any key: right, wrong and absurd."""
 
 
 def leaves(content: dict[str, Any], path: Keys = ()) -> Iterator[Keys]:
@@ -34,7 +34,7 @@ def replaced(content: dict[str, Any], path: Keys, value: Any) -> dict[str, Any]:
 
 
 def changes(content: dict[str, Any], more: list[Keys]) -> st.SearchStrategy[dict[Keys, Any]]:
-    """One to three keys, of a config and `more`, with a value of `EXTREMES` each."""
+    """Draw one to three keys of a config and `more`, with values of `EXTREMES`."""
     paths = sorted({*leaves(content), *more})
     return st.dictionaries(
         st.sampled_from(paths), st.sampled_from(EXTREMES), min_size=1, max_size=3
@@ -42,7 +42,7 @@ def changes(content: dict[str, Any], more: list[Keys]) -> st.SearchStrategy[dict
 
 
 def damages() -> st.SearchStrategy[tuple[str, float, bytes]]:
-    """How a file is damaged: kind, place as a share of the file, and bytes."""
+    """Draw damage of a file: kind, position as a share of the file, and bytes."""
     return st.tuples(
         st.sampled_from(["flip", "cut", "insert", "zero", "repeat", "replace"]),
         st.floats(0, 1, exclude_max=True),

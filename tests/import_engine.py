@@ -1,4 +1,4 @@
-"""Imports megatron-core as programs do: before anything else that would import it, more slowly."""
+"""Imports megatron-core first, as programs do, because other imports of it are slower."""
 
 from models.engine import import_engine
 

@@ -1,4 +1,4 @@
-"""Runs whose ranks are killed at random moments, and what they differ in from undisturbed ones."""
+"""Runs whose ranks are killed at random moments, and their differences from undisturbed runs."""
 
 import contextlib
 import random
@@ -18,7 +18,7 @@ from tests.run_results import metrics_of, same_state, state_of
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"
 PATIENCE = 500.0
-"""Seconds for which anything may take: less than survivors of a rank would wait for it, 600."""
+"""Seconds that anything may take: less than the 600 that surviving ranks would wait."""
 
 
 SMALL = [
@@ -28,7 +28,7 @@ SMALL = [
     "checkpoint.keep_last=2", "log.interval=1", "validation.interval=0", "validation.samples=4",
     "validation.samples_interval=0",
 ]  # fmt: skip
-"""Overrides of a recipe that make it a run of many short steps."""
+"""Overrides that turn a recipe into a run of many short steps."""
 
 
 def settings(folder: Path, steps: int, interval: int) -> list[str]:
@@ -38,7 +38,7 @@ def settings(folder: Path, steps: int, interval: int) -> list[str]:
 
 
 def start(arguments: list[str], output: Path, restarts: int) -> subprocess.Popen[bytes]:
-    """Start a run under torchrun, which prints to a file."""
+    """Start a run under torchrun with its output in a file."""
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "--monitor-interval=0.1",
@@ -51,7 +51,7 @@ def start(arguments: list[str], output: Path, restarts: int) -> subprocess.Popen
 
 
 def ranks_of(agent: int) -> list[psutil.Process]:
-    """Return the ranks that an agent of torchrun has started."""
+    """Return the ranks of a torchrun agent."""
     found = []
     for child in psutil.Process(agent).children():
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
@@ -61,7 +61,7 @@ def ranks_of(agent: int) -> list[psutil.Process]:
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step that metrics.jsonl names."""
+    """Return the last step in metrics.jsonl."""
     file = folder / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     return sum(line.endswith(b"\n") and b'"train/loss"' in line for line in lines)
@@ -70,7 +70,7 @@ def last_step(folder: Path) -> int:
 def wait_for(condition: Callable[[], bool], what: str, agent: subprocess.Popen[bytes]) -> None:
     """Wait until `condition()` is true.
 
-    Raises RuntimeError if the run ends before or patience does.
+    Raises RuntimeError if the run ends first, or after `PATIENCE`.
     """
     end = time.monotonic() + PATIENCE
     while not condition():
@@ -85,7 +85,7 @@ def wait_for(condition: Callable[[], bool], what: str, agent: subprocess.Popen[b
 def kill_one(
     agent: subprocess.Popen[bytes], folder: Path, chance: random.Random, interval: int
 ) -> int:
-    """Kill a rank at a random moment within `interval` new steps, wait until the run goes on, and
+    """Kill a rank at a random moment within `interval` new steps, wait until the run continues, and
     return the last step before."""
     past = last_step(folder) + chance.randrange(interval)
     wait_for(
@@ -102,14 +102,14 @@ def kill_one(
 
 
 def differences(one: Path, other: Path, step: int) -> list[str]:
-    """Return the names of what differs between two runs, their times aside."""
+    """Return the names of the differences between two runs, except times."""
     found = same_state(*(state_of(run, step) for run in (one, other)))
     lines = [[trained(line) for line in metrics_of(run)] for run in (one, other)]
     return found + (["metrics.jsonl"] if lines[0] != lines[1] else [])
 
 
 def trained(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of steps; only one of the runs is stopped, and validated for that."""
+    """Return the metrics of steps; only one of the runs is stopped, and validated at the stop."""
     return {key: value for key, value in line.items() if not key.startswith("val/")}
 
 

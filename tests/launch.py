@@ -3,11 +3,11 @@
     results = run_on_ranks(2, "tests.distributed.workers", "curves", {"tensor": 2})
 
 calls `workers.curves(tensor=2)` on every rank, with the environment that torchrun gives its ranks,
-and returns what the ranks returned, in rank order. Arguments and results are what torch.save and
-weights_only load take.
+and returns what the ranks returned, in rank order. torch.save and weights_only loading must support
+arguments and results.
 
-Ranks are forks of one process that has imported torch and Megatron once: to import them takes
-longer than most tests.
+Ranks are forks of one process that has imported torch and Megatron, as importing takes longer than
+most tests.
 """
 
 import multiprocessing
@@ -28,19 +28,19 @@ from torch.distributed import TCPStore
 from tests.paths import ROOT
 
 FORKS = multiprocessing.get_context("forkserver")
-# Without tests.import_engine: FSDP2 loads torch's compiler, which takes long in every fork and is
-# quick before.
+# Without tests.import_engine: FSDP2 loads torch's compiler, which is slow in every fork and fast
+# before forking.
 FORKS.set_forkserver_preload(["training.run", "tests.frozen"])
 OURS = r"(models|parallel|spectral|tests|training)\."
-"""Modules that warnings are attributed to as errors: what newer releases of torch say of calls."""
+"""Modules whose warnings are errors, such as newer torch's warnings about calls."""
 GRACE = 30.0
-"""Seconds for which ranks live on after one of them has failed, as under torchrun."""
+"""Seconds for other ranks to end after one has failed, as under torchrun."""
 
 
 def run_on_ranks(
     ranks: int, module: str, function: str, arguments: dict[str, Any], timeout: float = 840
 ) -> list[Any]:
-    """The results of `module.function(**arguments)` on `ranks` processes, in rank order.
+    """Return the results of `module.function(**arguments)` on `ranks` processes, in rank order.
 
     Raises AssertionError with the output of the ranks if one of them fails or `timeout`, in
     seconds, passes.
@@ -49,7 +49,7 @@ def run_on_ranks(
         start_forks()
         folder = Path(name)
         torch.save(arguments, folder / "arguments.pt")
-        # As torchrun's agent does, for a port that no other test can take meanwhile.
+        # As in torchrun's agent, so that no other test can take the port.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = environment() | {
             "MASTER_ADDR": "127.0.0.1",
@@ -72,8 +72,8 @@ def run_on_ranks(
 
 
 def awaited(processes: list[BaseProcess], timeout: float) -> str:
-    """'' when all processes have ended well, else what went wrong. None of them lives then, also
-    if the wait is interrupted."""
+    """Return '' if all processes end well, else the reason. Afterwards none is running, even if the
+    wait was interrupted."""
     end = time.monotonic() + timeout
     problem = ""
     try:
@@ -94,33 +94,33 @@ def awaited(processes: list[BaseProcess], timeout: float) -> str:
 
 
 def output(folder: Path, rank: int) -> str:
-    """What a rank has printed, to either stream."""
+    """Return the output of a rank, of both streams."""
     file = folder / f"{rank}.txt"
     return file.read_text(errors="replace") if file.exists() else ""
 
 
 def environment() -> dict[str, str]:
-    """The environment of processes: one thread each, importable repository."""
+    """Return the environment of processes: one thread, and an importable repository."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        # What comes before the installed packages, such as another engine, comes before them here.
+        # Keep paths before the installed packages, such as another engine's.
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONWARNINGS": "ignore",
     }
 
 
 def start_forks() -> None:
-    """Start the process that forks ranks, in their environment.
+    """Start the process that forks ranks, in the ranks' environment.
 
-    Some of the environment is read only when Python or torch starts.
+    Some variables are read only when Python or torch starts.
     """
     with patch.dict(os.environ, environment()):
         forkserver.ensure_running()
 
 
 def main(folder: Path, variables: dict[str, str], module: str, function: str) -> None:
-    """Run a function on one rank and save what it returns."""
+    """Run a function on one rank and save its result."""
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the bytes of storages that operations create while it is active, until freed."""
+    """Counts the bytes of live storages that operations create while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,13 +47,13 @@ class _Watch(TorchDispatchMode):
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes that tensors created by `call` held at one moment."""
+    """Return the peak bytes of tensors created by `call`."""
     return held_and_peak_bytes(call, 1)[0][1]
 
 
 def held_and_peak_bytes(call: Callable[[], object], times: int) -> list[tuple[int, int]]:
-    """After each of several calls, the bytes that tensors created since the first one still hold,
-    and the most they held during that call."""
+    """Return for each of several calls the bytes of live tensors created since the first call,
+    after it and at its peak."""
     found = []
     with _Watch() as watch:
         for _ in range(times):

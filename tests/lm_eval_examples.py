@@ -1,4 +1,4 @@
-"""Print contexts, choices and answers of lm-eval's own tasks, in the environment that has lm-eval.
+"""Print contexts, choices and answers of lm-eval's own tasks, in lm-eval's environment.
 
 python tests/lm_eval_examples.py FOLDER: FOLDER has a file of rows for each task, NAME.jsonl.
 """
@@ -25,7 +25,7 @@ FILES = {
 
 
 def examples(name: str, rows: Path) -> list[Any]:
-    """Context, choices and index of the answer of each row."""
+    """Yield context, choices and index of the answer of each row."""
     path = Path(tasks.__file__).parent / FILES[name]
     settings = yaml.safe_load(path.read_text().replace("!function utils.process_docs", "null"))
     settings |= {

@@ -7,19 +7,19 @@ from spectral.polar import coefficients
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    """Float64 draws, the same for a seed."""
+    """Draw float64 numbers, the same for a seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def spectrum(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
-    """A matrix with these singular values, float64."""
+    """Return a float64 matrix with these singular values."""
     u = torch.linalg.qr(gaussian(rows, len(values), seed=seed)).Q
     v = torch.linalg.qr(gaussian(cols, len(values), seed=seed + 1)).Q
     return u @ torch.diag(values) @ v.mT
 
 
 def scalar_map(s: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The polynomials of `dtype`, one after the other, of numbers."""
+    """Apply the polynomials of `dtype` in order to numbers."""
     for a, b, c in coefficients(schedule, steps, dtype):
         s = a * s + b * s**3 + c * s**5
     return s
@@ -28,7 +28,7 @@ def scalar_map(s: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.
 def msign_by_svd(
     x: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """The same polynomials, those of `dtype`, applied to the singular values, in float64."""
+    """Apply the polynomials of `dtype` to the singular values, in float64."""
     u, s, vh = torch.linalg.svd(x / torch.linalg.matrix_norm(x, keepdim=True), full_matrices=False)
     return u @ torch.diag_embed(scalar_map(s, schedule, steps, dtype)) @ vh
 
@@ -36,7 +36,7 @@ def msign_by_svd(
 def penalty_by_definition(
     w: Tensor, power: int = 2, side: str = "in", normalize: str | None = None
 ) -> Tensor:
-    """The Gram penalty of `[..., rows, cols]`."""
+    """Compute the Gram penalty of `[..., rows, cols]`."""
     gram = w.mT @ w if side == "in" else w @ w.mT
     n = gram.shape[-1]
     energy = (gram * (1 - torch.eye(n, dtype=w.dtype))).square().sum((-2, -1))
@@ -48,6 +48,6 @@ def penalty_by_definition(
 
 
 def stable_rank(matrix: Tensor) -> float:
-    """||A||_F^2 / ||A||_2^2, by singular values in float64."""
+    """Compute ||A||_F^2 / ||A||_2^2 from float64 singular values."""
     values = torch.linalg.svdvals(matrix.double())
     return float(values.square().sum() / values[0].square())

@@ -21,7 +21,7 @@ optimizer:
 
 
 def problems(path: Path, *overrides: str, world_size: int | None = None) -> list[str]:
-    """The problems of an invalid config."""
+    """Return the problems of an invalid config."""
     with pytest.raises(InvalidConfigError) as caught:
         config = load_config(path, overrides)
         if world_size is not None:

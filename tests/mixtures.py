@@ -1,4 +1,4 @@
-"""Three sets of which runs read mixtures, and the order in which each is read."""
+"""Three sets for runs on mixtures, and the order in which runs read them."""
 
 from training.data.order import window_order
 
@@ -8,16 +8,16 @@ LENGTH = 8
 """Tokens of a sample."""
 
 Read = list[tuple[str, int]]
-"""Set and window of each sample, in the order in which a run has read them."""
+"""Set and window of each sample, in the order of reading."""
 
 
 def windows_of(read: Read, name: str) -> list[int]:
-    """The windows of a set in the order in which they were read."""
+    """Return the windows of a set in the order of reading."""
     return [window for each, window in read if each == name]
 
 
 def expected(name: str, count: int) -> list[int]:
-    """The first windows of a set, epoch after epoch, as a run that reads nothing else has them."""
+    """Return the first windows of a set, epoch by epoch, of a run on this set alone."""
     size = (SIZES[name] - 1) // LENGTH
     epochs = range(-(-count // size))
     orders = (window_order(name, size, 7, epoch) for epoch in epochs)

@@ -1,4 +1,4 @@
-"""Models and tokens of tests: chunks that are built, units that are initialised."""
+"""Models and tokens for tests: built chunks and initialised units."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from models.units import Unit
 
 
 def tokens_of(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Random tokens and next-token labels `[batch, length]`, the same on every rank."""
+    """Return random tokens and next-token labels `[batch, length]`, the same on every rank."""
     generator = torch.Generator().manual_seed(11)
     window = torch.randint(vocab, (batch, length + 1), generator=generator)
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def losses_of(chunk: torch.nn.Module, batch: int = 4) -> Tensor:
-    """Losses of the tokens of a chunk that is a whole model."""
+    """Return the token losses of a chunk that is a whole model."""
     tokens, labels = tokens_of(batch, 16, 60)
     losses: Tensor = chunk(tokens, torch.zeros_like(tokens), None, labels=labels)
     return losses
@@ -35,7 +35,7 @@ def built(
     z_loss: bool = False,
     **options: Any,
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
-    """The Megatron model of one process, not initialised, and its parameters by declared name.
+    """Return the uninitialised Megatron model of one process, and its parameters by declared name.
 
     `options` go to the family's `transformer_config`.
     """
@@ -51,14 +51,14 @@ def built(
 def drawn(
     model: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
-    """What `built` returns, with initial weights."""
+    """Return the result of `built` with initial weights."""
     chunk, parameters = built(model, dtype, **options)
     initialize_(parameters, all_units(model), model.init, seed=3, layers=model.layers)
     return chunk, parameters
 
 
 def parameters_of(units: list[Unit]) -> dict[str, Tensor]:
-    """Zero float64 parameters that `units` fit in."""
+    """Return zero float64 parameters for `units`."""
     return {u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units}
 
 
@@ -68,10 +68,10 @@ def initialized(
     expert_tensor: tuple[int, int] = (0, 1),
     **options: Any,
 ) -> tuple[list[Unit], dict[str, Tensor]]:
-    """Units of `model` and their initialised float64 parameters.
+    """Return units of `model` and their initialised float64 parameters.
 
-    They are those of a (rank, size) of the ranks that share dense matrices and of those that share
-    an expert's; `options` go to `all_units`.
+    They belong to a (rank, size) of the ranks that share dense matrices, and of the ranks that
+    share experts; `options` go to `all_units`.
     """
     if model.moe is not None:
         options["expert_tensor"] = expert_tensor[1]

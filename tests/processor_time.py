@@ -1,8 +1,9 @@
-"""Processor time of the parts of `make test` and of their dearest files, which it prints.
+"""Processor time of the parts of `make test` and of their slowest files, which it prints.
 
-Wall time says how busy a machine is; processor time says what a test costs, twice as much on a busy
-machine. The sum covers the test process and all its descendants: programs that tests start, and
-ranks with the server that forks them. A file that takes too large a share of the whole fails it.
+Wall time measures how busy a machine is; processor time measures the cost of a test, which doubles
+on a busy machine. The sum covers the test process and all its descendants: programs that tests
+start, and ranks with the server that forks them. A file with too large a share of the whole fails
+it.
 """
 
 import os
@@ -27,54 +28,55 @@ FIRST = (
     "tests/unit/scripts/test_prepare_data.py",
     "tests/unit/spectral/test_kernels.py",
 )
-"""The dearest files, which may take more than `LARGEST`. They begin first, so that no worker is
-left alone with one at the end."""
+"""The slowest files, which may take more than `LARGEST`. They start first, so that none of them
+runs alone at the end."""
 
 SHOWN = 10
 WHOLE = 100
-"""Files of which a run is a whole `make test`, or nearly."""
+"""Number of files from which on a run counts as a whole `make test`."""
 LARGEST = 0.03
-"""Share of a whole run that a file may take which is not among the dearest."""
+"""Largest share of a whole run for a file outside `FIRST`."""
 NAME = "processor_seconds"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def processor_seconds() -> float:
-    """Processor seconds of this process and all its descendants so far, ended ones included."""
+    """Return the processor seconds of this process and all its descendants, including ended
+    ones."""
     waiting, ticks = [os.getpid()], 0
     while waiting:
         folder = Path(f"/proc/{waiting.pop()}")
         try:
-            # Fields from the third on, as the second may hold spaces: times are 14 to 17.
+            # Fields from the third on, as the second may contain spaces: times are 14 to 17.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             for task in (folder / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
         except (OSError, ProcessLookupError):
-            continue  # ended meanwhile: its parent has its time
+            continue  # it has ended, and its parent has its time
         ticks += sum(map(int, fields[11:15]))
     return ticks / TICKS
 
 
 def turn(file: str) -> int:
-    """Return when a file of tests begins, least first."""
+    """Return the sort key of a file's start."""
     return FIRST.index(file) if file in FIRST else len(FIRST)
 
 
 class ProcessorTime:
-    """Measures every test where it runs, and sums by file where the session is reported."""
+    """Measures every test in its process, and sums by file in the reporting process."""
 
     def __init__(self) -> None:
         self.files: dict[str, float] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
-        """Take the time before the first fixture of a test."""
+        """Record the time before the first fixture of a test."""
         item.stash[START] = processor_seconds()
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        """Add the seconds of a test to its last report, which also crosses processes."""
+        """Add the seconds of a test to its last report, which is sent between processes."""
         if call.when == "teardown" and START in item.stash:
             item.user_properties.append((NAME, processor_seconds() - item.stash[START]))
 
@@ -86,7 +88,7 @@ class ProcessorTime:
             self.files[file] = self.files.get(file, 0.0) + float(seconds)
 
     def too_dear(self) -> list[str]:
-        """Return the files of a whole run that take more than their share and are not `FIRST`."""
+        """Return the files of a whole run outside `FIRST` that take more than their share."""
         most = LARGEST * sum(self.files.values()) if len(self.files) >= WHOLE else inf
         return [file for file, spent in self.files.items() if spent > most and file not in FIRST]
 
@@ -96,7 +98,7 @@ class ProcessorTime:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the sum of each part and the dearest files."""
+        """Print the sum of each part and the slowest files."""
         write = terminalreporter.write_line
         parts: dict[str, float] = {}
         for file, seconds in self.files.items():

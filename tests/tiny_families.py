@@ -1,7 +1,7 @@
 """A tiny model of every family: the list that tests of families run over.
 
-A family whose layers are another's needs no entry; its settings are those of the other. `python -m
-tests.tiny_families` brings the table of families in docs/models.md up to date.
+A family with the layers of another needs no entry and uses the other's settings. `python -m
+tests.tiny_families` prints docs/models.md with an updated table of families.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {
         "activation": "geglu",
         "query_pre_attn_scalar": 10,
-        # Of the size of what they cap, and shorter than the sequence, so that they matter.
+        # As large as the capped values, and shorter than the sequence, so that they have an effect.
         "attention_softcap": 1.0,
         "final_softcap": 0.5,
         "sliding_window": 5,
@@ -54,18 +54,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe": MIXTURE,
     },
 }
-"""Per family, what its model section sets beside the shape."""
+"""Settings of each family's model section other than the shape."""
 
 SECTIONS = {"latent": LatentConfig, "moe": MoEConfig, "rope_scaling": RopeScalingConfig}
 
 
 def settings(family: str) -> dict[str, Any]:
-    """Return what the model section of a family sets beside the shape."""
+    """Return the settings of a family's model section other than the shape."""
     return {"family": family, **SETTINGS[FAMILIES[family].same_layers_as or family]}
 
 
 def model_of(values: dict[str, Any]) -> ModelConfig:
-    """Return the model section with `values`, its own sections being plain mappings."""
+    """Return the model section with `values`, whose sections are plain mappings."""
     return ModelConfig(
         **{
             key: SECTIONS[key](**value) if key in SECTIONS and isinstance(value, dict) else value
@@ -75,13 +75,13 @@ def model_of(values: dict[str, Any]) -> ModelConfig:
 
 
 def tiny_model(family: str, **changes: Any) -> ModelConfig:
-    """Return a tiny model of a family with other values for some keys of the model section."""
+    """Return a tiny model of a family with changed keys of the model section."""
     return model_of({**SHAPE, **settings(family), **changes})
 
 
 def mixture(**changes: Any) -> ModelConfig:
-    """Return a tiny mixture of three layers, of which two have experts, without balancing losses,
-    and with other values for some keys of its section."""
+    """Return a tiny mixture of three layers, two of them with experts, without balancing losses,
+    and with changed keys of its section."""
     experts = {**MIXTURE, "shared_experts": 2, "sequence_aux_loss": 0.0, **changes}
     return tiny_model("moe", layers=3, moe=experts)
 
@@ -98,7 +98,7 @@ def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
 
 
 def table() -> str:
-    """Return the table of all families, as their records have them."""
+    """Return the table of all families from their records."""
     lines = ["| family | what sets it apart | feed-forward block | query-key norms | exported as |"]
     lines.append("|" + "---|" * 5)
     norms = {True: "yes", False: "no", None: "`model.qk_norm`"}

@@ -1,4 +1,4 @@
-"""A SLURM of a controller and two nodes on this machine."""
+"""A SLURM cluster of a controller and two nodes on this machine."""
 
 import re
 import secrets
@@ -11,9 +11,9 @@ from tests.cluster.network import HEAD, NODES, Network, until
 COMMANDS = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge",
 }  # fmt: skip
-"""Debian's package of every command that SLURM needs."""
+"""Debian package of every command that SLURM needs."""
 NODE_TIMEOUT, KILL_WAIT = 20, 60
-"""Seconds after which SLURM gives a silent node up, and ends what ignores SIGTERM."""
+"""Seconds until SLURM gives up a silent node, and until it kills jobs that ignore SIGTERM."""
 
 SLURM_CONF = """
 ClusterName=tests
@@ -48,12 +48,12 @@ munged --force --key-file="$2/munge.key" --log-file="$2/$1.munge.log" \
 
 
 def missing() -> str:
-    """Return why there can be no cluster here, '' if there can be one."""
+    """Return why a cluster is impossible here, '' if it is possible."""
     return network.missing(COMMANDS)
 
 
 class Cluster(Network):
-    """A context in which there is a cluster; jobs are submitted from its controller, the head."""
+    """A context with a running cluster; jobs are submitted from its controller, the head."""
 
     def start(self) -> None:
         """Start the controller and the nodes."""
@@ -91,7 +91,7 @@ class Cluster(Network):
         self.nodes[name].check("bash", "-euc", MUNGE, "_", name, str(self.folder))
 
     def node_state(self, name: str) -> str:
-        """Return what SLURM says of a node: idle, allocated, down*, ..."""
+        """Return SLURM's state of a node: idle, allocated, down*, ..."""
         return self.head.run("sinfo", "--noheader", "--nodes", name, "--format=%T").stdout.strip()
 
     def submit(
@@ -103,7 +103,7 @@ class Cluster(Network):
         return int(number)
 
     def job(self, number: int) -> dict[str, str]:
-        """Return SLURM's facts of a job, such as JobState, Restarts and ExitCode."""
+        """Return SLURM's facts about a job, such as JobState, Restarts and ExitCode."""
         text = self.head.check("scontrol", "show", "job", str(number))
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 

@@ -1,4 +1,4 @@
-"""The cluster of all tests of this folder, and the clone that they run in."""
+"""Fixtures of this folder: the cluster, and the clone that tests run in."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.commands import copy_repository
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A SLURM of two nodes; skips where there can be none."""
+    """A SLURM cluster of two nodes; skips if it is impossible."""
     if reason := missing():
         pytest.skip(reason)
     with Cluster() as made:
@@ -20,7 +20,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git would clone, in a folder of their own."""
+    """The files that git would clone, in a separate folder."""
     folder = tmp_path_factory.mktemp("clone")
     copy_repository(folder)
     return folder

@@ -1,8 +1,7 @@
-"""Nodes on this machine, each in namespaces of its own, connected by a bridge.
+"""Nodes on this machine in separate namespaces, connected by a bridge.
 
-A node has processes, mounts, memory for files, network interface and host name of its own, so it
-can be switched off and its link cut. Everything of a node dies with the process that started it:
-what remains is a folder.
+A node has its own processes, mounts, tmpfs, network interface and host name, so it can be switched
+off and its link cut. A node ends with the process that started it; only a folder remains.
 """
 
 import os
@@ -19,13 +18,13 @@ from typing import Self
 COMMANDS = {
     "ip": "iproute2", "unshare": "util-linux", "setpriv": "util-linux", "nsenter": "util-linux",
 }  # fmt: skip
-"""Debian's package of every command that nodes need."""
+"""Debian package of every command that nodes need."""
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 HEAD, NODES = "head", ("node1", "node2")
 ADDRESSES = {HEAD: "10.77.0.1", "node1": "10.77.0.2", "node2": "10.77.0.3"}
 BRIDGE = "bridge"
 REAPER = "while :; do sleep 3600 & wait; done"
-"""The first process of a node, a shell, as shells bury the processes of others."""
+"""The first process of a node: a shell, as shells reap orphaned processes."""
 
 SET_UP = """
 hostname "$1"
@@ -37,7 +36,8 @@ mount --bind "$2/hosts" /etc/hosts
 
 
 def missing(more: Mapping[str, str] | None = None) -> str:
-    """Return why there can be no nodes here, '' if there can be; `more` are commands needed too."""
+    """Return why nodes are impossible here, '' if possible; `more` are further required
+    commands."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "nodes in namespaces need Linux and root"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -56,7 +56,7 @@ def missing(more: Mapping[str, str] | None = None) -> str:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 300) -> float:
-    """Wait until `condition()` is true and return the seconds that it took."""
+    """Wait until `condition()` is true and return the elapsed seconds."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, f"{what}: not in {seconds:g} seconds"
@@ -68,7 +68,7 @@ class Node:
     """A set of namespaces, with `process` outside of it and `first` as its first process."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """Make the namespaces. When the process that makes them ends, so do all of them.
+        """Create the namespaces, which end with the process that creates them.
 
         Every process on the node has the cluster's folder in its environment.
         """
@@ -91,7 +91,7 @@ class Node:
     def _children(self) -> list[int]:
         process = self.process.pid
         assert self.process.poll() is None
-        # While it is still setpriv or unshare alone, it has none.
+        # While it only runs setpriv or unshare, it has none.
         text = Path(f"/proc/{process}/task/{process}/children").read_text()
         return [int(word) for word in text.split()]
 
@@ -109,7 +109,7 @@ class Node:
         )
 
     def start(self, *words: str, folder: Path, output: Path) -> subprocess.Popen[bytes]:
-        """Start a command on the node, which writes what it prints to the file `output`."""
+        """Start a command on the node with its output in the file `output`."""
         with output.open("ab") as said:
             return subprocess.Popen(
                 [*self._enter(folder), *words],
@@ -124,13 +124,13 @@ class Node:
         return enter if folder is None else [*enter, f"--wd={folder}"]
 
     def check(self, *words: str, folder: Path | None = None, **variables: str) -> str:
-        """Run a command that must succeed, and return what it prints."""
+        """Run a command that must succeed, and return its output."""
         done = self.run(*words, folder=folder, **variables)
         assert done.returncode == 0, (self.name, words, done.stdout, done.stderr)
         return done.stdout
 
     def processes(self, words: str) -> list[int]:
-        """Return the ids, on the node, of the processes whose command line has `words`."""
+        """Return the node's ids of processes whose command line contains `words`."""
         found = self.run("pgrep", "--full", "--", words).stdout.split()
         return [int(word) for word in found]
 
@@ -143,7 +143,7 @@ class Node:
 
 
 class Network:
-    """A context in which there are nodes on one bridge, which is on a node of its own, the head."""
+    """A context with nodes on one bridge, which is on a separate node, the head."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
@@ -182,13 +182,13 @@ class Network:
 
     @property
     def head(self) -> Node:
-        """The node that is never lost."""
+        """The node that is never switched off."""
         return self.nodes[HEAD]
 
     def switch_on(self, name: str) -> None:
-        """Start a node that is connected."""
+        """Start a node with a link."""
         node = self.nodes[name] = Node(name, self.folder)
-        # The link is made from outside: only there the node's first process has this number.
+        # The link is created from outside, where the node's first process has this id.
         link = ["ip", "link", "add", name, "type", "veth", "peer", "eth0", "netns", str(node.first)]
         subprocess.run(
             ["nsenter", "--target", str(self.head.first), "--net", *link],
@@ -200,10 +200,10 @@ class Network:
         node.check("ip", "link", "set", "eth0", "up")
 
     def switch_off(self, name: str) -> None:
-        """Take a node's power: its link is dead before its processes could say that they end."""
+        """Cut a node's power: its link ends before its processes can report their end."""
         self.cut(name)
         self.nodes.pop(name).end()
-        # Its end of the link goes with it, but only after a while.
+        # Its end of the link disappears only after a while.
         self.head.run("ip", "link", "delete", name)
 
     def cut(self, name: str) -> None:

@@ -1,6 +1,6 @@
-"""Jobs of scripts/slurm/pretrain.sbatch on a SLURM of two nodes, and what disturbs them.
+"""Jobs of scripts/slurm/pretrain.sbatch on a SLURM cluster of two nodes, with disturbances.
 
-All jobs but two train the same run: whatever disturbs it, it must end as the undisturbed one does.
+All jobs but two train the same run: after any disturbance it must end as the undisturbed run.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 class Jobs:
-    """Submits runs from a clone, each in a run folder with the name of its job."""
+    """Submits runs from a clone, in run folders named after the jobs."""
 
     def __init__(self, cluster: Cluster, clone: Path) -> None:
         self.cluster, self.clone = cluster, clone
 
     def submit(self, name: str, *more: str, limit: str = "60", **variables: str) -> int:
-        """Submit a run as its README says, for nodes with one GPU and little time."""
+        """Submit a run as in the README, for nodes with one GPU and little time."""
         script = ["scripts/slurm/pretrain.sbatch", "configs/tiny_sso.yaml", *RUN]
         options = [f"--job-name={name}", "--gpus-per-node=1", "--cpus-per-task=1"]
         options += [f"--time={limit}"]
@@ -45,12 +45,12 @@ class Jobs:
         return self.clone / "runs" / name
 
     def printed(self, name: str, number: int) -> str:
-        """Return what a job has printed."""
+        """Return the output of a job."""
         file = self.clone / f"{name}-{number}.out"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def until_steps(self, name: str, steps: int) -> float:
-        """Wait until a run has taken more than so many steps, and return the seconds."""
+        """Wait until a run has taken more than `steps` steps, and return the seconds."""
         return until(lambda: last_step(self.folder(name)) > steps, f"step {steps + 1} of {name}")
 
     def until_saved(self, name: str) -> None:
@@ -58,20 +58,20 @@ class Jobs:
         until(lambda: bool(saved_steps(self.folder(name))), f"a checkpoint of {name}")
 
     def rank_of(self, node: str) -> int:
-        """Return the id of the rank on a node, whose children have its command line too."""
+        """Return the id of the rank on a node; its children have the same command line."""
         return min(self.cluster.nodes[node].processes(RANK))
 
 
 @pytest.fixture
 def jobs(cluster: Cluster, clone: Path) -> Iterator[Jobs]:
-    """Submits jobs; afterwards none is left and all nodes are up."""
+    """Submits jobs; afterwards cancels all and restores all nodes."""
     yield Jobs(cluster, clone)
     cluster.cancel_all()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, clone: Path) -> tuple[Jobs, int]:
-    """The first job of a fresh clone, which nothing disturbs, and its number."""
+    """The first, undisturbed job of a fresh clone, and its number."""
     jobs = Jobs(cluster, clone)
     assert not any((clone / name).exists() for name in ("runs", "logs", "data"))
     number = jobs.submit("undisturbed")
@@ -80,7 +80,7 @@ def undisturbed(cluster: Cluster, clone: Path) -> tuple[Jobs, int]:
 
 
 def assert_as_undisturbed(jobs: Jobs, name: str, number: int) -> None:
-    """Wait for the end of a job and compare it with the undisturbed one, to the bit."""
+    """Wait for the end of a job and compare it with the undisturbed job bit for bit."""
     facts = jobs.cluster.until_ended(number, 600)
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), jobs.printed(
         name, number
@@ -101,7 +101,7 @@ def test_the_first_job_of_a_fresh_clone_runs_to_its_end(undisturbed):
 
 
 def test_a_job_that_reaches_its_time_limit_three_times_is_queued_again(undisturbed, jobs):
-    # The margin of ten minutes makes each start save and end within its first steps.
+    # With a margin of ten minutes each start saves and ends within its first steps.
     number = jobs.submit("limit", limit="2")
     until(lambda: jobs.cluster.job(number)["Restarts"] == "3", "three starts", 600)
     until(lambda: jobs.cluster.job(number)["JobState"] == "PENDING", "the fourth", 100)
@@ -117,7 +117,7 @@ def test_slurms_signal_then_cancel_both_save(jobs):
     endless = ["train.steps=1000000", "checkpoint.interval=1000000", "stop.slurm_margin_seconds=0"]
     number = jobs.submit("stopped", "--signal=B:USR1@60", *endless, limit="2")
     folder = jobs.folder("stopped")
-    # It comes up to a minute early, perhaps before the ranks have begun.
+    # It arrives up to a minute early, possibly before the ranks have started.
     until(lambda: jobs.cluster.job(number)["Restarts"] == "1", "the signal", 300)
     jobs.cluster.head.check("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     (saved,) = saved_steps(folder)
@@ -132,7 +132,7 @@ def test_slurms_signal_then_cancel_both_save(jobs):
     assert max(saved_steps(folder)) == last_step(folder) > saved + 3, printed
     assert not (folder / "STOP").exists()
     said = f"stopped by a signal after step {last_step(folder)} of 1000000"
-    # torchrun's tracebacks of its own signal come before it.
+    # torchrun prints tracebacks of its own signal before it.
     assert said in printed.splitlines()[-1]
 
     again = jobs.submit("stopped", *endless)

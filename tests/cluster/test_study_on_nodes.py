@@ -1,4 +1,4 @@
-"""A study as a SLURM array: its tasks share the runs, and the result is that of one process."""
+"""A study as a SLURM array: its tasks share the runs, and the result equals one process's."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def test_the_tasks_of_an_array_share_a_study(cluster: Cluster, clone: Path) -> N
     until(lambda: not cluster.head.run(*queue).stdout.strip(), "end of the array", 600)
     printed = [(clone / f"array-{number}_{task}.out").read_text() for task in (0, 1)]
     trained = [sum(line.endswith(" s)") for line in text.splitlines()) for text in printed]
-    assert sum(trained) == 4, printed  # each run once, by whichever task
+    assert sum(trained) == 4, printed  # each run once, by any task
     alone = [sys.executable, "scripts/study.py", "array.yaml", "runs/alone"]
     subprocess.run(alone, cwd=clone, check=True)
     found = [

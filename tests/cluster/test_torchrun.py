@@ -1,4 +1,4 @@
-"""torchrun on each of two nodes without SLURM, which share a disk and nothing else."""
+"""torchrun on two nodes without SLURM, which only share a disk."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from tests.cluster.test_slurm_on_nodes import RANK, RUN, STEPS
 from tests.killed_runs import differences, last_step
 
 TORCHRUN = [
-    # Otherwise an agent that is started later waits for an address that is not given again.
+    # Otherwise an agent that starts later waits for an address that is not sent again.
     "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun", "--nnodes=2",
     "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=tests",
     "--rdzv-endpoint=node1:29400", "pretrain.py", "--config", "configs/tiny_sso.yaml",

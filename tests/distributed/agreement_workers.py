@@ -1,4 +1,4 @@
-"""What the ranks of the tests of agreement run."""
+"""Functions that the ranks run in the tests of agreement."""
 
 import os
 import time
@@ -19,8 +19,8 @@ from training.step import StepResult, Trainer
 
 
 def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
-    """Return the exit code of pretrain.py, with this rank's overrides, and what it printed as
-    errors. No torchrun would stop the other ranks: they wait for it only briefly."""
+    """Return the exit code of pretrain.py with this rank's overrides, and its errors. Other ranks
+    wait only briefly for this one, as no torchrun stops them."""
     said = StringIO()
     mine = overrides[int(os.environ["RANK"])]
     with redirect_stderr(said), patch.object(errors, "PATIENCE", 0.5):
@@ -29,8 +29,8 @@ def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
 
 
 def on_own_data(config: str, folders: list[str], name: str) -> list[tuple[int, str]]:
-    """Return what `started` does in each folder, with the token set `name` under a path that is
-    another on each rank, and which nobody verifies."""
+    """Return the result of `started` in each folder, with the token set `name` under a different
+    path on each rank, without verification."""
     said = []
     for folder in folders:
         os.chdir(f"{folder}/{os.environ['RANK']}")
@@ -41,14 +41,14 @@ def on_own_data(config: str, folders: list[str], name: str) -> list[tuple[int, s
 
 
 def ended(config: str, overrides: list[list[str]]) -> None:
-    """End as pretrain.py does."""
+    """End like pretrain.py."""
     mine = overrides[int(os.environ["RANK"])]
     raise SystemExit(pretrain.main(["--config", config, *mine]))
 
 
 def with_a_hanging_rank(folder: str) -> str:
-    """Return what this rank's run says when rank 1 of 3 hangs after the second step, until the
-    others have ended."""
+    """Return this rank's messages if rank 1 of 3 hangs after the second step until the others have
+    ended."""
     groups = process_groups.initialize(timeout_seconds=60)
     config = read_config(folder, log__interval=1, train__global_batch=6)
     ended = [Path(folder) / f"ended {rank}" for rank in (0, 2)]
@@ -67,7 +67,7 @@ def with_a_hanging_rank(folder: str) -> str:
 
 
 def with_a_failing_rank(config: str) -> tuple[int, str]:
-    """Return what `started` does when rank 1 raises in its second step."""
+    """Return the result of `started` if rank 1 raises in its second step."""
     real = Trainer.step
 
     def step(trainer: Trainer, index: int) -> StepResult:

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of documents run."""
+"""Functions that the ranks run in the tests of documents."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -20,11 +20,11 @@ from tests.tiny_families import SHAPE, model_of
 
 LENGTH = 16
 DOCUMENTS = [[1, 5, 10], [1] * LENGTH, [LENGTH], [7, 1, 8]]
-"""Tokens of the documents of each sequence."""
+"""Lengths of the documents of each sequence."""
 
 
 def firsts() -> Tensor:
-    """Where each token's document begins `[sequences, LENGTH]`."""
+    """Return the start of each token's document `[sequences, LENGTH]`."""
     rows = []
     for lengths in DOCUMENTS:
         begins = torch.tensor(starts_of(lengths))
@@ -33,12 +33,12 @@ def firsts() -> Tensor:
 
 
 def starts_of(lengths: list[int]) -> list[int]:
-    """Where documents of these lengths begin."""
+    """Return the starts of documents of these lengths."""
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 def weights_of(model: ParallelModel, vocabulary: int) -> Tensor:
-    """Weights of all logits in the loss `[sequences, LENGTH, vocabulary]`."""
+    """Return the weights of all logits in the loss `[sequences, LENGTH, vocabulary]`."""
     generator = torch.Generator().manual_seed(1)
     shape = len(DOCUMENTS), LENGTH, vocabulary
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -47,8 +47,8 @@ def weights_of(model: ParallelModel, vocabulary: int) -> Tensor:
 def results(
     layout: dict[str, int], models: dict[str, dict[str, Any]], *, packed: bool, **options: Any
 ) -> dict[str, dict[str, Any]]:
-    """Logits and gradients of every model, of documents that share sequences (`packed`) or, in one
-    process, of each document alone."""
+    """Return logits and gradients of every model for documents that share sequences (`packed`) or,
+    in one process, for separate documents."""
     groups = start(layout)
     run = of_packed if packed else of_each
     found = {
@@ -61,7 +61,7 @@ def results(
 def build(
     name: str, settings: dict[str, Any], groups: Groups, options: dict[str, Any]
 ) -> ParallelModel:
-    """The model of some settings, with PC layers if its name says so."""
+    """Build the model of some settings, with PC layers if its name contains them."""
     if "PC" in name:
         options = options | {"pc": PCConfig(level=2, evaluator="in_graph")}
     config = model_of({**SHAPE, **settings})
@@ -70,12 +70,12 @@ def build(
 
 
 def weighted_sum(batch: Batch) -> LossFunction:
-    """The loss of logits, their weighted sum, and the logits themselves."""
+    """Return the weighted sum of logits as the loss, and the logits."""
     return lambda logits: ((logits * batch["weights"]).sum(), {"logits": logits.detach().clone()})
 
 
 def of_packed(model: ParallelModel, groups: Groups) -> dict[str, Any]:
-    """Of sequences that documents share."""
+    """Return the results for documents that share sequences."""
     place = {"rank": groups.context.rank, "size": groups.context.size}
     tensor, data = groups.tensor, groups.data
 
@@ -104,7 +104,7 @@ def of_packed(model: ParallelModel, groups: Groups) -> dict[str, Any]:
 
 
 def of_each(model: ParallelModel, groups: Groups) -> dict[str, Any]:
-    """Of each document alone, in one process."""
+    """Return the results for separate documents, in one process."""
     weights = weights_of(model, model.chunks[-1].vocab_size)
     tokens = tokens_of(len(DOCUMENTS), LENGTH, 60)[0]
     pieces = [

@@ -1,4 +1,4 @@
-"""What the ranks of the export tests run: a short training."""
+"""Functions that the ranks run in the export tests: a short training."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ LENGTH, VOCABULARY = 32, 120
 def saved_run(folder: str, keys: dict[str, Any]) -> Tensor:
     """Train with config keys for three steps and save the run to `folder`/saved.
 
-    Returns the losses of the last tokens, `[4, s]`, computed by the trained model itself on its
-    layout.
+    Returns the losses of the last tokens, `[4, s]`, from the trained model on its layout.
     """
     groups = start({k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k})
     keys = {**keys, "train__steps": 3, "run__dir": f"{folder}/saved"}
@@ -38,7 +37,7 @@ def saved_run(folder: str, keys: dict[str, Any]) -> Tensor:
 
 
 def token_losses(model: ParallelModel, groups: Groups) -> Tensor:
-    """Loss of every token of a fixed batch, on every rank."""
+    """Return the loss of every token of a fixed batch, on every rank."""
     tokens, labels = tokens_of(4, LENGTH, VOCABULARY)
     batch = {"tokens": tokens, "labels": labels}
     figures = model.forward_backward(

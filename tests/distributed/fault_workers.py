@@ -1,9 +1,9 @@
-"""Kills a save, lets it fail once, or fills the disk, at every point where the save touches the
-disk, or makes a folder of the run read-only.
+"""Kills a save, lets it fail once, or fills the disk, at every access of the save to the disk, or
+makes a folder of the run read-only.
 
-For every fault a process that has no process group yet is forked: the fork continues a run from its
-checkpoint of step 2 and meets the fault while it saves step 3. A second fork then continues the run
-to step 4.
+For every fault a process without process groups is forked: the fork continues a run from its
+checkpoint of step 2, and the fault occurs while it saves step 3. A second fork continues the run to
+step 4.
 """
 
 import errno
@@ -38,8 +38,8 @@ SETTINGS = [
     "validation.interval=1",
 ]
 STRIDES = {"kill": 1, "error once": 2, "full disk": 4}
-"""What happens, and at every how many points."""
-ENTRIES = 8  # every so many tensors of a file are a point of their own
+"""Actions, and the interval of the points at which they are tested."""
+ENTRIES = 8  # tensors of a file per point
 
 ERRORS = {"full disk": errno.ENOSPC, "read-only": errno.EROFS}
 ONCE = {"error once": errno.EIO}
@@ -47,8 +47,8 @@ ONCE = {"error once": errno.EIO}
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when the trainer or its writer touches the disk for the `point`-th time, or, if
-    the action is of `ERRORS`, from then on."""
+    """The action at the `point`-th access of the trainer or its writer to the disk, or for actions
+    in `ERRORS` from then on."""
 
     process: str
     point: int
@@ -56,7 +56,7 @@ class Fault:
 
 
 class Disk:
-    """Counts how often this process and its writer touch a folder, and acts at a fault's point."""
+    """Counts accesses of this process and its writer to a folder, and acts at a fault's point."""
 
     def __init__(self, place: Path, fault: Fault | None) -> None:
         self.place = str(place)
@@ -83,8 +83,8 @@ class Disk:
             raise OSError(code, os.strerror(code), self.place)
 
     def meets(self, process: str) -> bool:
-        """Whether the fault happens now. A second writer begins where the trainer has come to, so
-        that what is to happen once leaves a file."""
+        """Return whether the fault happens now. A second writer starts at the trainer's count, so a
+        single fault leaves a marker file."""
         fault = self.fault
         assert fault is not None
         past = process == fault.process and self.counts[process] >= fault.point
@@ -97,7 +97,7 @@ class Disk:
         return True
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Count what Python asks of the operating system."""
+        """Count Python's calls to the operating system."""
         if event not in EVENTS or (event == "open" and not arguments[2] & WRITES):
             return
         path = str(arguments[0])
@@ -112,7 +112,7 @@ class Disk:
         self._fsync(descriptor)
 
     def write_item(self, *arguments: Any, **options: Any) -> Any:
-        """Call torch's function and count points in the middle of a file."""
+        """Call torch's function and count points within a file."""
         self.entries += 1
         if self.entries % ENTRIES == 0:
             self.touch()
@@ -120,7 +120,7 @@ class Disk:
 
 
 def forked(call: Callable[[], int], output: Path) -> int:
-    """Run `call` in a fork and return its exit code, or minus the signal that killed it."""
+    """Run `call` in a fork and return its exit code, or minus the number of the killing signal."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -135,7 +135,7 @@ def forked(call: Callable[[], int], output: Path) -> int:
 
 
 class Runs:
-    """The run that meets faults, and the one that meets none."""
+    """The run with faults, and the run without."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -149,9 +149,9 @@ class Runs:
     def start(
         self, name: str, step: int, fault: Fault | None = None, watched: str | None = None
     ) -> Any:
-        """Start the run `name` in a fork, up to `step`; returns how it ended and what it said.
+        """Start the run `name` in a fork, up to `step`; return its exit code and output.
 
-        watched    folder in that of the run in which the fault may happen
+        watched    subfolder of the run in which the fault may happen
         """
         run_dir = self.folder / name
 
@@ -165,7 +165,7 @@ class Runs:
         return forked(run, output), output.read_text()
 
     def points(self) -> dict[str, int]:
-        """Number of points of a save in each process."""
+        """Return the number of points of a save in each process."""
         shutil.copytree(self.folder / "good", self.folder / "counted")
         code, said = self.start("counted", FAULTY, None, "checkpoints")
         assert code == 0, said
@@ -173,7 +173,7 @@ class Runs:
         return {name: int(Path(f"{place}.{name}").read_text()) for name in ("trainer", "writer")}
 
     def meet(self, fault: Fault, name: str) -> dict[str, Any]:
-        """Let the run `name` meet the fault, start it again, and report what became of it."""
+        """Let the fault happen in the run `name`, start it again, and report the outcome."""
         self.copy_good(name)
         code, said = self.start(name, FAULTY, fault, "checkpoints")
         expected = None if fault.action in ERRORS else 0
@@ -182,21 +182,22 @@ class Runs:
         return {"fault": vars(fault), **self.verdict(name, code, said, expected)}
 
     def read_only(self, place: str, expected: int) -> dict[str, Any]:
-        """Start a run one of whose folders cannot be written to, and report what became of it."""
+        """Start a run with a folder that cannot be written, and report the outcome."""
         self.copy_good("read-only")
         fault = Fault("trainer", 1, "read-only")
         code, said = self.start("read-only", FAULTY, fault, place)
         return {"place": place, **self.verdict("read-only", code, said, expected)}
 
     def copy_good(self, name: str) -> None:
-        """Make the run `name` one that has met nothing yet."""
+        """Reset the run `name` to a copy without faults."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         shutil.copytree(self.folder / "good", self.folder / name)
 
     def verdict(self, name: str, code: int, said: str, expected: int | None) -> dict[str, Any]:
-        """What a faulty start of the run `name` said, where the next continued, and what is wrong.
+        """Return the output of a faulty start of `name`, the step of the next start, and the
+        problems.
 
-        `expected` is how the faulty start must end, None if it depends.
+        `expected` is the required exit code of the faulty start, None if it may vary.
         """
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         again, continued = self.start(name, END)
@@ -216,7 +217,7 @@ class Runs:
         return {"said": errors, "from": step, "problems": problems}
 
     def compare(self, name: str) -> list[str]:
-        """Differences from the run that met no fault."""
+        """Return the differences from the run without faults."""
         found = []
         for step in (FAULTY, END):
             if different := same_state(state_of(self.folder / name, step), self.expected[step]):
@@ -230,12 +231,12 @@ class Runs:
 
 
 def report(folder: str, stride: int, workers: int = 2) -> dict[str, Any]:
-    """Meet every `stride`-th point in so many processes side by side.
+    """Test every `stride`-th point in several processes in parallel.
 
-    Returns the number of points, and what became of all faults and of folders that are read-only.
+    Returns the number of points, and the outcomes of all faults and of read-only folders.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
-        del os.environ[name]  # each run is of a process of its own
+        del os.environ[name]  # one process per run
     runs = Runs(Path(folder))
     counts = runs.points()
     faults = [

@@ -1,4 +1,4 @@
-"""What the ranks of the gradient tests run."""
+"""Functions that the ranks run in the gradient tests."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ SAMPLES, LENGTH = 4, 16
 def losses_and_gradients(
     layout: dict[str, int], models: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Mean loss, float64 gradients and load of experts of one step, for every model."""
+    """Return mean loss, float64 gradients and load of experts of one step, for every model."""
     groups = start(layout)
     results = {name: one_step(model, groups) for name, model in models.items()}
     process_groups.shutdown()
@@ -28,8 +28,8 @@ def losses_and_gradients(
 
 
 def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """Mean loss over the batch, gradients of the whole units of this rank, and by layer the tokens
-    of each expert and the bias that they give it."""
+    """Return the mean loss over the batch, gradients of this rank's whole units, and by layer each
+    expert's tokens and bias."""
     config, assign = model_of({**SHAPE, **settings}), assign_matrices("adamw")
     model = parallel_model(config, groups, assign, sequence_length=LENGTH)
     batch = {
@@ -42,7 +42,7 @@ def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
         for name, whole in zip(("tokens", "labels"), tokens_of(SAMPLES, LENGTH, 60), strict=True)
     }
     for router in routers(model.chunks):
-        if router.earlier_load is not None:  # uneven, as even shares give no gradient
+        if router.earlier_load is not None:  # unequal, as equal shares give no gradient
             router.earlier_load.copy_(torch.arange(len(router.earlier_load)).square())
     model.zero_gradients()
     figures = figures_of(model, batch)

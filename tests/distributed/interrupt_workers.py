@@ -1,4 +1,4 @@
-"""Processes of the tests of Ctrl-C: a run as `python pretrain.py` starts it, imports aside."""
+"""Processes of the tests of Ctrl-C: a run like `python pretrain.py`, except for imports."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ from training.lifecycle.terminal import Interrupts
 
 
 def main(arguments: list[str], output: str) -> None:
-    """Run pretrain.py's command line in a session of its own; `output`, which appears when Ctrl-C
-    is listened for, gets both streams."""
+    """Run pretrain.py's command line in a separate session; `output`, which appears when Ctrl-C is
+    handled, gets both streams."""
     os.setsid()
     os.chdir(ROOT)
     interrupts = Interrupts()

@@ -1,4 +1,5 @@
-"""What the ranks of the tests of lost ranks do: one leaves, and the others call a collective."""
+"""Functions that the ranks run in the tests of lost ranks: one leaves, and the others call a
+collective."""
 
 from collections.abc import Callable
 
@@ -14,8 +15,8 @@ from tests.distributed.state_workers import started
 
 
 def left_alone(what: str) -> str:
-    """Return the words of the error that rank 0 meets in a collective to which rank 1 never comes,
-    having left; rank 1 returns nothing."""
+    """Return rank 0's error message of a collective that rank 1, which has left, never calls; rank
+    1 returns nothing."""
     for _, groups in started([{}]):
         calls: dict[str, Callable[[], object]] = {
             "from_all": lambda: from_all("x"),
@@ -31,7 +32,7 @@ def left_alone(what: str) -> str:
             dist.destroy_process_group()
             return ""
         try:
-            for _ in range(3):  # what is sent before the other has left meets no error
+            for _ in range(3):  # sending before the other rank has left raises no error
                 calls[what]()
         except CollectiveError as error:
             return str(error)

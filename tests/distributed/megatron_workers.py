@@ -1,4 +1,4 @@
-"""What the ranks of the test of the Megatron adapter do."""
+"""Functions that the ranks run in the test of the Megatron adapter."""
 
 import importlib
 import sys
@@ -76,12 +76,12 @@ def ten_steps(tensor: int) -> dict[str, Tensor]:
 
 
 def axis_of(parameter: Tensor) -> int | None:
-    """The axis along which ranks cut a parameter, None for none."""
+    """Return the axis along which ranks cut a parameter, or None."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def whole(number: int, name: str, parameter: Tensor, size: int) -> Tensor:
-    """The initial value of all of a parameter."""
+    """Return the initial value of a whole parameter."""
     shape, axis = list(parameter.shape), axis_of(parameter)
     if axis is not None:
         shape[axis] *= size
@@ -91,7 +91,7 @@ def whole(number: int, name: str, parameter: Tensor, size: int) -> Tensor:
 
 
 def part(value: Tensor, name: str, parameter: Tensor, rank: int, size: int) -> Tensor:
-    """What a rank holds of a parameter; of a gated layer a part of each half."""
+    """Return a rank's part of a parameter; for a gated layer a part of each half."""
     axis = axis_of(parameter)
     if axis is None:
         return value
@@ -100,7 +100,7 @@ def part(value: Tensor, name: str, parameter: Tensor, rank: int, size: int) -> T
 
 
 def gathered(name: str, parameter: Tensor, size: int) -> Tensor:
-    """All of a parameter."""
+    """Return the whole parameter."""
     axis, own = axis_of(parameter), parameter.detach()
     if axis is None or size == 1:
         return own.clone()

@@ -1,4 +1,4 @@
-"""What the ranks of the PC layer tests run."""
+"""Functions that the ranks run in the PC layer tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=GROUP, head=GROUP, scalar=GR
 
 
 def gradients(layouts: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
-    """What `first_gradients` gives by layout and evaluator, and `unsound_owner` by layout."""
+    """Return `first_gradients` by layout and evaluator, and `unsound_owner` by layout."""
     found: dict[str, dict[str, Any]] = {}
     for layout, groups in started(layouts):
         for evaluator in ("materialized", "in_graph"):
@@ -40,7 +40,7 @@ def gradients(layouts: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
 
 
 def saved(folder: str, cases: dict[str, Case]) -> dict[str, list[float]]:
-    """Losses of the steps after each case's run is saved, in FOLDER/NAME, after two steps."""
+    """Save each case's run in FOLDER/NAME after two steps; return the losses of the next steps."""
     found = {}
     for name, case in cases.items():
         for _, groups in started([case[0]]):
@@ -52,7 +52,7 @@ def saved(folder: str, cases: dict[str, Case]) -> dict[str, list[float]]:
 
 
 def loaded(folder: str, cases: list[tuple[str, Case]]) -> list[list[float] | str]:
-    """Losses of the steps of each case after it has loaded FOLDER/NAME, or why it has not."""
+    """Load FOLDER/NAME in each case; return the losses of the next steps, or the refusal."""
     found: list[list[float] | str] = []
     for name, case in cases:
         for _, groups in started([case[0]]):
@@ -69,12 +69,12 @@ def loaded(folder: str, cases: list[tuple[str, Case]]) -> list[list[float] | str
 
 
 def steps(trainer: Trainer, first: int, last: int) -> list[float]:
-    """Losses of some steps."""
+    """Return the losses of some steps."""
     return [trainer.step(step).loss.item() for step in range(first, last)]
 
 
 def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, Tensor]:
-    """Float64 gradients of whole PC layers and their gammas, given those of PC(W).
+    """Return float64 gradients of whole PC layers and their gammas, given the gradients of PC(W).
 
     (The engine's loss is float32, so a whole backward pass is not float64.)
     """
@@ -85,8 +85,8 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
 
 
 def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]:
-    """Whether each unit of each rank is finite and has moved after a step in which owners hold
-    NaN for the weights of `down`."""
+    """Return whether each unit of each rank is finite and has changed after a step with NaN in the
+    owners' weights of `down`."""
     model, optimizer = preconditioned(groups, "materialized")
     views = {unit.name: unit.view(model.parameters[unit.parameter]) for unit in model.units}
     before = {name: view.clone() for name, view in views.items()}
@@ -108,20 +108,21 @@ def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]
 def preconditioned(
     groups: process_groups.Groups, evaluator: str
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """A tiny model with PC layers in float64, and its optimizer."""
+    """Return a tiny model with PC layers in float64, and its optimizer."""
     pc = PCConfig(level=4, blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
     return stepped_model(TINY, groups, assigned(OPTIMIZER, TINY, pc), pc=pc)
 
 
 def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:
-    """Gradient of this rank's piece of an effective weight, a function of names alone."""
+    """Return the gradient of this rank's piece of an effective weight, which depends only on
+    names."""
     return unit.piece(named_gradient(unit, 0), groups.tensor.rank, groups.tensor.size)
 
 
 def materialized(
     model: ParallelModel, optimizer: DistributedOptimizer, groups: process_groups.Groups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole gradient of the units owned here, and of their gammas."""
+    """Yield name and whole gradient of this rank's owned units and their gammas."""
     for unit in model.units:
         model.gradient(unit).copy_(upstream(unit, groups))
     model.finish_gradients()
@@ -134,7 +135,7 @@ def materialized(
 
 
 def in_graph(model: ParallelModel, groups: process_groups.Groups) -> dict[str, Tensor]:
-    """The same of the units that this rank holds a piece of, after the reduction."""
+    """Yield the same for units with a piece on this rank, after the reduction."""
     loss = torch.zeros((), dtype=torch.float64)
     for effective in model.in_graph:
         out = effective(model.parameters[effective.units[0].parameter])

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of scripts/preflight.py do."""
+"""Functions that the ranks run in the tests of scripts/preflight.py."""
 
 import time
 from dataclasses import replace
@@ -9,7 +9,7 @@ from scripts.preflight import copy_check, over_ranks, start
 
 
 def with_faults(wrong: int, slow: int) -> tuple[list[str], list[str]]:
-    """Copy memory on all ranks, of which one changes a number and one takes longer."""
+    """Copy memory on all ranks; one rank changes a number and one is slower."""
     device = start()
     check = copy_check(device, 1 << 12)
     rank = dist.get_rank()

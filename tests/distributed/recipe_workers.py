@@ -1,4 +1,4 @@
-"""What ranks do in the tests of recipes."""
+"""Functions that the ranks run in the tests of recipes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ SAVED, ENDED = 24, 30
 
 
 def saved_and_resumed(folder: str, names: Sequence[str]) -> None:
-    """Train each recipe in FOLDER/NAME, data-parallel at first, then tensor-parallel from there."""
+    """Train each recipe in FOLDER/NAME, first data-parallel, then continued tensor-parallel."""
     lasts = iter((SAVED, ENDED))
     for layout, groups in started([{}, {"tensor": 2}]):
         last = next(lasts)

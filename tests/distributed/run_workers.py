@@ -1,4 +1,4 @@
-"""What the ranks of the tests of whole runs do."""
+"""Functions that the ranks run in the tests of whole runs."""
 
 import os
 import random
@@ -38,9 +38,9 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def runs(folder: str, layouts: list[dict[str, int]], keys: dict[str, Any]) -> list[str]:
-    """Make the runs of `folder` and return what only this rank can say of them.
+    """Make the runs of `folder` and return this rank's own results.
 
-    That is its stacks during a hang, and what it finds of copies that differ.
+    These are its stacks during a hang, and its messages about differing copies.
 
     layouts that continue FOLDER/one from step 2 to step 4
     keys    of every run's config
@@ -69,9 +69,9 @@ def resumed_twice(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
 
 
 def other_layout(folder: str, groups: Groups, layout: dict[str, int], keys: dict[str, Any]) -> str:
-    """Continue the run of one process on a layout; returns what `differing_copies` says.
+    """Continue the run of one process on a layout; return the result of `differing_copies`.
 
-    FOLDER/LAYOUT is the continued run, FOLDER/LAYOUT loaded what was loaded.
+    FOLDER/LAYOUT is the continued run, "FOLDER/LAYOUT loaded" the loaded state.
     """
     place = f"{folder}/{label(layout)}"
     if groups.rank == 0:
@@ -91,7 +91,7 @@ def other_layout(folder: str, groups: Groups, layout: dict[str, int], keys: dict
 
 
 def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> str:
-    """What is said of a load after which a weight's copies on ranks 0 and 1 differ in a bit."""
+    """Return the error after a load if a weight's copies on ranks 0 and 1 differ in a bit."""
     part = trainer.model.domains[0]
     copied = part.domain.replicas.size > 1
     shared = next(unit for unit in part.units if copied or unit.replicated)
@@ -116,7 +116,7 @@ def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> 
 def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
     """Train FOLDER/whole in one start, and FOLDER/preempted in several, in bfloat16.
 
-    A signal to either rank, or a STOP file, stops it at random.
+    A signal to either rank or a STOP file stops it at random.
     """
     more = {"train__steps": 8, "train__exit_step": 8, "validation__interval": 2}
     more |= BF16 | {"checkpoint__interval": 5}
@@ -131,7 +131,7 @@ def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
 
 
 def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
-    """Why a start of the run stopped, after one or two steps."""
+    """Return why a start of the run stopped after one or two steps."""
     # All ranks draw the same numbers.
     how, steps = chance.choice(["signal 0", "signal 1", "STOP file"]), chance.randint(1, 2)
     number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
@@ -154,19 +154,19 @@ def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
 
 
 def stacks(place: str, rank: int) -> str:
-    """The stacks that a rank has written so far."""
+    """Return the stacks that a rank has written so far."""
     file = Path(f"{place}/stacks/rank_{rank:05d}.txt")
     return file.read_text() if file.exists() else ""
 
 
 def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
-    """The stacks that this rank wrote while rank 1 stood still for a moment."""
+    """Return the stacks that this rank wrote while rank 1 paused."""
     place = f"{folder}/hang"
     config = read_config(folder, **{**keys, "watchdog__hang_seconds": 8}, run__dir=place)
 
     def stand_still(step: int, result: StepResult) -> None:
         if step == 2 and groups.rank == 1:
-            # Until both ranks have written: an empty file goes when its run ends.
+            # Wait until both ranks have written: an empty file is removed at the end of its run.
             for _ in range(1200):  # ten minutes
                 if stacks(place, 0) and "stand_still" in stacks(place, 1):
                     break
@@ -178,9 +178,9 @@ def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
 
 
 def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
-    """Train a run of which a process is killed while it saves step 3.
+    """Train a run whose process is killed while it saves step 3.
 
-    It is rank 1, the writer of rank 1, or every rank.
+    The killed process is rank 1, the writer of rank 1, or every rank.
     """
     groups = process_groups.initialize()
     config = read_config(folder, **keys, run__dir=f"{folder}/{what}")
@@ -200,8 +200,8 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
 def flips(
     folder: str, layout: dict[str, int], cases: dict[str, tuple[str, dict[str, Any]]]
 ) -> dict[str, tuple[int, int, str, str | None]]:
-    """Return by case the rank whose memory was changed, the step at which it ended, its words, and
-    the weight that was changed.
+    """Return by case the rank with changed memory, its last step, its error, and the changed
+    weight.
 
     cases   what is flipped, keys of the config
     """
@@ -215,7 +215,7 @@ def flips(
 def flipped(
     folder: str, groups: Groups, what: str, keys: dict[str, Any]
 ) -> tuple[int, int, str, str | None]:
-    """Flip one bit after step 3, on the last rank that has such a weight, and train on."""
+    """Flip one bit after step 3 on the last rank with such a weight, and train on."""
 
     def flip(step: int, result: object) -> None:
         if step == 3 and dist.get_rank() == chosen:
@@ -235,7 +235,7 @@ def flipped(
 
 
 def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
-    """Return name and flat memory of the last weight of a kind, None if this rank has none."""
+    """Return name and flat memory of the last weight of a kind, or None."""
     part, domain = trainer.model.domains[0], trainer.optimizer.domains[0]
     buffers = part.buffers
     bucket = buffers.bucket_layout.buckets[-1]
@@ -257,7 +257,7 @@ def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
 
 
 def trained(folder: str, keys: dict[str, Any]) -> None:
-    """Train the config of `folder` with other keys."""
+    """Train the config of `folder` with changed keys."""
     groups = process_groups.initialize()
     train(read_config(folder, **keys), groups)
     process_groups.shutdown()

@@ -1,4 +1,5 @@
-"""What the ranks of the tests of sharded parameters run: a small model under FSDP2 and others."""
+"""Functions that the ranks run in the tests of sharded parameters: a small model under FSDP2 and
+others."""
 
 import copy
 from collections import Counter
@@ -23,20 +24,20 @@ from spectral.rules import RULES, MomentumRule, Report, Stack
 from spectral.rules.base import Rule
 
 HIDDEN, INNER, HEADS = 12, 20, 3  # two ranks cut through the head in the middle
-ROWS = 5  # of a matrix that four ranks share unevenly: one has nothing
+ROWS = 5  # of a matrix that four ranks share unevenly: one has no part
 TOKENS = 10
 BLOCKS = ["q_proj", "o_proj", "up", "down"]
-"""Blocks with PC layers, if there are any."""
+"""Blocks with PC layers, if any."""
 UNITS = {
     "*.up.*weight*": {"stride": 2, "rows": [3, 2]},
     "*.down.*weight*": {"groups": 2, "transposed": True},
 }
-"""Divisions whose matrices lie in every other row, and in parts of both axes."""
+"""Divisions whose matrices are in every other row, and in parts of both axes."""
 HALF, STEPS = 2, 4
 
 
 class Attention(nn.Module):
-    """What attention has of matrices: projections of heads."""
+    """The projections of attention heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ PLAN = {
 
 
 def build(how: str, pc: bool = False) -> nn.Module:
-    """The model of seed 0 in float64, with PC layers if wanted, sharded as `how` says."""
+    """Build the model of seed 0 in float64, optionally with PC layers, sharded by `how`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -138,7 +139,7 @@ def optimizer_of(
 
 
 def rated(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """A group for every parameter of one, each with a rate and decay of its own."""
+    """Return one group per parameter of a group, with different rates and decays."""
     group = {"lr": 2e-2, "weight_decay": 0.1, **group}
     own = []
     for i, pair in enumerate(group["params"]):
@@ -148,7 +149,7 @@ def rated(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def train(model: nn.Module, optimizer: SpectralOptimizer, how: str, first: int, last: int) -> None:
-    """Steps on this rank's part of the batch; tensor-parallel ranks see the same."""
+    """Train on this rank's part of the batch, which tensor-parallel ranks share."""
     ways = dist.get_world_size() if how != "one" else 1
     rank = dist.get_rank() if how != "one" else 0
     if how.startswith("tp"):
@@ -163,7 +164,7 @@ def train(model: nn.Module, optimizer: SpectralOptimizer, how: str, first: int, 
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """All weights by name, in full."""
+    """Return all whole weights by name."""
     found = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
@@ -173,8 +174,8 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def counted(rule: str) -> Counter[tuple[int, ...]]:
-    """Counts of the matrices, by shape, that this rank steps by the rule from now on; none under a
-    rule that needs no whole ones."""
+    """Return counts, by shape, of the matrices that this rank steps from now on; empty for
+    elementwise rules."""
     seen: Counter[tuple[int, ...]] = Counter()
     kind = RULES[rule]
     if not kind.whole_matrix:
@@ -191,8 +192,8 @@ def counted(rule: str) -> Counter[tuple[int, ...]]:
 
 
 def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
-    """For each (how, rules, PC layers) by rule: the weights after four steps, and the matrices that
-    are stepped here in the last."""
+    """Return for each (how, rules, PC layers) by rule the weights after four steps, and the
+    matrices that this rank steps in the last."""
     found: list[dict[str, Any]] = []
     for how, rules, pc in cases:
         found.append({})
@@ -208,7 +209,7 @@ def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
 
 
 def save(how: str, rules: list[str], folder: str) -> None:
-    """Two steps by each rule, and a checkpoint by torch.distributed.checkpoint in FOLDER/RULE."""
+    """Train two steps by each rule, and save by torch.distributed.checkpoint to FOLDER/RULE."""
     for rule in rules:
         model = build(how)
         optimizer = optimizer_of(model, rule)
@@ -218,7 +219,7 @@ def save(how: str, rules: list[str], folder: str) -> None:
 
 
 def resume(how: str, rules: list[str], folder: str) -> list[dict[str, Tensor]]:
-    """Weights after two more steps from each checkpoint."""
+    """Return the weights after two more steps from each checkpoint."""
     found = []
     for rule in rules:
         model = build(how)
@@ -232,7 +233,7 @@ def resume(how: str, rules: list[str], folder: str) -> list[dict[str, Tensor]]:
 
 
 def refusals() -> list[str]:
-    """What is said to wrong use, on two ranks."""
+    """Return the errors of wrong use on two ranks."""
     build("one")
     said = []
 
@@ -264,9 +265,8 @@ def refusals() -> list[str]:
 
 
 def unfit(how: str, rules: list[str]) -> list[list[str]]:
-    """What is said by each rule, on every rank, to a weight that is cut, and to a NaN in rank 1's
-    part of a state that is loaded, and whether anything has changed; then of a rank without
-    gradients that skips."""
+    """Return each rule's errors on every rank for a cut weight and for a NaN in rank 1's part of a
+    loaded state, and whether anything changed; then for a skipping rank without gradients."""
     found = []
     for rule in rules:
         model = build(how)
@@ -293,7 +293,7 @@ def unfit(how: str, rules: list[str]) -> list[list[str]]:
 
 
 def merged(how: str) -> list[Any]:
-    """PC layers merged: the largest change of logits, or what is said of a model under FSDP."""
+    """Merge PC layers; return the largest change of logits, or the error for a model under FSDP."""
     model = build(how, pc=True)
     tokens = torch.arange(12).view(2, 6) % TOKENS
     before = model(tokens).detach()
@@ -306,13 +306,13 @@ def merged(how: str) -> list[Any]:
 
 
 def rounded(rules: list[str]) -> list[list[float]]:
-    """Relative distance of the weights' changes in ten steps, bytes, and whether mean squares are
-    kept as they are, of bfloat16 exchanges by each rule."""
+    """Return for bfloat16 exchanges by each rule the relative distance of the weights' changes in
+    ten steps, the bytes, and whether mean squares are unchanged."""
     return [rounded_by(rule) for rule in rules]
 
 
 def rounded_by(rule: str) -> list[float]:
-    """What `rounded` returns of a rule."""
+    """Return the result of `rounded` for one rule."""
     start, runs = whole(build("fsdp")), []
     for dtype in (None, torch.bfloat16):
         model = build("fsdp")
@@ -333,7 +333,7 @@ def rounded_by(rule: str) -> list[float]:
 
 
 def clipped() -> list[bool]:
-    """Whether `clip_qk_` scales sharded weights, by rows and by columns, as whole ones."""
+    """Return whether `clip_qk_` scales sharded weights, by rows and by columns, like whole ones."""
     mesh = init_device_mesh("cpu", (2,))
     logits = torch.tensor([300.0, 1.0, 150.0, 1.0], dtype=torch.float64)
     found = []
@@ -348,8 +348,8 @@ def clipped() -> list[bool]:
 
 
 def keeps_what_is_refused(rule: str, exchange_dtype: torch.dtype | None) -> bool:
-    """Whether a matrix whose momentum is not finite keeps its weight bit for bit, and another
-    moves."""
+    """Return whether a matrix with nonfinite momentum keeps its weight bit for bit, and another
+    changes."""
     model = build("fsdp")
     options = {"weight_decay": 0.1, "exchange_dtype": exchange_dtype}
     optimizer = optimizer_of(model, rule, units={}, **options)
@@ -367,7 +367,7 @@ def keeps_what_is_refused(rule: str, exchange_dtype: torch.dtype | None) -> bool
 
 
 def skipped() -> list[Any]:
-    """Whether all ranks skip a step in which one has a gradient that is not finite, and refuse that
+    """Return whether all ranks skip a step with a nonfinite gradient on one rank, and refuse that
     of one matrix."""
     model = build("fsdp")
     optimizer = optimizer_of(model, "spectral_sphere", nonfinite="skip")
@@ -387,7 +387,8 @@ def skipped() -> list[Any]:
 
 
 def written(how: str) -> bool:
-    """Whether weights cast to bfloat16 and written after a step are what a step of rate 0 finds."""
+    """Return whether a step of rate 0 keeps weights that were cast to bfloat16 and written after a
+    step."""
     model = build(how).float()
     optimizer = optimizer_of(model, "muon", weight_decay=0.0)
     model.bfloat16()

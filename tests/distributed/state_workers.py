@@ -1,4 +1,4 @@
-"""What the ranks of the checkpoint tests run."""
+"""Functions that the ranks run in the checkpoint tests."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 
 class Trained:
-    """A tiny model with its optimizer, stepped on a global batch of its own."""
+    """A tiny model and its optimizer, with a fixed global batch."""
 
     def __init__(
         self, groups: Groups, rule: str, model: ModelConfig = TINY, **options: Any
@@ -43,7 +43,7 @@ class Trained:
         )
 
     def steps(self, count: int) -> list[float]:
-        """Mean losses of `count` steps, each before its update, on every rank."""
+        """Return the mean losses of `count` steps, before their updates, on every rank."""
         return [self.step() for _ in range(count)]
 
     def step(self) -> float:
@@ -64,15 +64,15 @@ class Trained:
         return loss.item() / data.size
 
     def parameters(self) -> Tensors:
-        """This rank's parameters by name, as of the last step."""
+        """Return this rank's parameters after the last step, by name."""
         self.model.wait_for_weights()
         return {name: p.detach().clone() for name, p in self.model.parameters.items()}
 
     def state(self) -> Tensors:
-        """Every tensor of the state of this pipeline stage, whole, by unit.
+        """Return every whole tensor of the state of this pipeline stage, by unit.
 
-        It is collected without the code under test: whole buckets are gathered, and a unit is the
-        view that initialisation and the forward pass use.
+        It is collected without the code under test: whole buckets are gathered, and units are the
+        views of initialisation and the forward pass.
         """
         self.model.wait_for_weights()
         found: Tensors = {}
@@ -89,7 +89,7 @@ class Trained:
 
 
 def elementwise_state(domain: DomainOptimizer) -> Tensors:
-    """Weight, elementwise state and counters of the units of a domain on this rank."""
+    """Return weight, elementwise state and counters of the units of a domain on this rank."""
     found: Tensors = {}
     names = sorted({name for region in domain.regions for name in region.state})
     shards = {"weight": [master.detach() for master in domain.buffers.masters]}
@@ -110,21 +110,21 @@ def elementwise_state(domain: DomainOptimizer) -> Tensors:
 
 
 def gathered(shard: Tensor, axis: Axis) -> Tensor:
-    """The bucket of which every rank of the axis has a shard."""
+    """Return the whole bucket from the axis's shards."""
     parts = [torch.empty_like(shard) for _ in range(axis.size)]
     dist.all_gather(parts, shard.contiguous(), group=axis.group)
     return torch.cat(parts)
 
 
 def started(layouts: Sequence[Sizes]) -> Iterator[tuple[Sizes, Groups]]:
-    """Each layout with its process groups, initialised one after the other."""
+    """Yield each layout with its process groups, initialised in turn."""
     for layout in layouts:
         yield layout, start(layout)
         process_groups.shutdown()
 
 
 def label(layout: Sizes) -> str:
-    """A name for a layout of the ranks there are."""
+    """Return a name for a layout of the present ranks."""
     rest = "".join(f" {key}{size}" for key, size in layout.items())
     return f"ranks{dist.get_world_size()}{rest}"
 
@@ -132,11 +132,11 @@ def label(layout: Sizes) -> str:
 def checkpoints(
     folder: str, stops: list[tuple[Sizes, list[str], list[tuple[str, str]]]], refuse: bool
 ) -> dict[str, dict[str, Any]]:
-    """Go through layouts, each with runs to save on it and (layout, run) to load on it.
+    """Iterate over layouts with runs to save on them and (layout, run) to load on them.
 
     A run is "rule dtype", with " moe" for a mixture of experts, " tied" for a tied embedding and
-    biases. The results are by "layout run" and by "saving layout run -> layout". With `refuse`
-    there is also what `refusals` returns.
+    biases. The results are by "layout run" and by "saving layout run -> layout". With `refuse` the
+    result of `refusals` is included.
     """
     found: dict[str, dict[str, Any]] = {"saved": {}, "loaded": {}}
     for (layout, groups), (_, saves, loads) in zip(
@@ -156,8 +156,8 @@ def checkpoints(
 def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     """Save a run after two steps, load it into a new model, and take two more steps of both.
 
-    Returns the saved state, the losses, the final state, and what differs in any bit between the
-    run that continued and the one that loaded.
+    Returns the saved state, the losses, the final state, and the differences in any bit between the
+    continued and the loaded run.
     """
     run, other = trained(groups, name), trained(groups, name, seed=4)
     run.steps(2)
@@ -180,9 +180,9 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
 
 def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
-    """The loaded state, and losses and state after two more steps.
+    """Return the loaded state, and losses and state after two more steps.
 
-    The parameters of the loading model lie elsewhere in the buckets than those of the saving one.
+    The loading and the saving model have different bucket layouts.
     """
     run = trained(groups, name, seed=4, alignment=1)
     load_state(folder, run.model, run.optimizer)
@@ -195,7 +195,7 @@ def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
 
 def rounded(run: Trained) -> bool:
-    """Whether every parameter is its rounded master, on every rank with a copy."""
+    """Return whether every parameter equals its rounded master, on every rank with a copy."""
     return all(
         torch.equal(flat, gathered(master.detach(), domain.domain.replicas).to(flat.dtype))
         for domain in run.optimizer.domains
@@ -204,7 +204,7 @@ def rounded(run: Trained) -> bool:
 
 
 def trained(groups: Groups, name: str, **options: Any) -> Trained:
-    """The model of a run before any step."""
+    """Return the model of a run before any step."""
     rule, dtype, *rest = name.split()
     tied = replace(TINY, tie_embeddings=True, attention_bias="all")
     models = {"moe": mixture(), "tied": tied, "": TINY}
@@ -213,7 +213,7 @@ def trained(groups: Groups, name: str, **options: Any) -> Trained:
 
 
 def refusals(folder: str) -> dict[str, dict[str, str]]:
-    """What `load_state` says to checkpoints that do not fit, on two pipeline stages."""
+    """Return `load_state`'s errors about checkpoints that do not fit, on two pipeline stages."""
     groups = process_groups.initialize(Layout(pipeline=2))
     small = Trained(groups, "adamw", model=replace(TINY, layers=2))
     save_state(f"{folder}/two layers", small.model, small.optimizer)
@@ -232,7 +232,7 @@ def refusals(folder: str) -> dict[str, dict[str, str]]:
 
 
 def refusal(call: Callable[..., Any], folder: str, run: Trained) -> str:
-    """The message with which `call` refuses a run, whose state it must not change."""
+    """Return the message with which `call` refuses a run without changing its state."""
     before = run.state()
     try:
         call(folder, run.model, run.optimizer)

@@ -1,4 +1,4 @@
-"""Ranks that were given different settings or data say so and end before the first step."""
+"""Ranks with different settings or data report it and end before the first step."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from training.report.log_lines import read_lines
 
 WORKERS = "tests.distributed.agreement_workers"
 TIMEOUT = 400
-"""Seconds, below the 600 of parallel.timeout_seconds: nobody may wait for that."""
+"""Seconds, less than the 600 of parallel.timeout_seconds, which no rank may wait for."""
 CASES = {
     "optimizer.matrix.lr": (["optimizer.matrix.lr=0.5"], "0.5"),
     "data.train.walk.weight": (["data.train.walk.weight=2"], "2.0"),
@@ -30,7 +30,7 @@ def folder(shared_folder) -> Path:
 
 
 def on_two_ranks(function: str, place: Path, **arguments: Any) -> list[Any]:
-    """What a function of the workers returns that is given the config of a folder."""
+    """Return the result of a workers' function on the config of a folder."""
     given = {"config": f"{place}/config.yaml", **arguments}
     return run_on_ranks(2, WORKERS, function, given, timeout=TIMEOUT)
 
@@ -48,7 +48,7 @@ def test_settings_that_differ_are_named(key, folder):
 
 
 def prepared(folder: Path, seed: int = 0, word: str = "the", **manifest: Any) -> None:
-    """Write the set `a`, a tokenizer and a manifest, which does not say what is in them."""
+    """Write the set `a`, a tokenizer and a manifest without their hashes."""
     folder.mkdir(parents=True)
     write_token_set(folder / "a", tokens=1_000, vocab=120, seed=seed)
     Tokenizer(models.WordLevel({word: 0}, unk_token=word)).save(str(folder / "tokenizer.json"))
@@ -56,7 +56,7 @@ def prepared(folder: Path, seed: int = 0, word: str = "the", **manifest: Any) ->
 
 
 def test_data_that_differ_are_named(folder):
-    """Two nodes may have a copy each under the same path, and need not verify it."""
+    """Two nodes may have unverified copies under the same path."""
     copies = {
         "data.walk.content": {"seed": 1},
         "content of the tokenizer": {"word": "a"},
@@ -75,7 +75,7 @@ def test_data_that_differ_are_named(folder):
 
 
 def test_a_rank_with_an_error_of_its_own_names_itself(folder):
-    """The others still wait for it; torchrun ends them."""
+    """The other ranks still wait for it; torchrun ends them."""
     with pytest.raises(AssertionError) as failed:
         on_two_ranks("ended", folder, overrides=[[], ["train.stepz=3"]])
     assert "rank 1 ended with 2" in str(failed.value)
@@ -85,7 +85,7 @@ def test_a_rank_with_an_error_of_its_own_names_itself(folder):
 
 @pytest.mark.slow
 def test_the_rank_that_hangs_is_named(folder):
-    """By every other one, a minute later, and in the events of the run."""
+    """Every other rank names it a minute later, and so do the events of the run."""
     said = run_on_ranks(3, WORKERS, "with_a_hanging_rank", {"folder": str(folder)})
     for rank in (0, 2):
         assert f"failed on rank {rank}" in said[rank]
@@ -97,7 +97,7 @@ def test_the_rank_that_hangs_is_named(folder):
 
 
 def test_a_rank_that_fails_says_why_and_nobody_waits_for_it(folder):
-    """Over gloo the others see at once that it is gone; over NCCL the watchdog ends them."""
+    """Over gloo the other ranks see its end immediately; over NCCL the watchdog ends them."""
     others, failed = on_two_ranks("with_a_failing_rank", folder)
     assert [failed[0], others[0]] == [1, 1]
     assert failed[1] == "error: out of memory: as on a GPU that is full\n"

@@ -1,4 +1,4 @@
-"""The planner's bytes are those that the collectives send."""
+"""The planner's bytes equal those of the collectives."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_planned_bytes_are_sent(name, folder):
             counted = [rank[i] for rank in results if rank[i]["stage"] == stage.stage]
             for kind, planned in stage.sent.items():
                 assert max(rank.get(kind, 0) for rank in counted) == planned, (overrides, kind)
-            # Those of the training loop and the Gram penalty; everything else is planned.
+            # Collectives of the training loop and the Gram penalty; all others are planned.
             others = {"stage", "mean loss", "tokens per expert", *PENALTY}
             assert set().union(*counted) - stage.sent.keys() <= others
             total = max(sum(rank.get(kind, 0) for kind in stage.sent) for rank in counted)

@@ -1,4 +1,4 @@
-"""Documents that share a sequence give the logits and gradients of each document alone."""
+"""Documents that share a sequence give the logits and gradients of separate documents."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ MIXTURES = ["moe", "deepseek"]
 DENSE = [*(family for family in SETTINGS if family not in MIXTURES), "PC layers"]
 ALL = [*DENSE, *MIXTURES]
 FEW = ["qwen3", "gemma2", "deepseek"]
-"""Models of fast tests of several ranks: each kind of attention."""
+"""Models of fast tests on several ranks: each kind of attention."""
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str], dict[str, Any]]] = {
     "one process": (1, {}, ALL, {}),
     "compiled": (1, {}, DENSE, {"compile_backend": "aot_eager"}),
@@ -36,14 +36,14 @@ TOLERANCE = {name: 1e-6 if name in MIXTURES else 1e-10 for name in ALL}
 
 
 def on_ranks(name: str, *, packed: bool) -> list[dict[str, Any]]:
-    """Results of all ranks by model."""
+    """Return the results of all ranks by model."""
     ranks, layout, models, options = LAYOUTS[name]
     arguments = {"layout": layout, "models": {each: model(each) for each in models}}
     return run_on_ranks(ranks, WORKERS, "results", arguments | {"packed": packed} | options)
 
 
 def model(name: str) -> dict[str, Any]:
-    """Settings of a tiny model, without losses that depend on what shares a sequence."""
+    """Return settings of a tiny model without losses that depend on other documents."""
     if name not in SETTINGS:
         return settings("llama")
     found = settings(name)
@@ -54,7 +54,7 @@ def model(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """Each document alone, in one process."""
+    """Return the results of separate documents, in one process."""
     return on_ranks("one process", packed=False)[0]
 
 
@@ -71,7 +71,7 @@ def test_documents_do_not_see_each_other(name: str, alone: dict[str, Any]) -> No
 def compare(
     results: list[dict[str, Any]], alone: dict[str, Any], layout: dict[str, int], model: str
 ) -> None:
-    """Check what all ranks have of one model."""
+    """Check the results of all ranks for one model."""
     data = 1 + max(result["place"][0] for result in results)
     seen, logits = set(), 0
     for result in results:

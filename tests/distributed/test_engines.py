@@ -1,4 +1,4 @@
-"""The oldest and the newest release of megatron-core train and save alike."""
+"""The oldest and the newest release of megatron-core train and save equally."""
 
 import os
 import shutil
@@ -19,10 +19,10 @@ from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.config import to_yaml
 
 NEWEST = TESTED[1]
-# float32, and the same operations in the same order but for fused parts of newer releases.
+# float32 with the same operations in the same order, except for fused parts of newer releases.
 LOSS_TOLERANCE = 1e-6
 FAMILIES = {"llama": "tensor", "moe": "expert", "deepseek": "pipeline"}
-"""The axis that two ranks share of each family."""
+"""The parallel axis of two ranks for each family."""
 SAVED, LAST = 10, 13
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -38,8 +38,8 @@ def newest() -> Path:
 
 
 def trained(engine: Path | None, version: str, run: Path, last: int) -> list[float]:
-    """The losses of a run up to a step, by an engine or the installed one, from its checkpoint if
-    it has one."""
+    """Return the losses of a run up to a step, by an engine or the installed one, from its
+    checkpoint if any."""
     variables = environment()
     if engine is not None:
         variables["PYTHONPATH"] = os.pathsep.join([str(engine), variables["PYTHONPATH"]])
@@ -52,7 +52,8 @@ def trained(engine: Path | None, version: str, run: Path, last: int) -> list[flo
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_equal_and_checkpoints_cross(family: str, tmp_path: Path, newest: Path) -> None:
-    """Ten steps and a save by each engine, then three steps by each from the save of the oldest."""
+    """Train ten steps and save with each engine, then train three steps with each from the oldest
+    engine's save."""
     write_token_set(tmp_path / "tokens", tokens=4000, vocab=120, seed=3)
     shape = {"hidden": 32, "ffn": 32, "kv_heads": 4}
     keys = overrides(shape | settings(family)) | {f"parallel__{FAMILIES[family]}": 2}

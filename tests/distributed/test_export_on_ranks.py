@@ -41,7 +41,7 @@ def test_transformers_computes_what_was_trained(name: str, folder: str) -> None:
     arguments = {"folder": folder, "keys": keys}
     losses, _ = run_on_ranks(2, "tests.distributed.export_workers", "saved_run", arguments)
     target = f"{folder}/out"
-    # Exporting compares logits with those of our model, to 1e-4 (huggingface/equivalence.py).
+    # Exporting compares logits with our model's, to 1e-4 (huggingface/equivalence.py).
     assert main(["export", f"{folder}/saved", target, "--no-tokenizer"]) == 0
     theirs, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(info.values())
@@ -49,7 +49,7 @@ def test_transformers_computes_what_was_trained(name: str, folder: str) -> None:
     with torch.no_grad():
         logits = theirs(tokens).logits
     assert logits.shape[-1] == VOCABULARY
-    if name != PADDED:  # there the loss of training also counts the rows that pad the head
+    if name != PADDED:  # there the training loss also includes padding rows of the head
         found = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         # Only the order of sums differs; losses are about 5.
         assert (found - losses).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""A save is killed, or meets a full disk, at every point where it touches the disk."""
+"""A save is killed, or finds a full disk, at every access to the disk."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ EVERY_POINT = pytest.param(1, id="every point", marks=[pytest.mark.slow, pytest.
 
 @pytest.fixture(scope="module", params=[EVERY_POINT, pytest.param(16, id="some points")])
 def report(request, tmp_path_factory) -> dict[str, Any]:
-    """What became of all faults."""
+    """Outcomes of all faults."""
     folder: Path = tmp_path_factory.mktemp("faults")
     write_token_set(folder / "tokens", tokens=2_000, vocab=120, seed=0)
     arguments = {"folder": str(folder), "stride": request.param}
@@ -33,7 +33,7 @@ def test_faults_hit_before_and_after_the_checkpoint_is_there(report):
 
 
 def test_what_fails_once_costs_no_step(report):
-    """Nor does a writer that is killed: the save is made again."""
+    """A killed writer costs no step either: the save is repeated."""
     for fault in report["faults"]:
         kind = fault["fault"]["process"], fault["fault"]["action"]
         if "error once" in kind or kind == ("writer", "kill"):
@@ -41,7 +41,7 @@ def test_what_fails_once_costs_no_step(report):
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(report):
-    """The run says one clear line, and continues once it can write again."""
+    """The run prints one clear line, and continues when it can write again."""
     assert [found["place"] for found in report["places"]] == [".", "checkpoints"]
     for found in report["places"]:
         assert found["problems"] == []

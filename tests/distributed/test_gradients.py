@@ -1,4 +1,4 @@
-"""Losses and gradients of every family on any layout are those of one process."""
+"""Losses and gradients of every family on any layout equal those of one process."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "tied gemma2": settings("gemma2") | {"tie_embeddings": True},
 }
-"""Models of a family with other settings."""
+"""Models of a family with further settings."""
 ALL = [*SETTINGS, *VARIANTS]
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "data 2": (2, {}, ALL),
@@ -49,7 +49,7 @@ TOLERANCE = 1e-6
 
 
 def changed(family: str) -> dict[str, Any]:
-    """Settings of a tiny model; mixtures have every balancing loss."""
+    """Return settings of a tiny model; mixtures have every balancing loss."""
     if family in VARIANTS:
         return VARIANTS[family]
     model = settings(family)
@@ -57,14 +57,14 @@ def changed(family: str) -> dict[str, Any]:
 
 
 def on_ranks(ranks: int, layout: dict[str, int], families: list[str]) -> list[dict[str, Any]]:
-    """Results of all ranks by family."""
+    """Return the results of all ranks by family."""
     arguments = {"layout": layout, "models": {family: changed(family) for family in families}}
     return run_on_ranks(ranks, WORKERS, "losses_and_gradients", arguments)
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """One process."""
+    """Return the results of one process."""
     return on_ranks(1, {}, ALL)[0]
 
 
@@ -80,7 +80,7 @@ def test_layout_gives_the_losses_and_gradients_of_one_process(name, alone):
 
 
 def compare(results: list[dict[str, Any]], alone: dict[str, Any], family: str) -> None:
-    """Check what all ranks have of one family."""
+    """Check the results of all ranks for one family."""
     seen = set()
     counts: dict[int, torch.Tensor] = {}
     for result in results:

@@ -23,8 +23,8 @@ from training.run import train
 
 
 def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
-    """The matrices whose norms this rank computes when a model is built, and all whose norms it
-    needs."""
+    """Return the matrices whose norms this rank computes for a new model, and all matrices whose
+    norms it needs."""
     groups = process_groups.initialize()
     config = read_config(folder, **changes)
     real, computed = initialize.spectral_norms, []
@@ -46,7 +46,8 @@ def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def chosen(folder: str) -> int:
-    """The step whose weights this rank takes from FOLDER/old, which saves another meanwhile."""
+    """Return the step whose weights this rank takes from FOLDER/old, while that run saves
+    another."""
     groups = process_groups.initialize()
     config = read_config(folder, checkpoint__initialize_from=f"{folder}/old")
     newer = checkpoints.step_folder(f"{folder}/old", 4)
@@ -69,7 +70,7 @@ def chosen(folder: str) -> int:
 
 @pytest.mark.parametrize("family", ["llama", "moe"])
 def test_every_norm_is_computed_by_one_rank(family, folder):
-    """Every norm on every rank took minutes for models of a billion parameters."""
+    """Computing every norm on every rank takes minutes for a billion parameters."""
     changes = overrides(settings(family)) | {"model__init__spectral": True}
     tiny_config(folder, **changes)
     found = run_on_ranks(2, __name__, "normalised", {"folder": folder, "changes": changes})

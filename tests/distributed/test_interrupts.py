@@ -1,4 +1,4 @@
-"""Ctrl-C: the run saves and goes on later to the bit; a second one ends it at once."""
+"""Ctrl-C: the run saves and continues bit for bit; a second Ctrl-C ends it immediately."""
 
 import os
 import random
@@ -24,24 +24,24 @@ from training.lifecycle.terminal import CODE
 
 KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
 LINES = 5
-"""Most lines that a run prints after Ctrl-C."""
+"""Largest number of lines that a run prints after Ctrl-C."""
 TORCHRUN = [*torchrun(2), "pretrain.py"]
 TORCHRUNS_OWN = re.compile(
     r"^[WE]\d{4} .*\n|^Traceback .*\n(?=.*_run_module_as_main)(?: .*\n)*\S.*\n?", re.MULTILINE
 )
-"""Warnings of torchrun, and its traceback, which nothing in its ranks can keep it from."""
+"""torchrun's warnings and traceback, which its ranks cannot prevent."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A run under way: the process group that a terminal would signal, and what it has printed."""
+    """A running run: the process group that a terminal would signal, and its output."""
 
     pid: int
     output: Path
     wait: Callable[[float], int | None]
 
     def said(self) -> list[str]:
-        """The lines so far."""
+        """Return the lines printed so far."""
         return self.output.read_text().splitlines() if self.output.exists() else []
 
     def await_line(self, text: str) -> None:
@@ -70,13 +70,13 @@ def fork(arguments: list[str], output: Path) -> Started:
 
 
 def heed() -> None:
-    """Heed signals that tests in the background of a shell, or under nohup, ignore."""
+    """Reset signals that are ignored in the background of a shell or under nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def command(start: list[str]) -> Callable[[list[str], Path], Started]:
-    """Return what starts a run by a command."""
+    """Return a function that starts a run by a command."""
 
     def begin(arguments: list[str], output: Path) -> Started:
         with output.open("w") as file:
@@ -103,13 +103,13 @@ def command(start: list[str]) -> Callable[[list[str], Path], Started]:
 
 @pytest.fixture
 def folder(folder: str) -> Path:
-    """A folder with a token set and a config of a run that takes minutes."""
+    """A folder with a token set and a config of a run of minutes."""
     tiny_config(folder)
     return Path(folder)
 
 
 def arguments(folder: Path, name: str = "run", *more: str) -> list[str]:
-    """The command line of the run FOLDER/NAME."""
+    """Return the command line of the run FOLDER/NAME."""
     return ["--config", f"{folder}/config.yaml", *KEYS, f"run.dir={folder}/{name}", *more]
 
 
@@ -119,8 +119,8 @@ def interrupted(
     moment: float,
     codes: tuple[int, ...] = (CODE,),
 ) -> None:
-    """Start the run, press Ctrl-C `moment` seconds after its first step, or after the start if
-    negative, and look at how it ends, with one of `codes`."""
+    """Start the run, press Ctrl-C `moment` seconds after its first step (after the start if
+    negative), and check that it ends with one of `codes`."""
     output = folder / "output.txt"
     output.unlink(missing_ok=True)
     begun = begin(arguments(folder), output)
@@ -134,7 +134,7 @@ def interrupted(
     lines = said.splitlines()
     answers = [i for i, line in enumerate(lines) if line.startswith(("Ctrl-C: ", "ended by"))]
     if answers or CODE in codes:
-        # Every step of these runs logs a line, whoever presses what.
+        # Every step of these runs logs a line, with any interrupt.
         after = [line for line in lines[answers[0] :] if not line.startswith("step ")]
         assert len(after) <= LINES, after
     if moment >= 0:
@@ -142,7 +142,7 @@ def interrupted(
 
 
 def goes_on_to_the_bit(folder: Path, ranks: int = 1) -> None:
-    """Compare the run, two steps later, with one that nothing interrupted."""
+    """Compare the run, two steps later, with an uninterrupted run."""
     last = steps(folder / "run")[-1] + 2
     for name in ("run", "whole"):
         line = [*arguments(folder, name), f"train.exit_step={last}"]
@@ -164,7 +164,7 @@ def test_ctrl_c_at_random_moments_changes_nothing(folder):
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(folder):
-    for turn in range(9):  # on a busy machine the run may stop before the second one comes
+    for turn in range(9):  # on a busy machine the run may stop before the second Ctrl-C
         begun = fork(arguments(folder), folder / f"output {turn}.txt")
         begun.await_line("saved ")
         begun.interrupt()
@@ -239,7 +239,7 @@ LAUNCH = (
     ("signals", "seconds", "code", "expected"),
     [
         ([signal.SIGINT], "0", "0", 130),
-        ([signal.SIGINT, signal.SIGINT], "3600", "0", 130),  # which would not end by itself
+        ([signal.SIGINT, signal.SIGINT], "3600", "0", 130),  # it would not end by itself
         ([signal.SIGTERM], "0", "0", 0),
         ([signal.SIGTERM], "0", "2", 2),
         ([signal.SIGHUP], "0", "0", 0),
@@ -263,7 +263,7 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
 
 @pytest.mark.parametrize(("ranks", "start"), [(1, [RANK]), (2, [LAUNCH, RANK])])
 def test_ctrl_c_is_heard_where_nobody_can_read_the_answer(ranks, start):
-    """As of `python pretrain.py ... 2>&1 | tee log`, where it ends tee as well."""
+    """For instance in `python pretrain.py ... 2>&1 | tee log`, where Ctrl-C also ends tee."""
     reader, writer = os.pipe()
     variables = {"RANK": "0", "WORLD_SIZE": "1", **environment()}
     process = subprocess.Popen(
@@ -319,7 +319,7 @@ time.sleep(3600)
 
 
 def test_a_second_ctrl_c_ends_the_writer_and_the_workers_that_read(tmp_path):
-    """One alone, and signals that stop a run, leave the writer its work."""
+    """A single Ctrl-C, and signals that stop a run, do not end the writer."""
     begun = command(["-c", WITH_CHILDREN])([], tmp_path / "output.txt")
     begun.await_line("| writes")
     begun.await_line("children")
@@ -340,7 +340,7 @@ def test_a_second_ctrl_c_ends_the_writer_and_the_workers_that_read(tmp_path):
 
 
 def running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -386,13 +386,13 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(ends, code, said, tmp_pat
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_at_thirty_random_moments_under_each_launcher(ranks, folder):
-    """Ten under each of `python`, `--ranks` and torchrun; of one rank there are no launchers."""
+    """Ten moments under each of `python`, `--ranks` and torchrun; one rank has no launcher."""
     chance = random.Random(ranks)
     starts = [["pretrain.py"]] if ranks == 1 else [["pretrain.py", "--ranks", "2"], TORCHRUN]
     for start in starts:
         for turn in range(10):
             moment = chance.uniform(-4, -1) if turn % 5 == 4 else chance.uniform(0, 3)
-            # torchrun ends with 1, or by SIGINT if it has not begun to listen.
+            # torchrun ends with 1, or by SIGINT before it handles the signal.
             codes = (1, -signal.SIGINT) if start is TORCHRUN else (CODE,)
             interrupted(command(start), folder, moment, codes)
     goes_on_to_the_bit(folder, ranks)

@@ -1,4 +1,4 @@
-"""The same run on any layout: one process against every way to share it out.
+"""The same run on any layout: one process against every division over ranks.
 
 Products of layouts are in test_support, gradients of every family in test_gradients.
 """
@@ -77,7 +77,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Rule and keys of each run."""
 
-# What must not change a run: the loss by chunks, compiled norms, positions and activations, the
+# Options that must not change a run: chunked loss, compiled norms, positions and activations, the
 # evaluator of PC layers, recomputation, the kernel of experts.
 UNLIKE = {"train__loss_chunk": 13, "train__compile": "aot_eager"}
 IN_GRAPH = {"pc__evaluator": "in_graph"}
@@ -99,7 +99,7 @@ FAST: list[Run] = [
     ("expert 2", "experts", {}),
     ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
 ]
-"""Layout, run, and keys in which it is unlike that of one process."""
+"""Layout, run, and keys that differ from one process."""
 SLOW: list[Run] = [
     ("tensor 2", "PC layers", {}),
     ("tensor 2", "documents", UNLIKE),
@@ -121,11 +121,12 @@ SLOW: list[Run] = [
 
 # float32: sums over ranks have another order, and msign amplifies their rounding (about 1e-7) in
 # directions that hardly occur in the momentum. In bfloat16 a gradient that differs in its last bits
-# rounds a few weights to other neighbours, 2^-8 away, and that grows: 2e-4 were measured over 20
-# steps at this learning rate, 5e-5 at a tenth of it.
+# rounds a few weights to other neighbours, 2^-8 away, and the difference grows: 2e-4 was measured
+# over 20 steps at this learning rate, 5e-5 at a tenth of it.
 TOLERANCE, BF16_TOLERANCE = 1e-4, 5e-4
 
-# The same for weights: a rounding that msign amplifies moves a weight by a share of its update.
+# The same for weights: a rounding error that msign amplifies changes a weight by a share of its
+# update.
 WEIGHT_TOLERANCE = 1e-3
 
 NOISE = ("gradient_snr", "gradient_signal_share", "gradient_top_share", "noise_samples")
@@ -139,25 +140,25 @@ def folder(tmp_path_factory) -> str:
     """A folder with the shared token set."""
     path = tmp_path_factory.mktemp("layouts")
     write_token_set(path / "tokens", tokens=20_000, vocab=119, seed=0)
-    # Windows of other samples contain other numbers of documents.
+    # Windows of different samples contain different numbers of documents.
     write_token_set(path / "documents", tokens=20_000, vocab=119, seed=0, documents=900)
     return str(path)
 
 
 def on_ranks(ranks: int, folder: str, cases: dict[str, Case]) -> list[Results]:
-    """What every rank has of the runs."""
+    """Return every rank's results of the runs."""
     arguments = {"folder": folder, "cases": cases}
     return run_on_ranks(ranks, "tests.distributed.workers", "runs", arguments)
 
 
 def in_one_process(folder: str, runs: list[Run]) -> Results:
-    """The runs in one process: the reference."""
+    """Return the runs in one process, the reference."""
     cases = {run: ({}, RUNS[run][0], COMMON | RUNS[run][1]) for _, run, _ in runs}
     return on_ranks(1, folder, cases)[0]
 
 
 def on_several_ranks(folder: str, runs: list[Run]) -> dict[str, list[dict[str, Any]]]:
-    """What all ranks have of the runs on two or four ranks, by "layout: run"."""
+    """Return the results of all ranks for runs on two or four ranks, by "layout: run"."""
     by_ranks: dict[int, dict[str, Case]] = {2: {}, 4: {}}
     for name, run, changes in runs:
         layout, _ = row_of(name)
@@ -173,7 +174,7 @@ def on_several_ranks(folder: str, runs: list[Run]) -> dict[str, list[dict[str, A
 
 @pytest.fixture(scope="module", params=[FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
 def found(request, folder) -> tuple[list[Run], Results, dict[str, list[dict[str, Any]]]]:
-    """Runs, and what one process and several ranks have of them."""
+    """Runs with their results in one process and on several ranks."""
     runs = request.param
     return runs, in_one_process(folder, runs), on_several_ranks(folder, runs)
 
@@ -195,7 +196,7 @@ def compare(
     results: list[dict[str, Any]],
     expected: dict[str, Any],
 ) -> None:
-    """Check what all ranks have of a run."""
+    """Check the results of all ranks for a run."""
     narrow = run == "bfloat16"
     tolerance = BF16_TOLERANCE if narrow else TOLERANCE
     assert any(result["kept"] for result in results) or (layout, run) != ("tensor 2", "bfloat16")
@@ -206,10 +207,10 @@ def compare(
             assert result["validation"] == pytest.approx(expected["validation"], rel=tolerance)
             assert result["tokens"] == expected["tokens"]
             assert result["norm"] == pytest.approx(expected["norm"], rel=1e-2)
-            # Nothing has amplified the rounding of sums in another order yet.
+            # Rounding errors of another order of sums are not amplified yet.
             assert result["norm"][0] == pytest.approx(expected["norm"][0], rel=1e-6)
         if changes == IN_GRAPH:
-            continue  # there a weight is not what the model multiplies by
+            continue  # there the model does not multiply by the weight itself
         for unit, weight in result["initial"].items():
             assert torch.equal(weight, expected["initial"][unit]), unit
         for unit, weight in result["units"].items():
@@ -229,9 +230,9 @@ def compare(
 def compare_lines(
     found: dict[int, Any], expected: dict[int, Any], *, mixed: bool, noise: bool
 ) -> None:
-    """Check what monitors wrote, figures of `noise` too if there are any.
+    """Check the monitors' lines, with figures of `noise` if any.
 
-    If experts are `mixed`, ranks share them, and their gradients mix the samples of both.
+    If experts are `mixed`, ranks share them, and their gradients mix the samples of both ranks.
     """
     assert found.keys() == expected.keys()
     for place in ("units", "blocks"):
@@ -256,6 +257,6 @@ def compare_lines(
 
 @pytest.mark.parametrize("found", [FAST], indirect=True)
 def test_the_runs_are_runs(found):
-    """The reference chooses tokens."""
+    """The reference generates tokens."""
     _, alone, _ = found
     assert len({token for row in alone["dense"]["tokens"] for token in row}) > 3

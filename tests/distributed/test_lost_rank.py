@@ -1,4 +1,4 @@
-"""A collective whose other rank has left ends with a CollectiveError that names it."""
+"""A collective raises a CollectiveError that names a rank which has left."""
 
 import pytest
 

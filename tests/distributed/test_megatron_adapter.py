@@ -6,7 +6,7 @@ from tests.launch import run_on_ranks
 
 
 def test_a_gpt_on_four_ranks_equals_one() -> None:
-    """Ten steps of SSO on tensor parallelism 2 x data parallelism 2, in float64."""
+    """Compare ten float64 steps of SSO with tensor parallelism 2 and data parallelism 2."""
     workers = "tests.distributed.megatron_workers"
     (alone,) = run_on_ranks(1, workers, "ten_steps", {"tensor": 1})
     for weights in run_on_ranks(4, workers, "ten_steps", {"tensor": 2}):

@@ -40,7 +40,7 @@ LARGER = {"data 4": (4, {}), "data 2 x pipeline 2": (4, {"pipeline": 2})}
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process computes for every variant."""
+    """Return the results of one process for every variant."""
     arguments = {"layout": {}, "variants": VARIANTS, "steps": STEPS}
     return run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
 
@@ -68,14 +68,14 @@ def test_each_layer_has_its_own_rate(alone):
     start = run_on_ranks(1, WORKERS, "optimizer_steps", arguments | {"steps": 0})[0][0]
     for unit, whole in one.items():
         factor = 0.3 if unit.startswith("layers.1.") else 1.0
-        # float64: the difference of two weights has lost some of their digits.
+        # float64: the difference of two weights loses some digits.
         torch.testing.assert_close(
             other[unit] - start[unit], factor * (whole - start[unit]), rtol=1e-9, atol=1e-12
         )
 
 
 def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
-    """Both halves of a gate after `steps` of Muon, each stepped by itself by torch.optim."""
+    """Return both halves of a gate after `steps` of torch.optim's Muon on the separate halves."""
     (unit,) = [u for u in all_units(TINY) if u.name == name]
     parameters = {unit.parameter: torch.zeros(2 * 48 * 32, dtype=torch.float64)}
     initialize_(parameters, [unit], TINY.init, seed=3, layers=2)

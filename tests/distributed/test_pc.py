@@ -1,6 +1,6 @@
 """PC layers on any layout: the evaluators against each other, one process, a resumed run.
 
-That a run with PC layers is that of one process is in test_layouts.
+test_layouts compares runs with PC layers with one process.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """Gradients and what unsound weights do, on one rank and by layout of two."""
+    """Return gradients and the effect of unsound weights, on one rank and by layout of two."""
     found = run_on_ranks(1, WORKERS, "gradients", {"layouts": [{}]})[0]
     for rank in run_on_ranks(2, WORKERS, "gradients", {"layouts": LAYOUTS}):
-        for name, units in rank.items():  # each rank has the units that it holds or owns
+        for name, units in rank.items():  # each rank reports the units that it holds or owns
             found.setdefault(name, {}).update(units)
     return found
 
@@ -49,7 +49,7 @@ def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
 
 
 def case(rule: str, evaluator: str, **layout: int) -> Case:
-    """A run with PC layers in several micro-batches."""
+    """Return a run with PC layers in several micro-batches."""
     pc = {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
     batches = {"train__global_batch": 16, "train__micro_batch": 4}
     return layout, rule, {**batches, **pc, "pc__blocks": "[k,o,gate,up,down]"}
@@ -75,9 +75,9 @@ def test_a_run_goes_on_with_the_other_evaluator_and_layout(tmp_path):
     back = [("shared", case(sphere, "materialized")), ("sphere", case(sphere, "materialized"))]
     plain: Case = ({}, adamw, {})
     *found, same, refused = [*loaded(2, shared), *loaded(1, [*back, ("adamw", plain)])]
-    assert same == whole["sphere"]  # to the bit
+    assert same == whole["sphere"]  # bit for bit
     assert "PC layers and the model 0; layers.0.down, for one" in refused
     for (name, _), losses in zip([*shared, back[0]], found, strict=True):
-        # The first is that of the loaded weights; later steps have another order of sums.
+        # The first loss is of the loaded weights; later steps sum in another order.
         assert losses[0] == pytest.approx(whole[name][0], rel=1e-6)
         assert losses == pytest.approx(whole[name], rel=TOLERANCE)

@@ -1,4 +1,4 @@
-"""scripts/preflight.py finds the rank whose results are wrong and the rank that is slow."""
+"""scripts/preflight.py finds the rank with wrong results and the slow rank."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Every recipe, small, trains in its own precision, is saved, and continues on another layout."""
+"""Every recipe, at small size, trains in its own precision, is saved, and continues on another
+layout."""
 
 from statistics import mean
 
@@ -25,6 +26,6 @@ def test_recipes_learn_and_continue(model, tmp_path):
         assert len(losses) == ENDED
         # The smallest learning rate, 3e-4 for AdamW, gives 0.14 nats; most give more than 1.
         assert mean(losses[SAVED - 5 : SAVED]) < mean(losses[:5]) - 0.1, (name, losses)
-        # What was loaded is what was learnt: a few steps of noise.
+        # The loaded weights equal the learnt ones, up to a few steps of noise.
         assert mean(losses[SAVED:]) < mean(losses[SAVED - 5 : SAVED]) + 0.1, (name, losses)
         assert lines[-1]["optim/skipped_steps"] == lines[-1]["optim/refused"] == 0, name

@@ -1,4 +1,4 @@
-"""Whole runs on several ranks: stopped, killed, and continued on the same layout or another."""
+"""Whole runs on several ranks: stopped, killed, and continued on the same or another layout."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def single(folder: Path, name: str, **keys: Any) -> list[float]:
-    """Losses of FOLDER/NAME, run by this process."""
+    """Return the losses of FOLDER/NAME, run by this process."""
     world = process_groups.initialize()
     try:
         config = read_config(str(folder), **{**KEYS, **keys}, run__dir=f"{folder}/{name}")
@@ -55,7 +55,7 @@ def single(folder: Path, name: str, **keys: Any) -> list[float]:
 
 
 def loaded_by_one(folder: Path, name: str) -> dict[str, Tensor]:
-    """State of this process after loading step 4 of FOLDER/NAME."""
+    """Return this process's state after loading step 4 of FOLDER/NAME."""
     world = process_groups.initialize()
     try:
         config = read_config(str(folder), **KEYS, run__dir=f"{folder}/{name}")
@@ -99,7 +99,7 @@ def test_a_run_goes_on_another_layout_and_back(layout, folder):
 
 
 def test_an_average_takes_checkpoints_of_several_layouts(folder, tmp_path):
-    """Step 2 is of one process, step 4 of two ranks that share every matrix."""
+    """Step 2 was saved by one process, step 4 by two ranks that share every matrix."""
     run, mean = folder / "ranks2 tensor2", tmp_path / "mean"
     assert average([str(run), str(mean), "--steps", "2", "4"]) == 0
     first, second = state_of(run, 2), state_of(run, 4)
@@ -158,7 +158,7 @@ def test_killed_while_saving(what, folder):
 
 
 def test_two_runs_in_one_folder(folder):
-    """The second says who is there and changes nothing."""
+    """The second run names the first and changes nothing."""
     run_dir = folder / "held"
     holder = (
         "import sys, time; from training.lifecycle.run_folder import locked\n"
@@ -171,4 +171,4 @@ def test_two_runs_in_one_folder(folder):
             single(folder, "held")
         assert not (run_dir / "checkpoints").exists()
         process.kill()
-    assert len(single(folder, "held")) == 4  # the lock went with its process
+    assert len(single(folder, "held")) == 4  # the lock ended with its process

@@ -1,4 +1,4 @@
-"""The optimizers on parameters of FSDP2, HSDP, tensor parallelism and DDP, beside one process."""
+"""The optimizers on parameters of FSDP2, HSDP, tensor parallelism and DDP, against one process."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.launch import run_on_ranks
 RULES = ["adamw", "muon", "normuon", "adamuon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
 WORKERS = "tests.distributed.sharded_workers"
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
-"""Of weights of size 1 in float64 after four steps, whose sums run in another order."""
+"""Tolerance of float64 weights of size 1 after four steps with another order of sums."""
 
 
 FAST: list[tuple[int, str, list[str], bool]] = [
@@ -23,7 +23,7 @@ FAST: list[tuple[int, str, list[str], bool]] = [
     (2, "fsdp", ["adamw", "spectral_sphere"], True),
     (4, "tp_fsdp", ["muon_plus_plus"], True),
 ]
-"""Ranks, how a model is sharded, rules, and whether it has PC layers."""
+"""Ranks, sharding, rules, and whether the model has PC layers."""
 SLOW: list[tuple[int, str, list[str], bool]] = [
     (4, "fsdp", RULES, False),
     (4, "tp_fsdp", RULES, False),
@@ -33,14 +33,14 @@ SLOW: list[tuple[int, str, list[str], bool]] = [
 
 
 def on_ranks(ranks: int, cases: list[tuple[int, str, list[str], bool]]) -> list[list[Any]]:
-    """What the ranks find of each case, in order; `ranks` may be 1."""
+    """Return the ranks' results of each case, in order; `ranks` may be 1."""
     given = [("one" if ranks == 1 else how, rules, pc) for _, how, rules, pc in cases]
     return list(zip(*run_on_ranks(ranks, WORKERS, "curves", {"cases": given}), strict=True))
 
 
 @pytest.fixture(scope="module")
 def fast() -> list[tuple[Any, Any]]:
-    """Of each fast case what one process finds, and what the ranks do."""
+    """Results of each fast case in one process and on ranks."""
     shared = {n: iter(on_ranks(n, [case for case in FAST if case[0] == n])) for n in (2, 4)}
     alone = on_ranks(1, FAST)
     return [(one, next(shared[case[0]])) for case, (one,) in zip(FAST, alone, strict=True)]
@@ -59,7 +59,7 @@ def test_more_ranks_and_rules_equal_one_process(case: tuple[int, str, list[str],
 
 
 def compare(alone: dict[str, Any], results: list[dict[str, Any]], *, pc: bool) -> None:
-    """Check what all ranks have of a case."""
+    """Check the results of all ranks for a case."""
     for rule, expected in alone.items():
         for result in results:
             torch.testing.assert_close(result[rule]["weights"], expected["weights"], **CLOSE)
@@ -110,13 +110,13 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed()
 
 
 def test_momenta_and_updates_are_sent_in_16_bits() -> None:
-    """Instead of 64, and updates too: a quarter of Muon's bytes. SSO also sends weights and
-    vectors, exactly, and NorMuon mean squares."""
+    """16 instead of 64 bits are a quarter of Muon's bytes. SSO also sends exact weights and
+    vectors, and NorMuon mean squares."""
     shares = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.62}
     for found in run_on_ranks(2, WORKERS, "rounded", {"rules": list(shares)}):
         for (distance, part, exact), share in zip(found, shares.values(), strict=True):
             assert exact
-            # bfloat16 rounds by 2^-9; msign may enlarge that of small singular values.
+            # bfloat16 rounds by 2^-9; msign may amplify that at small singular values.
             assert 0 < distance < 0.1
             assert abs(part - share) < 0.02
 
@@ -126,7 +126,7 @@ def test_sharded_queries_and_keys_are_clipped_as_whole_ones() -> None:
 
 
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
-    """Or the step of a matrix whose owner refuses it, decay included."""
+    """They also skip the step of a matrix that its owner refuses, including decay."""
     assert run_on_ranks(2, WORKERS, "skipped", {}) == 2 * [[True, 1, []]]
 
 

@@ -14,9 +14,9 @@ SPHERE = "spectral_sphere float32"
 RUNS = ["muon_plus_plus float32", "spectral_sphere bfloat16", SPHERE]
 MIXTURE = "spectral_sphere float32 moe"
 TIED = "muon float32 tied"
-ADAMW = "adamw float32"  # counters of heads, which lie whole on one of the tensor ranks
+ADAMW = "adamw float32"  # counters of heads, which are whole on one tensor rank
 
-# Layouts by the name that the workers give them.
+# Layouts by the workers' names.
 ONE, FOUR = "ranks1", "ranks4 tensor2"
 DATA, TENSOR, PIPELINE, EXPERT, CUT = (
     "ranks2",
@@ -33,12 +33,12 @@ WEIGHT_TOLERANCE = 1e-3
 
 Results = dict[str, dict[str, Any]]
 
-# All launches belong to the first test.
+# All launches count for the first test.
 pytestmark = pytest.mark.timeout(1800)
 
 
 def pairs(sources: list[str], runs: list[str]) -> list[tuple[str, str]]:
-    """Every source with every run."""
+    """Return every source with every run."""
     return [(source, run) for source in sources for run in runs]
 
 
@@ -64,7 +64,7 @@ STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str
 def results(tmp_path_factory) -> dict[str, Results]:
     """All runs: "saved" by layout and run, "loaded" by saving layout, run and layout.
 
-    "refused" has the messages of refusals.
+    "refused" contains the messages of refusals.
     """
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     found: dict[str, Results] = {"saved": {}, "loaded": {}, "refused": {}}
@@ -78,18 +78,18 @@ def results(tmp_path_factory) -> dict[str, Results]:
 
 @pytest.fixture(scope="module")
 def saved(results) -> Results:
-    """The runs that saved."""
+    """The saving runs."""
     return results["saved"]
 
 
 @pytest.fixture(scope="module")
 def loaded(results) -> Results:
-    """The runs that loaded what another layout saved."""
+    """The runs that loaded another layout's save."""
     return results["loaded"]
 
 
 def together(ranks: list[Results]) -> Results:
-    """Join the results of all ranks: tensors of all, and once what every rank must agree on."""
+    """Merge the results of all ranks: all tensors, and once the values that must be equal."""
     found: Results = {}
     for name, first in ranks[0].items():
         found[name] = dict(first)

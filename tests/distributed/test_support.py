@@ -1,4 +1,4 @@
-"""Every layout and mode that the support matrix promises runs, with the losses of one process."""
+"""Every layout and mode in the support matrix runs, with the losses of one process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with accelerate's FSDP2: a model is sharded and learns by heads."""
+"""transformers' Trainer with accelerate's FSDP2: a sharded model is stepped by heads."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 HEAD, WIDTH = 8, 32
 FUSED = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-"""Weights of several heads, each of which is a matrix."""
+"""Weights of several heads; every head is a matrix."""
 
 
 def test_the_trainer_shards_and_every_head_keeps_its_norm() -> None:
@@ -27,6 +27,6 @@ def test_the_trainer_shards_and_every_head_keeps_its_norm() -> None:
         radius = (HEAD / WIDTH) ** 0.5
         assert len(norms) == len(weight) // HEAD
         torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=0.02, atol=0)
-        # A weight that were stepped as one matrix would have the norm of its own shape.
+        # A weight stepped as one matrix would have the norm of its whole shape.
         together = (len(weight) / WIDTH) ** 0.5
         assert torch.linalg.matrix_norm(weight.double(), 2) < 0.9 * together

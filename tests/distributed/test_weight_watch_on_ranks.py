@@ -1,4 +1,4 @@
-"""A bit of a weight that flips between steps ends the run within an interval, and is named."""
+"""A weight bit that flips between steps ends the run within an interval, and is named."""
 
 import pytest
 
@@ -22,7 +22,7 @@ KINDS = {"parameter": "parameter", "master": "master", "kept": "owner's", "PC la
 
 @pytest.fixture(scope="module", params=slow_but([{}], [{}, {"tensor": 2}]), ids=str)
 def found(request, tmp_path_factory):
-    """By case, the step at which each rank ended and what it said; and the layout."""
+    """The step at which each rank ended and its error, by case, and the layout."""
     folder = tmp_path_factory.mktemp("flips")
     write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
     tiny_config(str(folder), "spectral_sphere")

@@ -1,4 +1,4 @@
-"""The z-loss on any layout and in any micro-batches is that of one process by autograd."""
+"""The z-loss on any layout and in any micro-batches equals one process's by autograd."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture
 def expected(world: Groups) -> dict[str, Any]:
-    """By autograd, of the logits of one process."""
+    """Compute it by autograd from the logits of one process."""
     model = parallel_model(
         tiny_model("gemma2"), world, assign_matrices("adamw"), sequence_length=LENGTH
     )

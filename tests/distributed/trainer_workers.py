@@ -1,4 +1,4 @@
-"""What the ranks of the tests of transformers' Trainer do."""
+"""Functions that the ranks run in the tests of transformers' Trainer."""
 
 import tempfile
 from typing import Any
@@ -14,7 +14,7 @@ from spectral import SpectralSphere, split_parameters
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    """A model in which every rank draws the same weights."""
+    """Return a model with the same random weights on every rank."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -25,18 +25,18 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 class SpectralTrainer(Trainer):
-    """A Trainer that makes its own optimizer, as it wants under FSDP."""
+    """A Trainer that creates its own optimizer, as required under FSDP."""
 
     def create_optimizer(self, model: Any = None) -> SpectralSphere:
-        """Make the optimizer of the model, sharded or not."""
+        """Create the optimizer of the model, sharded or not."""
         self.optimizer = SpectralSphere(split_parameters(model or self.model, lr=1e-3), lr=2e-2)
         return self.optimizer
 
 
 def trained() -> dict[str, Any]:
-    """Train with the Trainer under FSDP2; whole weights, initial and final loss, what is sharded.
+    """Train with the Trainer under FSDP2; return whole weights, first and last loss, sharded names.
 
-    accelerate starts FSDP2 on accelerators alone: here it is told that these processes are such.
+    accelerate starts FSDP2 only on accelerators: here these processes pretend to be accelerators.
     """
     options: dict[str, Any] = {"output_dir": tempfile.mkdtemp(), "report_to": "none"}
     arguments = TrainingArguments(

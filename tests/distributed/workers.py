@@ -1,4 +1,4 @@
-"""What the ranks of the distributed tests run."""
+"""Functions that the ranks run in the distributed tests."""
 
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from training.task_scores import log_likelihoods
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
-    """Make the process groups of a layout, given by the keys of the config's `parallel` section."""
+    """Create the process groups of a layout, given by keys of the config's `parallel` section."""
     return process_groups.initialize(ParallelConfig(**layout).layout)
 
 
@@ -43,7 +43,7 @@ Case = tuple[dict[str, int], str, dict[str, Any]]
 
 
 def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
-    """The trainer of a case, whose config and run are in a folder of this rank."""
+    """Return the trainer of a case, with config and run in a folder of this rank."""
     layout, rule, keys = case
     own = Path(folder) / f"rank{dist.get_rank()}"
     own.mkdir(exist_ok=True)
@@ -57,8 +57,8 @@ def built(folder: str, groups: process_groups.Groups, case: Case) -> Trainer:
 def runs(
     folder: str, cases: dict[str, Case], *, products: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """What `followed` returns of the run of every case; with `products` linears add their weights'
-    gradients to the sums themselves, as on GPUs."""
+    """Return `followed` for the run of every case; with `products` linears accumulate their
+    weights' gradients themselves, as on GPUs."""
     found = {}
     for name, case in cases.items():
         groups = start(case[0])
@@ -71,7 +71,7 @@ def runs(
 
 
 def followed(trainer: Trainer) -> dict[str, Any]:
-    """Run, and return all that may not depend on the layout.
+    """Run, and return everything that must not depend on the layout.
 
     loss, norm       of every step
     validation       metrics of the last
@@ -112,7 +112,7 @@ def followed(trainer: Trainer) -> dict[str, Any]:
 def task_scores(
     folder: str, case: Case, requests: list[dict[str, Any]]
 ) -> tuple[list[float], dict[str, float]]:
-    """Log-likelihoods of requests, and the metrics of two made tasks."""
+    """Return log-likelihoods of requests, and the metrics of two random tasks."""
     groups = start(case[0])
     trainer = built(folder, groups, case)
     vocab = trainer.config.model.vocab_size
@@ -127,8 +127,8 @@ def task_scores(
 
 
 def checked_kept(trainer: Trainer) -> int:
-    """Check that the float32 weights that owners keep are the masters, bit for bit, and return
-    their number."""
+    """Check that the owners' kept float32 weights equal the masters bit for bit, and return their
+    number."""
     count = 0
     for domain in trainer.optimizer.domains:
         kept = [dict(group.kept) for group in domain.step_groups]
@@ -145,12 +145,12 @@ def checked_kept(trainer: Trainer) -> int:
 def whole_units(
     model: ParallelModel, layout_groups: process_groups.Groups
 ) -> dict[str, torch.Tensor]:
-    """Logical matrices of the units that this rank holds, whole or in part."""
+    """Return the logical matrices of units on this rank, whole or in part."""
     return {unit.name: whole_unit(model, layout_groups, unit).clone() for unit in model.units}
 
 
 def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) -> torch.Tensor:
-    """Logical matrix of a unit, gathered over tensor-parallel ranks."""
+    """Return the logical matrix of a unit, gathered over tensor-parallel ranks."""
     model.wait_for_weights()
     local = unit.view(model.parameters[unit.parameter].detach())
     domain = layout.experts if unit.domain == "expert" else layout.dense
@@ -158,7 +158,7 @@ def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) 
 
 
 def whole_gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """Mean gradients of the units that this rank holds, gathered over all ranks that share them."""
+    """Return the mean gradients of units on this rank, gathered over all ranks that share them."""
     gradients = {}
     for part in model.domains:
         flats = [flat.clone() for flat in part.buffers.gradients]
@@ -174,7 +174,7 @@ def whole_gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
 
 
 def joined(unit: Unit, local: torch.Tensor, tensor: Axis) -> torch.Tensor:
-    """Whole unit `[*shape]` of the tensor-parallel ranks' pieces."""
+    """Return the whole unit `[*shape]` from the tensor-parallel ranks' pieces."""
     local = local.contiguous()
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -186,7 +186,8 @@ def joined(unit: Unit, local: torch.Tensor, tensor: Axis) -> torch.Tensor:
 def sent_in_one_step(
     folder: str, layout: dict[str, int], runs: list[dict[str, Any]]
 ) -> list[dict[str, int]]:
-    """Bytes that this rank sends in one training step, by kind, for the overrides of every run.
+    """Return the bytes that this rank sends in one training step, by kind, for the overrides of
+    every run.
 
     `stage` is its pipeline rank.
     """
@@ -207,7 +208,7 @@ def sent_in_one_step(
 def optimizer_steps(
     layout: dict[str, int], variants: list[dict[str, Any]], steps: int
 ) -> list[dict[str, torch.Tensor]]:
-    """This rank's whole units after `steps` steps, for every variant (see `units_after`)."""
+    """Return this rank's whole units after `steps` steps, for every variant (see `units_after`)."""
     layout_groups = start({**layout, "sequence": False})
     found = [units_after(layout_groups, steps, **variant) for variant in variants]
     process_groups.shutdown()
@@ -224,20 +225,20 @@ def units_after(
     tied: bool = False,
     **assigned: Any,
 ) -> dict[str, torch.Tensor]:
-    """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
+    """Return every whole unit after `steps` float64 steps on gradients that depend only on names.
 
-    The gradients are averaged over ranks like those of a backward pass, each rank's share of the
-    mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
-    step are returned as if they were one more unit. Where a step is `refused`, the last rank alone
-    does not allow it at first, as with a NaN in its copy of the loss; it is taken again. Each stage
-    with a copy of a `tied` embedding has half of its gradient; such a model has biases, too.
+    The gradients are averaged over ranks like those of a backward pass, with different shares per
+    rank. If roles are `penalised`, the penalty's figures of the last step are returned as an
+    additional unit. If a step is `refused`, the last rank does not allow it at first, as with a NaN
+    in its copy of the loss; it is then repeated. Each stage with a copy of a `tied` embedding has
+    half of its gradient; such a model also has biases.
 
     stepped, model, assigned   options of `build_optimizer`, `parallel_model`, `assign_matrices`
     """
     assign = assign_matrices(**assigned)
     tiny = replace(TINY, tie_embeddings=tied, attention_bias="all" if tied else "none")
     parallel = parallel_model(tiny, layout_groups, assign, **(model or {}))
-    declared = parallel.units  # of which the optimizer may make pieces
+    declared = parallel.units  # which the optimizer may cut
     optimizer = build_optimizer(parallel, assign, **{"step_groups": 2, **(stepped or {})})
     tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
     share = 2.0 * (replicas.rank + 1) / (replicas.size + 1)  # 1 on average
@@ -260,7 +261,7 @@ def units_after(
 
 
 def named_gradient(unit: Unit, step: int) -> torch.Tensor:
-    """Float64 gradient `[*shape]` of a whole unit, drawn like its initial value."""
+    """Return the float64 gradient `[*shape]` of a whole unit, drawn like its initial value."""
     cols = unit.shape[-1]
     draws = unit.draws or ((unit.name, 1),)
     rows = [
@@ -270,7 +271,8 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
 
 
 def differing_copies() -> str:
-    """What this rank says of a tied embedding whose copy on the last stage has another element."""
+    """Return this rank's error about a tied embedding whose copy on the last stage differs in an
+    element."""
     layout_groups = start({"pipeline": 2})
     tied = replace(TINY, tie_embeddings=True)
     model = parallel_model(tied, layout_groups, assign_matrices("adamw"))
@@ -287,7 +289,7 @@ def differing_copies() -> str:
 
 
 def disagree() -> str:
-    """What this rank says when rank 1 has another placement."""
+    """Return this rank's error if rank 1 has another placement."""
     layout_groups = start({})
     digest = ["same", "other" if dist.get_rank() == 1 else "same"]
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of the z-loss tests run."""
+"""Functions that the ranks run in the z-loss tests."""
 
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ SAMPLES, LENGTH = 4, 16
 
 
 def gradients(layout: dict[str, int], cases: list[dict[str, Any]], z_loss: float) -> list[Any]:
-    """Means of the loss and the squared log-sum-exp, and float64 gradients of one step of a model
-    with capped logits, for every case: its `loss_chunk` and `micro_batch`."""
+    """Return the means of the loss and the squared log-sum-exp, and float64 gradients of one step
+    of a model with capped logits, for every case (`loss_chunk`, `micro_batch`)."""
     groups = start(layout)
     found = [one_step(groups, z_loss, **case) for case in cases]
     process_groups.shutdown()
@@ -30,7 +30,7 @@ def gradients(layout: dict[str, int], cases: list[dict[str, Any]], z_loss: float
 def one_step(
     groups: Groups, z_loss: float, *, loss_chunk: int | None, micro_batch: int
 ) -> dict[str, Any]:
-    """What `gradients` returns of one case."""
+    """Return the result of `gradients` for one case."""
     model = parallel_model(
         tiny_model("gemma2"), groups, assign_matrices("adamw"), sequence_length=LENGTH,
         loss_chunk=loss_chunk, z_loss=True,

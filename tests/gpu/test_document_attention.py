@@ -9,7 +9,7 @@ from models.blocks.document_attention import DocumentRange, lengths_of
 
 LENGTH, CHUNK = 512, 128
 DOCUMENTS = [[1, 200, 63, 248], [512], [1] * 512]
-"""Tokens of the documents of each sequence."""
+"""Lengths of the documents of each sequence."""
 
 
 def outputs_and_gradients(inputs: list[Tensor], documents: DocumentRange) -> list[Tensor]:
@@ -22,7 +22,8 @@ def outputs_and_gradients(inputs: list[Tensor], documents: DocumentRange) -> lis
 @pytest.mark.parametrize("begin", [0, LENGTH - CHUNK])
 @pytest.mark.parametrize(("groups", "value_size"), [(8, 64), (2, 64), (8, 32)])
 def test_documents_see_themselves_alone(begin: int, groups: int, value_size: int) -> None:
-    """Whole sequences, and the last chunk of context parallelism, whose first keys nobody sees."""
+    """Test whole sequences, and the last chunk of context parallelism, whose first keys no query
+    sees."""
     rows = [
         torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]).repeat_interleave(
             torch.tensor(lengths)

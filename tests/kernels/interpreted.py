@@ -31,7 +31,7 @@ TILE = Tile(block=16, depth=16, warps=4, stages=2)
 # Rounding of the result relative to its largest entry. float32 sums in another order; float16 and
 # bfloat16 are rounded once at the end, and the interpreter truncates bfloat16.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}
-# Off the tile grid on either side, one tile and several, fewer columns than a tile.
+# Sizes off the tile grid on either side, one and several tiles, fewer columns than a tile.
 SHAPES = [(1, 1, 1), (1, 16, 16), (2, 17, 33), (1, 40, 5)]
 
 
@@ -40,7 +40,7 @@ def stack(batch: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_close(value: Tensor, expected: Tensor) -> None:
-    """`value` equals `expected`, float64, but for one rounding to its dtype."""
+    """Check that `value` equals the float64 `expected` up to one rounding to its dtype."""
     assert value.shape == expected.shape
     if expected.numel():
         error = (value.double() - expected).abs().max()
@@ -57,8 +57,8 @@ def test_gram(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 def test_float32_by_three_tensor_core_products() -> None:
-    """The interpreter multiplies in float32 whatever the precision, which tests/gpu checks. Here:
-    a table may ask for it, and the routing table names it."""
+    """The interpreter always multiplies in float32, so tests/gpu checks the precision. Here the
+    table may select it, and the routing table names it."""
     tile = replace(TILE, precision="tf32x3")
     x = stack(2, 17, 33, torch.float32)
     assert_close(symmetric.product(x, x, tile), kernels.gram(x.double()))
@@ -135,7 +135,7 @@ PROBLEM = {"batch": 2, "rows": 20, "cols": 28, "dtype": "float32"}
 
 @pytest.fixture
 def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A table that sends everything in float32 on this device to the kernels."""
+    """Write a table that selects kernels for all float32 operations on this device."""
     use_table(dispatch.OPERATIONS, tmp_path, monkeypatch)
     yield
     dispatch.forget()
@@ -144,7 +144,7 @@ def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def use_table(
     operations: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch, tile: Tile = TILE
 ) -> None:
-    """Send these operations in float32 on this device to the kernels."""
+    """Select kernels for these float32 operations on this device."""
     entries = [{"operation": name, "tile": asdict(tile), **PROBLEM} for name in operations]
     path = folder / "table.json"
     path.write_text(json.dumps({"devices": {"cpu": {"measured": None, "entries": entries}}}))
@@ -154,8 +154,8 @@ def use_table(
 
 @pytest.mark.parametrize("rows", [28, 80], ids=["plain", "gram"])
 def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
-    """The whole iteration on a tall matrix, which is transposed; float64, which has no entry, uses
-    the library."""
+    """Run the whole iteration on a tall matrix, which is transposed; float64, without an entry,
+    uses the library."""
     x = stack(1, rows, 20, torch.float32)
     assert str(dispatch.choose("gram", [x.mT])) == "16x16x16"
     assert dispatch.choose("gram", [x.double()]) is None
@@ -171,8 +171,8 @@ def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
 )
 @pytest.mark.parametrize(("dtype", "tall"), [(d, d == torch.float32) for d in BOUNDS])
 def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor | None) -> None:
-    """More elements than a program takes, a transposed direction, rates per matrix, and a scale.
-    Where a step is refused the weight stays bit for bit."""
+    """Test more elements than one program handles, a transposed direction, rates per matrix, and a
+    scale. A refused step keeps the weight bit for bit."""
     weight, direction = torch.randn(2, 70, 90), stack(2, 70, 90, dtype)
     direction = direction.mT.contiguous().mT if tall else direction
     active = torch.tensor(gate)
@@ -192,7 +192,7 @@ def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(1, 7), (2, 70, 90), (1, 2 * update.BLOCK), (0,)])
 def test_momentum(shape: tuple[int, ...], nesterov: bool, active: bool) -> None:
-    """Of a part of a block and of several; a skipped step keeps the mean, whatever the gradient."""
+    """Test a part of a block and several blocks; a skipped step keeps the mean for any gradient."""
     grad, mean = torch.randn(2, *shape)
     grad, before = (grad if active else torch.full(shape, torch.nan)), mean.clone()
     rule = MuonRule(momentum=0.9, nesterov=nesterov)
@@ -208,7 +208,7 @@ def test_momentum(shape: tuple[int, ...], nesterov: bool, active: bool) -> None:
 
 @pytest.mark.parametrize("active", [True, False])
 def test_regions_of_a_shard_are_averaged_by_the_kernel(to_kernels: None, active: bool) -> None:
-    """As in one process by the library, also means in 16 bits and those that are not contiguous."""
+    """Results equal the library's in one process, also for 16-bit and noncontiguous means."""
     rule, gate = MuonRule(), torch.tensor(active)
     shard, means = torch.randn(90), torch.randn(90)
     states = [means[3:40], means[40:], means[:6].bfloat16(), means[40:].clone()[::5]]
@@ -231,8 +231,7 @@ def test_regions_of_a_shard_are_averaged_by_the_kernel(to_kernels: None, active:
 def test_a_step_by_the_kernels(
     to_kernels: None, monkeypatch: pytest.MonkeyPatch, rule: MuonRule, active: bool | None
 ) -> None:
-    """Weights and reported norm equal those of the library, whose table lacks
-    this device."""
+    """Weights and reported norm equal the library's."""
     weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)
     gate = None if active is None else torch.tensor(active)
     results = []
@@ -276,7 +275,7 @@ def test_optimizer_joins_shapes_by_the_kernels(
         PolarRule, "_update_by_kernel", autospec=True, side_effect=by_kernel
     ) as passes:
         joined = stepped()
-        assert [len(call.args[1]) for call in passes.call_args_list] == [3, 1]  # 6 x 24 is alone
+        assert [len(call.args[1]) for call in passes.call_args_list] == [3, 1]  # without 6 x 24
         assert not dtype or set(joined_products) == {3}
         monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
         dispatch.forget()
@@ -287,7 +286,7 @@ def test_optimizer_joins_shapes_by_the_kernels(
 def test_quacks_product_is_chosen_where_it_runs_and_gives_the_librarys(
     to_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in with the interface of quack-kernels 0.6.5 computes by PyTorch."""
+    """A stand-in with the interface of quack-kernels 0.6.5 computes with PyTorch."""
 
     def gemm_symmetric(
         A: Tensor, B: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
@@ -301,7 +300,7 @@ def test_quacks_product_is_chosen_where_it_runs_and_gives_the_librarys(
     monkeypatch.setattr(dispatch, "has_quack", lambda: True)
     dispatch.forget()
     assert dispatch.choose("gram", [x]) == dispatch.QUACK
-    assert dispatch.choose("gram", [x[:, 1:]]) is None  # rows of 16 bytes alone
+    assert dispatch.choose("gram", [x[:, 1:]]) is None  # only rows of 16 bytes
     module = SimpleNamespace(gemm_symmetric=gemm_symmetric)
     monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=module))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
@@ -313,7 +312,8 @@ def test_quacks_product_is_chosen_where_it_runs_and_gives_the_librarys(
 
 
 def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
-    """The interpreter is a thousand times slower than the library, so the library wins."""
+    """The interpreter is a thousand times slower than the library, so the table selects the
+    library."""
     path = tmp_path / "table.json"
     command = ["--device", "cpu", "--problems", "1x20x28", "--dtypes", "float16", "--repeats", "1"]
     assert tune.main([*command, "--tiles", "16x16:4:2", "--output", str(path)]) == 0

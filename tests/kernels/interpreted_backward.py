@@ -1,4 +1,4 @@
-"""Runs with the kernels of backward passes, in Triton's interpreter, and runs without them."""
+"""Runs with backward-pass kernels in Triton's interpreter, against runs without them."""
 
 from pathlib import Path
 from typing import Any

@@ -14,13 +14,13 @@ from models.blocks.rotary import rotate_halves
 from models.blocks.self_attention import HeadFunctions, split_heads
 from spectral.kernels import gated, heads
 
-# Of a result's largest entry: sums in another order; bfloat16 is rounded at the end, and turns
-# before, which the interpreter does by truncation.
+# Relative to a result's largest entry: sums in another order; bfloat16 results and turns are
+# rounded, which the interpreter does by truncation.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-6}
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A leaf whose values both sides of a comparison see."""
+    """Return a leaf with the values of both sides of a comparison."""
     return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 
 
@@ -29,7 +29,7 @@ def doubled(*tensors: Tensor) -> list[Tensor]:
 
 
 def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """`found` equals `expected`, float64, but for roundings of its type."""
+    """Check that `found` equals the float64 `expected` up to roundings of its dtype."""
     for value, reference in zip(found, expected, strict=True):
         assert value.shape == reference.shape
         if reference.numel():
@@ -87,8 +87,8 @@ def test_heads(
     normed: bool,
     dtype: torch.dtype,
 ) -> None:
-    """More heads and tokens than a program takes at a time, halves that are no power of two, and
-    positions in documents, which each sequence has for itself."""
+    """Test more heads and tokens than a program handles at a time, halves that are not powers of
+    two, and positions in documents per sequence."""
     mixed = drawn(s, b, groups, (ratio + 2) * size, dtype=dtype)
     gains = [drawn(size, dtype=dtype) for _ in range(2 * normed)]
     angles = torch.rand(s, b if documents else 1, 1, size // 2, dtype=torch.float64)
@@ -119,8 +119,8 @@ def test_heads(
 
 
 def test_gradients_that_are_not_dense() -> None:
-    """Queries' gradients of which only every second number is one, and values' that are expanded,
-    as the gradient of a sum is."""
+    """Test strided gradients of queries, and expanded gradients of values, like the gradient of a
+    sum."""
     query, key = torch.randn(4, 2, 6, 16)[..., ::2], torch.randn(4, 2, 3, 8)
     value = torch.ones(()).expand(4, 2, 3, 8)
     turns = torch.randn(4, 1, 1, 1, 16)

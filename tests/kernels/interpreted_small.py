@@ -18,7 +18,7 @@ def top_eigenvector(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("batch", "size"), [(1, 1), (3, 2), (4, 16), (2, 20), (1, 33), (0, 4)])
 def test_top_eigenvector(batch: int, size: int) -> None:
-    """Equal to the library's up to rounding in float64, and to an eigensolver's up to the sign."""
+    """The result equals the library's up to float64 rounding, and an eigensolver's up to sign."""
     x = torch.randn(batch, size, 2 * size, dtype=torch.float64) * 1e-3
     t = x @ x.mT
     found = top_eigenvector(t)
@@ -27,7 +27,7 @@ def test_top_eigenvector(batch: int, size: int) -> None:
     torch.testing.assert_close(overlap, torch.ones_like(overlap))
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN")  # by which numpy takes a maximum in the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN")  # numpy's maximum in the interpreter uses it
 def test_eigenvectors_of_zero_of_equal_values_and_of_nan() -> None:
     nan = torch.full((3, 3), torch.nan)
     t = torch.stack([torch.zeros(3, 3), torch.eye(3), nan]).double()
@@ -38,7 +38,8 @@ def test_eigenvectors_of_zero_of_equal_values_and_of_nan() -> None:
 
 
 def test_an_eigenvector_of_equal_entries() -> None:
-    """Its value is 33 times the largest entry, the square of whose 128th power is no float64."""
+    """The eigenvalue is 33 times the largest entry, and the square of its 128th power exceeds
+    float64."""
     t = torch.full((1, 33, 33), 1 / 33, dtype=torch.float64)
     found = top_eigenvector(t)
     torch.testing.assert_close(found, torch.full_like(found, 33**-0.5))
@@ -51,7 +52,7 @@ def test_eigenvectors_of_a_transposed_view() -> None:
 
 
 def models(batch: int, nodes: int) -> Model:
-    """Models of which `f` rises: residues and shifts are positive, as are the blocks."""
+    """Draw models with increasing `f`: residues, shifts and blocks are positive."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, nodes, 2, 5, dtype=torch.float64, generator=generator)
     pair = x @ x.mT
@@ -71,9 +72,9 @@ def test_root(batch: int, nodes: int) -> None:
 def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No width, all of `f` above and below 0, and a value that is not a number.
+    """Test a bracket of zero width, `f` entirely above and below 0, and NaN.
 
-    Where `f` does not rise the answer depends on the grid, which is the kernel's here.
+    If `f` does not increase, the result depends on the grid, here the kernel's.
     """
     monkeypatch.setattr(tangent_model, "CPU_GRID", GRID)
     model = models(4, 3)
@@ -91,7 +92,8 @@ def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_orthonormal_vectors(batch: int, count: int, n: int, dtype: torch.dtype) -> None:
-    """Equal to the library's up to rounding in float64 times the loss by nearly parallel rows."""
+    """The result equals the library's up to float64 rounding times the loss from nearly parallel
+    rows."""
     x = torch.randn(batch, count, n, dtype=torch.float64)
     x[:, 1:] = x[:, :1] + 0.1 * x[:, 1:]
     x = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).to(dtype)

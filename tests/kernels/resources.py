@@ -1,4 +1,4 @@
-"""Resources that each kernel takes of a streaming multiprocessor, found without a GPU.
+"""Resources of a streaming multiprocessor that each kernel uses, computed without a GPU.
 
 Kernels are compiled for compute capability 9.0 (H100, H200), as a launch for large contiguous
 matrices would.
@@ -23,7 +23,7 @@ FAST = Tile(128, 64, 8, 4)
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one program can use on an H100 or H200."""
 ROWS, COLS = 2064, 2048
-"""Sizes of matrices: multiples of 16, as most are, whose number of tiles is none."""
+"""Sizes of matrices: multiples of 16, as usual, but not of the tiles."""
 
 
 def calls() -> dict[str, Callable[[], object]]:

@@ -1,4 +1,4 @@
-"""How the parity tests compare a model of ours with the one of transformers that export makes."""
+"""Comparison of a model with its export in transformers, for the parity tests."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,8 @@ LENGTH = 24
 
 
 def weight(unit: Unit) -> Tensor:
-    """Return a random weight `[*unit.shape]` of a size at which every part of the layer matters."""
+    """Return a random weight `[*unit.shape]` large enough that every part of the layer has an
+    effect."""
     if not unit.is_matrix:
         return unit.start + 0.3 * normal_(torch.empty(unit.numel), unit.name, 0)
     return normal_(torch.empty(unit.shape), unit.name, 0) * 2 / unit.shape[1] ** 0.5
@@ -44,7 +45,7 @@ def compare(model: ModelConfig, folder: Path) -> None:
     our_logits = ours(tokens, torch.zeros_like(tokens), None)[..., : model.vocab_size]
     their_logits = theirs(tokens).logits
     assert their_logits.std() > 0.5
-    # The two round differently in float32; logits are of the order of one.
+    # The models round differently in float32; logits are of order 1.
     assert (our_logits - their_logits).abs().max() < 1e-4
 
     for logits in (our_logits, their_logits):
@@ -54,14 +55,14 @@ def compare(model: ModelConfig, folder: Path) -> None:
         if not each.buffer:
             expected = gradients.pop(each.name)
             found = each.take(parameters[each.parameter].grad)
-            # Not every expert is chosen by one of the few tokens.
+            # The few tokens do not choose every expert.
             assert expected.norm() > 0 or ".experts." in each.name, each.name
             assert (found - expected).norm() <= 1e-4 * expected.norm(), each.name
     assert not gradients
 
 
 def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
-    """Set the bias on experts' scores, so that other experts are chosen; return it by layer."""
+    """Set the bias of experts' scores so that other experts are chosen; return it by layer."""
     found = {}
     for router in routers([ours]):
         layer = router.layer_number - 1
@@ -72,7 +73,7 @@ def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
 
 
 def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.nn.Module:
-    """Return the transformers model that reads our weights and settings, in float32."""
+    """Return the float32 transformers model with our weights and settings."""
     content = config_json(model, dtype="float32", positions=LENGTH, end_token=0)
     (folder / "config.json").write_text(json.dumps(content))
     tensors = {
@@ -86,7 +87,7 @@ def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.n
 
 
 def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients by the names in the file, which has experts and their gates one by one."""
+    """Return gradients by the names in the file, with separate experts and gates."""
     found = {}
     for name, gradient in gradients.items():
         experts, _, kind = name.rpartition(".")

@@ -13,7 +13,7 @@ from tests.tiny_families import MIXTURE, mixture, tiny_model
 
 
 def tiny(family: str, **changes: Any) -> ModelConfig:
-    """A tiny model whose positions turn all numbers of a head."""
+    """Return a tiny model whose positions rotate the whole head."""
     return tiny_model(family, rope_base=500.0, **changes)
 
 
