@@ -5,8 +5,8 @@
     python scripts/reproduce.py --list
 
 Each experiment writes NAME.json (measured and expected numbers, settings, versions, data) and a
-figure; results.json and table.md contain the checks of all experiments in the folder. The exit code
-is 1 if a check failed.
+figure; results.json and table.md contain the checks of all of them. The exit code is 1 if a check
+failed.
 """
 
 import argparse
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.section import named
 from scripts.command import command, require
 from training.errors import InputError
+from training.report.table import markdown_table, table
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,31 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run experiments; return 0 if every check passed, else 1."""
     options = parse(arguments)
     require("matplotlib")
-    from scripts.experiments.experiment import perform
-    from scripts.experiments.summary import EXPERIMENTS, text, write_summary
+    from scripts.experiments.runner import HEADINGS, SEEDS, perform, rows, title, write_json
 
     if options.list:
-        for experiment in EXPERIMENTS.values():
-            print(f"{experiment.name}: {experiment.title}")
+        for name in SEEDS:
+            print(f"{name}: {title(name)}")
         return 0
     for name in options.names:
-        if name not in EXPERIMENTS:
-            raise InputError(f"experiments must be {named(name, EXPERIMENTS)}")
-    options.output.mkdir(parents=True, exist_ok=True)
+        if name not in SEEDS:
+            raise InputError(f"experiments must be {named(name, SEEDS)}")
+    output: Path = options.output
+    output.mkdir(parents=True, exist_ok=True)
     results = []
-    for name in dict.fromkeys(options.names or EXPERIMENTS):
+    for name in dict.fromkeys(options.names or SEEDS):
         result = perform(
-            EXPERIMENTS[name],
-            options.output,
-            seed=options.seed,
-            small=options.small,
-            suffix=f".{options.format}",
+            name, output, seed=options.seed, small=options.small, suffix=f".{options.format}"
         )
         verdict = f"{result.failed} of {len(result.checks)} FAILED" if result.failed else "passed"
         print(f"{name}: {verdict}, {result.seconds:.0f} s", flush=True)
         results.append(result)
-    write_summary(options.output, EXPERIMENTS)
-    print(text(results))
+    write_json(output / "results.json", [result.content() for result in results])
+    lines = [line for result in results for line in rows(result)]
+    (output / "table.md").write_text(markdown_table(HEADINGS, lines), encoding="utf-8")
+    print(table(HEADINGS, lines))
     return int(any(result.failed for result in results))
 
 

@@ -1,29 +1,15 @@
 """Muon++'s model of correlated weights: propositions 4.8 and 4.9, and its estimator of rho."""
 
 import math
-from dataclasses import dataclass
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.experiments.check import Check, near
-from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.regression import gaussian
-from scripts.plots.style import COLORS, draw_lines, new_figure
+from scripts.experiments.experiment import Check, Draws, Outcome, Panel, near
 from spectral.measures import correlation
 from spectral.singular_triplets import cold_start
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Columns n of the matrices, and number and side of the matrices for the estimator."""
-
-    cols: int = 1500
-    draws: int = 4000
-    side: int = 64
-
-
+SMALL = {"n": 300, "repeats": 500, "side": 32}
 # (c = m / n, tau = n rho, Z) on both sides of the transition Z^2 tau sqrt(c) = 1.
 TRANSITION = (
     (1.0, 1.0, 0.5), (1.0, 1.0, 1.5), (1.0, 1.0, 2.5),
@@ -38,6 +24,34 @@ KRYLOV = 200
 NONE_NEGATIVE = 0.683  # share of negative estimates without correlation: P(chi^2_1 < 1)
 CORRELATIONS = (0.0, 1e-3, 0.05)
 QUANTILES = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
+
+
+def experiment(draws: Draws, *, n: int = 1500, repeats: int = 4000, side: int = 64) -> Outcome:
+    """Check both propositions on matrices of n columns, and the estimator on `repeats` of `side`,
+    by Monte Carlo."""
+    phi = {c: draws.normal(round(c * n), n) for c in (0.25, 1.0)}
+    checks = []
+    limits: dict[str, dict[float, float]] = {}
+    measured: dict[str, dict[float, float]] = {}
+    for c, tau, z in TRANSITION:
+        w = correlated(phi[c], tau / n, z)
+        ratio = norm(w) / (math.sqrt(w.shape[0]) + math.sqrt(n))
+        label = f"m / n = {c:g}, n rho = {tau:g}"
+        measured.setdefault(label, {})[z] = ratio
+        limits[f"{label}, limit"] = {0.02 * i: limit(c, tau, 0.02 * i) for i in range(1, 140)}
+        name = f"|W| / (sqrt m + sqrt n), c {c}, n rho {tau}, Z {z}"
+        slack = max(FINITE, 4 * n ** (-2 / 3))
+        checks.append(near(name, ratio, limit(c, tau, z), slack, "paper, eq. 4.11", "eq. 4.11"))
+    large = strong(phi[1.0])
+    checks.append(near("|W| / sqrt(m n rho) for Z 2, rho n^-1/2", large[2.0]["norm"], 2.0, 0.05,
+                       "paper, eq. 4.9"))  # fmt: skip
+    energy = float(correlated(phi[1.0], 1e-4, 1.0).square().mean().sqrt())
+    checks.append(near("|W|_F / sqrt(m n), rho 1e-4", energy, 1, 0.01, "paper, prop. 4.8"))
+    estimates, of_estimates = estimate(draws, repeats, side)
+    panel = Panel(f"a spike leaves the bulk (n = {n})", limits, dots=measured, x="|Z|",
+                  y="|W|_2 / (sqrt m + sqrt n)")  # fmt: skip
+    data = {"norm": measured, "strong": large, "estimates": estimates}
+    return Outcome([*checks, *of_estimates], data, [panel])
 
 
 def limit(c: float, tau: float, z: float) -> float:
@@ -58,31 +72,6 @@ def norm(w: Tensor) -> float:
     return float(cold_start(w[None], steps=KRYLOV)[0])
 
 
-def run(sizes: Sizes, seed: int) -> Outcome:
-    """Check both propositions and the estimator by Monte Carlo."""
-    generator = torch.Generator().manual_seed(seed)
-    n = sizes.cols
-    phi = {c: gaussian(generator, round(c * n), n) for c in {each[0] for each in TRANSITION}}
-    checks, points = [], []
-    for c, tau, z in TRANSITION:
-        w = correlated(phi[c], tau / n, z)
-        ratio = norm(w) / (math.sqrt(w.shape[0]) + math.sqrt(n))
-        expected = limit(c, tau, z)
-        points.append({"c": c, "tau": tau, "z": z, "measured": ratio, "limit": expected})
-        name = f"|W| / (sqrt m + sqrt n), c {c}, n rho {tau}, Z {z}"
-        slack = max(FINITE, 4 * n ** (-2 / 3))
-        checks.append(near(name, ratio, expected, slack, "paper, eq. 4.11", "eq. 4.11"))
-    large = strong(phi[1.0])
-    checks.append(near("|W| / sqrt(m n rho) for Z 2, rho n^-1/2", large[2.0]["norm"], 2.0, 0.05,
-                       "paper, eq. 4.9"))  # fmt: skip
-    mild = correlated(phi[1.0], 1e-4, 1.0)
-    energy = float(mild.square().mean().sqrt())
-    checks.append(near("|W|_F / sqrt(m n), rho 1e-4", energy, 1, 0.01, "paper, prop. 4.8"))
-    estimates, of_estimates = estimate(sizes, generator)
-    data: Data = {"n": n, "points": points, "strong": large, "estimates": estimates}
-    return Outcome([*checks, *of_estimates], data)
-
-
 def strong(phi: Tensor) -> dict[float, dict[str, float]]:
     """Return |W|_2 / sqrt(m n rho), which tends to |Z|, and the stable rank, which tends to
     1 / (Z^2 rho), by Z for rho far above 1 / n."""
@@ -96,47 +85,23 @@ def strong(phi: Tensor) -> dict[float, dict[str, float]]:
     return errors
 
 
-def estimate(
-    sizes: Sizes, generator: torch.Generator
-) -> tuple[dict[float, list[float]], list[Check]]:
+def estimate(draws: Draws, repeats: int, side: int) -> tuple[dict[float, list[float]], list[Check]]:
     """Check the estimator of eq. 4.13, which is unbiased, but sees one draw of Z per matrix."""
     estimates = {}
     for rho in CORRELATIONS:
-        z = gaussian(generator, sizes.draws, 1, 1)
-        phi = gaussian(generator, sizes.draws, sizes.side, sizes.side)
-        estimates[rho] = correlation(correlated(phi, rho, z))
+        z = draws.normal(repeats, 1, 1)
+        estimates[rho] = correlation(correlated(draws.normal(repeats, side, side), rho, z))
     none = estimates[0.0]
-    deviation = math.sqrt(2) / sizes.side**2
-    error = deviation / math.sqrt(sizes.draws)
+    deviation = math.sqrt(2) / side**2
+    error = deviation / math.sqrt(repeats)
     checks = [
         Check("mean estimate of rho = 0", float(none.mean()), -4 * error, 4 * error, "theory"),
         # A squared Gaussian has kurtosis 15: the deviation is known to sqrt(14 / 4 / draws).
-        near("its deviation", float(none.std()), deviation, 4 * math.sqrt(3.5 / sizes.draws),
+        near("its deviation", float(none.std()), deviation, 4 * math.sqrt(3.5 / repeats),
              "theory: sqrt 2 / (m n)"),
         near("share of negative estimates", float((none < 0).double().mean()), NONE_NEGATIVE,
-             4 * 0.5 / math.sqrt(sizes.draws), "theory: P(chi^2 < 1)"),
+             4 * 0.5 / math.sqrt(repeats), "theory: P(chi^2 < 1)"),
     ]  # fmt: skip
     return {
         rho: torch.quantile(values, QUANTILES).tolist() for rho, values in estimates.items()
     }, checks
-
-
-def draw(data: Data) -> Figure:
-    """Draw the norm across the transition with its limit."""
-    figure, (axis,) = new_figure()
-    curves = sorted({(point["c"], point["tau"]) for point in data["points"]})
-    grid = [0.02 * i for i in range(1, 140)]
-    for color, (c, tau) in zip(COLORS, curves, strict=False):
-        chosen = [p for p in data["points"] if (p["c"], p["tau"]) == (c, tau)]
-        axis.plot([p["z"] for p in chosen], [p["measured"] for p in chosen], "o", color=color)
-    limits = {f"m / n = {c:g}, n rho = {tau:g}": {z: limit(c, tau, z) for z in grid}
-              for c, tau in curves}  # fmt: skip
-    axis.set_prop_cycle(color=COLORS)
-    draw_lines(
-        axis, limits, xlabel="|Z|", ylabel="$\\|W\\|_2$ / ($\\sqrt{m} + \\sqrt{n}$)",
-        title=f"a spike leaves the bulk (dots: n = {data['n']})",
-    )  # fmt: skip
-    return figure
-
-
-EXPERIMENT = Experiment(__name__, __doc__, run, draw, Sizes(), Sizes(300, 500, 32))

@@ -6,30 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from scripts.experiments.check import Check, at_most
-from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.regression import gaussian
-from scripts.plots.style import draw_lines, new_figure
+from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_most
 from spectral.effective_weight import Preconditioner
 from spectral.measures import modified_condition_number, singular_values
 from spectral.singular_triplets import top_singular
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Widths (growing, then shrinking), samples, steps, the smallest singular value of a raw weight
-    (the largest is 1), and the norm of the first residual."""
-
-    widths: tuple[int, ...] = (16, 24, 24, 12)
-    samples: int = 12
-    steps: int = 3000
-    smallest: float = 0.2
-    residual: float = 0.3
-
-
+SMALL = {"widths": (6, 8, 4), "samples": 4, "steps": 400}
 LEVELS = (0, 1, 2, 3, 4)
 PAPER = {
     1: (1.507, -0.507),
@@ -47,21 +31,12 @@ ROOM = 1.1
 """tau of every layer: how far norms may grow with this step size; checked afterwards."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Descent:
-    """The loss before every step, and the extreme singular values of each layer."""
+    """The loss before every step, and the singular values of each layer then."""
 
     losses: list[float] = field(default_factory=list)
-    largest: list[float] = field(default_factory=list)
-    smallest: list[float] = field(default_factory=list)
-
-    def see(self, loss: float, weights: Sequence[Tensor]) -> None:
-        """Record one iterate."""
-        self.losses.append(loss)
-        values = [singular_values(w.detach()) for w in weights]
-        top, low = ([float(v[i]) for v in values] for i in (0, -1))
-        self.largest = [max(pair) for pair in zip(self.largest or top, top, strict=True)]
-        self.smallest = [min(pair) for pair in zip(self.smallest or low, low, strict=True)]
+    values: list[list[Tensor]] = field(default_factory=list)
 
     def reached(self) -> int:
         """The first step with the loss at the target, or the number of steps if none has."""
@@ -69,14 +44,58 @@ class Descent:
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 
 
-def raw_weights(sizes: Sizes, generator: torch.Generator) -> list[Tensor]:
-    """Random matrices with singular values falling geometrically from 1."""
-    weights = []
-    for cols, rows in zip(sizes.widths, sizes.widths[1:], strict=False):
-        left, _, right = torch.linalg.svd(gaussian(generator, rows, cols), full_matrices=False)
-        values = torch.logspace(0, math.log10(sizes.smallest), min(rows, cols), dtype=torch.float64)
-        weights.append(left * values @ right)
-    return weights
+def experiment(
+    draws: Draws,
+    *,
+    widths: tuple[int, ...] = (16, 24, 24, 12),
+    samples: int = 12,
+    steps: int = 3000,
+    smallest: float = 0.2,
+    residual: float = 0.3,
+) -> Outcome:
+    """Train weights that are preconditioned once, and raw weights behind PC layers, at each level,
+    from the same raw weights and first residual.
+
+    `widths` grow, then shrink. Singular values of a raw weight fall from 1 to `smallest`.
+    """
+    raw = [raw_weight(draws, *pair, smallest) for pair in zip(widths[1:], widths, strict=False)]
+    x = torch.linalg.qr(draws.normal(widths[0], samples))[0]
+    error = draws.normal(widths[-1], samples)
+    error = error * residual / torch.linalg.matrix_norm(error)
+    lr = 1 / smoothness(x, residual**2 / 2, [ROOM] * len(raw))
+    checks, plain, layers, kappas = definition(draws), [], [], []
+    for level in LEVELS:
+        weights = [effective(w, level) for w in raw]
+        y = product(weights, x) + error
+        plain.append(descend(weights, x, y, lr, steps, None))
+        layers.append(descend(raw, x, y, lr, steps, level))
+        kappas.append(max(float(modified_condition_number(w)) for w in weights))
+        checks += theorem(level, plain[-1], x, lr)
+    checks += faster("plain weights", plain) + faster("PC layers", layers)
+    names = [f"{n} ({kappa:.1f})" for n, kappa in zip(LEVELS, kappas, strict=True)]
+    panels = [
+        Panel(f"{title}: level (condition number)",
+              {name: {i: loss / run.losses[0] for i, loss in enumerate(run.losses, 1)}
+               for name, run in zip(names, runs, strict=True)},
+              x="iterate", y="loss / first loss", log="xy", levels={"target": TARGET})
+        for title, runs in (("preconditioned once", plain), ("PC layers", layers))
+    ]  # fmt: skip
+    data = {
+        "levels": LEVELS,
+        "condition_number": kappas,
+        "learning_rate": lr,
+        "plain": [run.losses for run in plain],
+        "pc": [run.losses for run in layers],
+    }
+    return Outcome(checks, data, panels)
+
+
+def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
+    """A random matrix with singular values falling geometrically from 1."""
+    left, _, right = torch.linalg.svd(draws.normal(rows, cols), full_matrices=False)
+    values = torch.logspace(0, math.log10(smallest), min(rows, cols), dtype=torch.float64)
+    weight: Tensor = left * values @ right
+    return weight
 
 
 def effective(w: Tensor, level: int) -> Tensor:
@@ -87,14 +106,14 @@ def effective(w: Tensor, level: int) -> Tensor:
     return Preconditioner(level=level).effective(w[None], u, v, 1.0)[0]
 
 
-def definition(generator: torch.Generator) -> list[Check]:
+def definition(draws: Draws) -> list[Check]:
     """Check PC(W) = s g(W / s) on a W of known singular vectors and of norm `SCALE`, and that its
     gradient is orthogonal to W, as W / s has no scale."""
     rows, cols = 18, 11
-    left, _ = torch.linalg.qr(gaussian(generator, rows, cols))
-    right, _ = torch.linalg.qr(gaussian(generator, cols, cols))
+    left, _ = torch.linalg.qr(draws.normal(rows, cols))
+    right, _ = torch.linalg.qr(draws.normal(cols, cols))
     x = torch.linspace(1, 0.05, cols, dtype=torch.float64)
-    direction = gaussian(generator, rows, cols)
+    direction = draws.normal(rows, cols)
     checks = []
     for level, coefficients in PAPER.items():
         w = (SCALE * left * x @ right.mT).requires_grad_()
@@ -128,7 +147,8 @@ def descend(
     for _ in range(steps):
         weights = parameters if level is None else [effective(w, level) for w in parameters]
         loss = (product(weights, x) - y).square().sum() / 2
-        run.see(loss.item(), weights)
+        run.losses.append(loss.item())
+        run.values.append([singular_values(w.detach()) for w in weights])
         if loss.item() <= TARGET / 2 * run.losses[0]:
             break
         optimizer.zero_grad()
@@ -150,37 +170,13 @@ def strength(x: Tensor, smallest: Sequence[float]) -> float:
     return least**2 * float(singular_values(x)[-1]) ** 2
 
 
-def run(sizes: Sizes, seed: int) -> Outcome:
-    """Train both ways at each level, from the same raw weights and first residual."""
-    generator = torch.Generator().manual_seed(seed)
-    raw = raw_weights(sizes, generator)
-    x = torch.linalg.qr(gaussian(generator, sizes.widths[0], sizes.samples))[0]
-    residual = gaussian(generator, sizes.widths[-1], sizes.samples)
-    residual = residual * sizes.residual / torch.linalg.matrix_norm(residual)
-    lr = 1 / smoothness(x, sizes.residual**2 / 2, [ROOM] * len(raw))
-    checks, plain, layers, kappas = definition(generator), [], [], []
-    for level in LEVELS:
-        weights = [effective(w, level) for w in raw]
-        y = product(weights, x) + residual
-        plain.append(descend(weights, x, y, lr, sizes.steps, None))
-        layers.append(descend(raw, x, y, lr, sizes.steps, level))
-        kappas.append(max(float(modified_condition_number(w)) for w in weights))
-        checks += theorem(level, plain[-1], x, lr)
-    checks += faster("plain weights", plain) + faster("PC layers", layers)
-    data: Data = {
-        "levels": list(LEVELS),
-        "condition_number": kappas,
-        "learning_rate": lr,
-        "plain": [each.losses for each in plain],
-        "pc": [each.losses for each in layers],
-    }
-    return Outcome(checks, data)
-
-
 def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
     """Check the premise lr <= 1 / beta and the conclusion of theorem 1 on one trajectory."""
-    beta = smoothness(x, descent.losses[0], descent.largest)
-    promised = 1 - lr * strength(x, descent.smallest)
+    layers = [*zip(*descent.values, strict=True)]
+    largest = [max(float(values[0]) for values in layer) for layer in layers]
+    smallest = [min(float(values[-1]) for values in layer) for layer in layers]
+    beta = smoothness(x, descent.losses[0], largest)
+    promised = 1 - lr * strength(x, smallest)
     ratios = [b / a for a, b in zip(descent.losses, descent.losses[1:], strict=False)]
     return [
         at_most(f"level {level}: lr beta", lr * beta, 1, "theory, premise", "lr beta"),
@@ -197,24 +193,3 @@ def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
                 "paper, corollary 1", f"{name}: steps")
         for level, before, after in zip(LEVELS[1:], steps, steps[1:], strict=False)
     ]  # fmt: skip
-
-
-def draw(data: Data) -> Figure:
-    """Draw the loss of weights preconditioned once and of weights behind PC layers."""
-    figure, axes = new_figure(2)
-    titles = {"plain": "weights preconditioned once", "pc": "trained through PC layers"}
-    for axis, (key, title) in zip(axes, titles.items(), strict=True):
-        curves = {
-            f"{level} ({kappa:.1f})": {i: loss / losses[0] for i, loss in enumerate(losses, 1)}
-            for level, losses, kappa in zip(
-                data["levels"], data[key], data["condition_number"], strict=True
-            )
-        }
-        draw_lines(axis, curves, xscale="log", yscale="log", xlabel="iterate",
-                   ylabel="loss / first loss", title=title)  # fmt: skip
-        axis.axhline(TARGET, color="0.3", linestyle=":", linewidth=1)
-    axes[0].legend(fontsize=8, loc="lower left", title="level (condition number)")
-    return figure
-
-
-EXPERIMENT = Experiment(__name__, __doc__, run, draw, Sizes(), Sizes((6, 8, 4), 4, 400, 0.2, 0.3))

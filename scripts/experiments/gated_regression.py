@@ -1,52 +1,48 @@
 """Figure 20 of the criterion paper: on a SwiGLU network spectral steps help at a small batch and
 not at a large one."""
 
-from dataclasses import dataclass
-
-from matplotlib.figure import Figure
-
-from scripts.experiments.check import Check, at_least, at_most
-from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most
 from scripts.experiments.networks import Method, Problem, Training, first_step, train
-from scripts.plots.style import draw_lines, new_figure
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Batches and the steps of each; inputs, width, ranks every `interval` steps, msign steps.
-
-    The paper takes 400 and 280 steps; the first ones, in which the methods diverge, are enough.
-    """
-
-    batches: tuple[int, int] = (512, 8196)
-    steps: tuple[int, int] = (101, 41)
-    inputs: int = 128
-    hidden: int = 512
-    interval: int = 20
-    polar_steps: int = 20
-
-
+SMALL = {
+    "batches": (96, 768), "steps": (41, 21), "inputs": 24, "hidden": 48, "interval": 10,
+    "polar_steps": 10,
+}  # fmt: skip
 RATES = {"small": {"gd": 0.01, "spectral": 0.025}, "large": {"gd": 0.0035, "spectral": 0.0015}}
 
 
-def run(sizes: Sizes, seed: int) -> Outcome:
-    """Run both methods at both batches."""
+def experiment(
+    draws: Draws,
+    *,
+    batches: tuple[int, int] = (512, 8196),
+    steps: tuple[int, int] = (101, 41),
+    inputs: int = 128,
+    hidden: int = 512,
+    interval: int = 20,
+    polar_steps: int = 20,
+) -> Outcome:
+    """Run both methods at both batches.
+
+    The paper takes 400 and 280 steps; the first ones, in which the methods diverge, are enough.
+    """
     runs: dict[str, dict[str, Training]] = {name: {} for name in RATES}
     first = []
-    for (name, rates), batch, steps in zip(RATES.items(), sizes.batches, sizes.steps, strict=True):
-        size = (batch, sizes.inputs, sizes.hidden)
+    for (name, rates), batch, length in zip(RATES.items(), batches, steps, strict=True):
+        problem = Problem.drawn(draws.restarted(), batch, inputs, hidden, "swiglu")
         for key, rate in rates.items():
-            method = Method(key == "spectral", rate, sizes.polar_steps)
-            problem = Problem.drawn(seed, *size, "swiglu")
-            runs[name][key] = train(problem, method, steps=steps, interval=sizes.interval)
+            method = Method(key == "spectral", rate, polar_steps)
+            runs[name][key] = train(problem, method, steps=length, interval=interval)
             if name == "small":
-                first += first_step(Problem.drawn(seed, *size, "swiglu"), method)
-    data: Data = {
-        name: {key: run.data() for key, run in methods.items()} for name, methods in runs.items()
-    }
+                first += first_step(problem, method)
+    panels = [
+        Panel(f"SwiGLU network, batch {batch}",
+              {"gradient descent": methods["gd"].losses,
+               "spectral on W2, W3": methods["spectral"].losses}, y="loss", log="y")
+        for batch, methods in zip(batches, runs.values(), strict=True)
+    ]  # fmt: skip
     drift = max(run.drift() for run in runs["small"].values())
-    more = {"batches": list(sizes.batches), "drift": drift}
-    return Outcome(properties(runs) + first, data | more)
+    data = {name: {key: run.data() for key, run in each.items()} for name, each in runs.items()}
+    return Outcome(properties(runs) + first, {**data, "drift": drift}, panels)
 
 
 def properties(runs: dict[str, dict[str, Training]]) -> list[Check]:
@@ -62,21 +58,3 @@ def properties(runs: dict[str, dict[str, Training]]) -> list[Check]:
                 "paper: the lead is lost"),
         at_least("st(A1), large / small batch", first[1] / first[0], 1, "paper"),
     ]  # fmt: skip
-
-
-def draw(data: Data) -> Figure:
-    """Draw the loss of both methods, a panel per batch."""
-    figure, axes = new_figure(2)
-    for axis, name, batch in zip(axes, RATES, data["batches"], strict=True):
-        losses = {
-            "gradient descent": data[name]["gd"]["loss"],
-            "spectral on W2, W3": data[name]["spectral"]["loss"],
-        }
-        draw_lines(axis, losses, yscale="log", xlabel="step", ylabel="loss",
-                   title=f"SwiGLU network, batch {batch}")  # fmt: skip
-    return figure
-
-
-EXPERIMENT = Experiment(
-    __name__, __doc__, run, draw, Sizes(), Sizes((96, 768), (41, 21), 24, 48, 10, 10), seed=42
-)

@@ -2,30 +2,16 @@
 rescaling algorithm keeps it over many steps."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.experiments.check import Check, at_least, at_most, near
-from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.regression import gaussian
-from scripts.plots.style import COLORS, draw_lines, new_figure
+from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most, near
 from spectral.measures import singular_values, spectral_norm
 from spectral.rules import MuonPlusPlusRule, take_step
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Matrices whose gap is averaged over `draws`, and side and steps of the long runs."""
-
-    shapes: tuple[tuple[int, int], ...] = ((64, 64), (128, 512), (512, 512))
-    draws: int = 40
-    side: int = 128
-    steps: int = 300
-
-
+SMALL = {"shapes": ((8, 8), (48, 48)), "repeats": 8, "side": 24, "steps": 60}
 MOMENTUM = 0.95
 # The error of the rule's msign in float64 where no singular value is tiny.
 EXACT = 1e-6
@@ -36,6 +22,45 @@ LONG_RUNS = (
     ("algorithm 2, random gradients, eta 0.01", "project_rescale", "random", 0.01),
     ("algorithm 2, towards a target, eta 0.01", "project_rescale", "target", 0.01),
 )
+
+
+def experiment(
+    draws: Draws,
+    *,
+    shapes: tuple[tuple[int, int], ...] = ((64, 64), (128, 512), (512, 512)),
+    repeats: int = 40,
+    side: int = 128,
+    steps: int = 300,
+) -> Outcome:
+    """Measure gaps of `repeats` initial matrices of each shape, single steps within and beyond
+    them, and long runs of a matrix of `side`."""
+    initial = [on_sphere(draws.normal(repeats, *shape)) for shape in shapes]
+    gaps = [relative_gap(w) for w in initial]
+    within, beyond = [], []
+    for w, gap in zip(initial, gaps, strict=True):
+        few, small = w[:10], gap[:10]
+        gradient = draws.normal(*few.shape)
+        within.append(float(norm_after(few, gradient, 0.99 * small).sub(1).abs().max()))
+        worst = norm_after(few, runner_up(few), 1.1 * small)
+        beyond.append(float((worst > 1 + EXACT).double().mean()))
+    runs = {
+        name: long_run(draws.restarted(), side, steps, algorithm, gradients, eta)
+        for name, algorithm, gradients, eta in LONG_RUNS
+    }
+    by_shape = {f"{m} x {n}": gap for (m, n), gap in zip(shapes, gaps, strict=True)}
+    means = {name: float(gap.mean()) for name, gap in by_shape.items()}
+    checks = [*single_steps(within, beyond), *counterexample(), *properties(means, runs)]
+    data = {
+        "gaps": {name: gap.tolist() for name, gap in by_shape.items()},
+        "mean_gap": means,
+        "norms": runs,
+        # The first step after which the norm exceeds S, 0 if none.
+        "first_above": {
+            name: next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
+            for name, norms in runs.items()
+        },
+    }
+    return Outcome(checks, data, panels(by_shape, means, runs))
 
 
 def on_sphere(w: Tensor) -> Tensor:
@@ -72,48 +97,19 @@ def runner_up(w: Tensor) -> Tensor:
     return direction
 
 
-def long_run(sizes: Sizes, seed: int, algorithm: str, gradients: str, eta: float) -> list[float]:
+def long_run(
+    draws: Draws, side: int, steps: int, algorithm: str, gradients: str, eta: float
+) -> list[float]:
     """|W|_2 / S after each of many steps; gradients random, or W - T for a target T of norm 2 S."""
-    generator = torch.Generator().manual_seed(seed)
-    w = on_sphere(gaussian(generator, 1, sizes.side, sizes.side))
-    target = 2 * on_sphere(gaussian(generator, 1, sizes.side, sizes.side)) if (
-        gradients == "target"
-    ) else None  # fmt: skip
+    w = on_sphere(draws.normal(1, side, side))
+    target = 2 * on_sphere(draws.normal(1, side, side)) if gradients == "target" else None
     rule = MuonPlusPlusRule(algorithm=algorithm, momentum=MOMENTUM)  # type: ignore[arg-type]
     state, norms = rule.init_state(w), []
-    for _ in range(sizes.steps):
-        grad = gaussian(generator, *w.shape) if target is None else w - target
+    for _ in range(steps):
+        grad = draws.normal(*w.shape) if target is None else w - target
         take_step(rule, w, grad, state, lr=eta)
         norms.append(float(spectral_norm(w)))
     return norms
-
-
-def run(sizes: Sizes, seed: int) -> Outcome:
-    """Measure gaps at initialisation, single steps within and beyond them, and long runs."""
-    generator = torch.Generator().manual_seed(seed)
-    draws = [on_sphere(gaussian(generator, sizes.draws, *shape)) for shape in sizes.shapes]
-    gaps = [relative_gap(w) for w in draws]
-    within, beyond = [], []
-    for w, gap in zip(draws, gaps, strict=True):
-        few, small = w[:10], gap[:10]
-        gradient = gaussian(generator, *few.shape)
-        within.append(float(norm_after(few, gradient, 0.99 * small).sub(1).abs().max()))
-        worst = norm_after(few, runner_up(few), 1.1 * small)
-        beyond.append(float((worst > 1 + EXACT).double().mean()))
-    runs = {
-        name: long_run(sizes, seed, algorithm, gradients, eta)
-        for name, algorithm, gradients, eta in LONG_RUNS
-    }
-    names = [f"{rows} x {cols}" for rows, cols in sizes.shapes]
-    means = {name: float(gap.mean()) for name, gap in zip(names, gaps, strict=True)}
-    checks = [*single_steps(within, beyond), *counterexample(), *properties(means, runs)]
-    data: Data = {"gaps": dict(zip(names, (gap.tolist() for gap in gaps), strict=True))}
-    # The first step after which the norm exceeds S, 0 if none.
-    above = {
-        name: next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
-        for name, norms in runs.items()
-    }
-    return Outcome(checks, data | {"mean_gap": means, "norms": runs, "first_above": above})
 
 
 def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
@@ -137,7 +133,7 @@ def counterexample() -> list[Check]:
     ]
 
 
-def properties(means: dict[str, float], runs: dict[str, list[float]]) -> list[Check]:
+def properties(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> list[Check]:
     """Check what holds for every draw."""
     one, _, target, two, two_target = runs.values()
     first, *_, last = means.values()
@@ -150,28 +146,15 @@ def properties(means: dict[str, float], runs: dict[str, list[float]]) -> list[Ch
     ]  # fmt: skip
 
 
-def draw(data: Data) -> Figure:
-    """Draw the norm over the steps, and the gaps of Gaussian matrices."""
-    figure, (left, right) = new_figure(2)
-    for index, (name, norms) in enumerate(data["norms"].items()):
-        style = "--" if name.startswith("algorithm 2") else "-"
-        color = COLORS[(0, 1, 2, 0, 2)[index]]
-        left.plot(range(1, len(norms) + 1), norms, style, color=color, label=name)
-    highest = max(max(norms) for norms in data["norms"].values())
-    draw_lines(left, {}, xlabel="step", ylabel="$\\|W\\|_2$ / S", title="the norm over time",
-               ylim=(None, 1 + 1.9 * (highest - 1)))  # room for the legend # fmt: skip
-    for index, (name, gaps) in enumerate(data["gaps"].items()):
-        mean = data["mean_gap"][name]
-        right.plot(torch.linspace(-0.15, 0.15, len(gaps)) + index, gaps, "o", markersize=3,
-                   alpha=0.5, color=COLORS[0])  # fmt: skip
-        right.plot([index - 0.25, index + 0.25], [mean, mean], color=COLORS[1])
-        right.annotate(f"{mean:.4f}", (index + 0.28, mean), va="center", fontsize=8)
-    right.set_xticks(range(len(data["gaps"])), [*data["gaps"]])
-    right.set(
-        yscale="log", ylabel="(sigma_1 - sigma_2) / sigma_1",
-        title="gap of Gaussian matrices (line: mean)", xlim=(-0.5, len(data["gaps"]) - 0.3),
-    )  # fmt: skip
-    return figure
-
-
-EXPERIMENT = Experiment(__name__, __doc__, run, draw, Sizes(), Sizes(((8, 8), (48, 48)), 8, 24, 60))
+def panels(
+    gaps: Mapping[str, Tensor], means: Mapping[str, float], runs: Mapping[str, list[float]]
+) -> list[Panel]:
+    """The norm over the steps, and the gaps of Gaussian matrices."""
+    rescaled = {name: run for name, run in runs.items() if name.startswith("algorithm 2")}
+    plain = {name: run for name, run in runs.items() if name not in rescaled}
+    dots = {f"{name}, mean {means[name]:.4f}": gap.tolist() for name, gap in gaps.items()}
+    title, gap = "gap of Gaussian matrices", "(sigma_1 - sigma_2) / sigma_1"
+    return [
+        Panel("the norm over time", plain, rescaled, y="|W|_2 / S"),
+        Panel(title, dots=dots, x="draw", y=gap, log="y"),
+    ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scripts.experiments.check import Check, at_most
+from scripts.experiments.experiment import Check, Draws, at_most
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, stable_rank
 from spectral.singular_triplets import top_singular
@@ -21,6 +21,10 @@ from spectral.singular_triplets import top_singular
 Activation = Literal["relu^2", "swiglu"]
 HIDDEN = (1, 2)
 """The layers with spectral steps in "SpecGD": all but the first and the last."""
+STEP_ERROR = 1e-3
+RESOLVED = 1e-2
+"""Singular values of a gradient, as a share of the largest, that msign must take to 1; it needs
+more steps for smaller ones."""
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
@@ -31,53 +35,44 @@ def activate(kind: Activation, x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-STEP_ERROR = 1e-3
-RESOLVED = 1e-2
-"""Singular values of a gradient, as a share of the largest, that msign must take to 1; it needs
-more steps for smaller ones."""
+def initial(draws: Draws, inputs: int, hidden: int, kind: Activation) -> list[Tensor]:
+    """The weights of inputs -> hidden -> hidden -> hidden -> 1, as torch initializes layers."""
+    rows = hidden if kind == "relu^2" else 2 * hidden
+    shapes = [(rows, inputs), (rows, hidden), (rows, hidden), (1, hidden)]
+    empty = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+    return [nn.init.kaiming_uniform_(w, 5**0.5, generator=draws.generator) for w in empty]
 
 
-class Network(nn.Module):
-    """inputs -> hidden -> hidden -> hidden -> 1 with torch's default initialisation, float64."""
-
-    def __init__(self, inputs: int, hidden: int, kind: Activation) -> None:
-        super().__init__()
-        self.kind = kind
-        rows = hidden if kind == "relu^2" else 2 * hidden
-        widths = [(inputs, rows), (hidden, rows), (hidden, rows), (hidden, 1)]
-        self.layers = nn.ModuleList(
-            nn.Linear(before, after, bias=False, dtype=torch.float64) for before, after in widths
-        )
-
-    def weights(self) -> list[nn.Parameter]:
-        """The weights, one per layer."""
-        return list(self.parameters())
-
-    def activations(self, x: Tensor) -> list[Tensor]:
-        """The input of each layer, `[n, width]`; `x` first."""
-        outputs = [x]
-        for layer in self.layers[:-1]:
-            outputs.append(activate(self.kind, layer(outputs[-1])))
-        return outputs
+def activations(weights: Sequence[Tensor], x: Tensor, kind: Activation) -> list[Tensor]:
+    """The input of each layer, `[n, width]`; `x` first."""
+    outputs = [x]
+    for weight in weights[:-1]:
+        outputs.append(activate(kind, outputs[-1] @ weight.mT))
+    return outputs
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Data x `[n, inputs]`, y `[n, 1]` and the network to fit them."""
+    """Data x `[n, inputs]`, y `[n, 1]`, and the network to fit them."""
 
     x: Tensor
     y: Tensor
-    network: Network
+    weights: list[Tensor]
+    kind: Activation
 
     @classmethod
     def drawn(
-        cls, seed: int, samples: int, inputs: int, hidden: int, kind: Activation
+        cls, draws: Draws, samples: int, inputs: int, hidden: int, kind: Activation
     ) -> "Problem":
-        """Draw data, then the network, from one seed; torch's generator is unchanged."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            x = torch.randn(samples, inputs, dtype=torch.float64)
-            return cls(x, x[:, :3].prod(1, keepdim=True), Network(inputs, hidden, kind))
+        """Draw data, then the weights."""
+        x = draws.normal(samples, inputs)
+        weights = initial(draws, inputs, hidden, kind)
+        return cls(x, x[:, :3].prod(1, keepdim=True), weights, kind)
+
+    def loss(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The loss `[]`, and the input of each layer."""
+        inputs = activations(weights, self.x, self.kind)
+        return (inputs[-1] @ weights[-1].mT - self.y).square().mean(), inputs
 
 
 @dataclass
@@ -90,7 +85,7 @@ class Training:
     nuclear: dict[int, list[float]] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """What is drawn and recorded of the run."""
+        """What is recorded of the run."""
         return {"loss": self.losses, "stable_rank": self.stable, "nuclear_rank": self.nuclear}
 
     def drift(self) -> float:
@@ -112,29 +107,25 @@ class BlockDescent:
     """Takes both kinds of steps; their scales n / |A|^2 are measured before every step."""
 
     def __init__(self, weights: Sequence[nn.Parameter], method: Method) -> None:
-        self.weights, self.lr = weights, method.lr
-        self.spectral = HIDDEN if method.spectral else ()
+        self.lr = method.lr
+        self.hidden = HIDDEN if method.spectral else ()
         self.vectors: dict[int, tuple[Tensor, Tensor]] = {}
-        euclidean = [{"params": [w]} for i, w in enumerate(weights) if i not in self.spectral]
-        hidden = [{"params": [weights[i]]} for i in self.spectral]
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(euclidean, lr=1.0)]
-        if hidden:
-            self.optimizers.append(
-                SpectralDescent(hidden, weight_decay=0.0, steps=method.polar_steps)
-            )
+        self.optimizers: list[torch.optim.Optimizer] = [
+            SpectralDescent([w], weight_decay=0.0, steps=method.polar_steps)
+            if layer in self.hidden
+            else torch.optim.SGD([w])
+            for layer, w in enumerate(weights)
+        ]
 
-    def step(self, activations: Sequence[Tensor]) -> None:
+    def step(self, inputs: Sequence[Tensor]) -> None:
         """Update all weights with their gradients."""
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        for group in groups:
-            layer = next(i for i, w in enumerate(self.weights) if w is group["params"][0])
-            group["lr"] = self.lr * self.scale(layer, activations[layer].detach())
-        for optimizer in self.optimizers:
+        for layer, (optimizer, a) in enumerate(zip(self.optimizers, inputs, strict=True)):
+            optimizer.param_groups[0]["lr"] = self.lr * self.scale(layer, a.detach())
             optimizer.step()
 
     def scale(self, layer: int, a: Tensor) -> float:
         """n / |A|_2^2, or n / |A|_F^2 for a spectral layer."""
-        if layer in self.spectral:
+        if layer in self.hidden:
             return a.shape[0] / float(a.square().sum())
         u, v = self.vectors.get(layer, (a.new_zeros(1, a.shape[0]), a.new_zeros(1, a.shape[1])))
         steps = 12 if layer in self.vectors else 64
@@ -145,36 +136,29 @@ class BlockDescent:
 
 def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Training:
     """Take `steps` steps of one method; ranks are computed every `interval` steps."""
-    network = problem.network
-    weights = network.weights()
-    optimizer = BlockDescent(weights, method)
-    run = Training()
+    weights = [nn.Parameter(w.clone()) for w in problem.weights]
+    optimizer, run = BlockDescent(weights, method), Training()
     for step in range(steps):
-        activations = network.activations(problem.x)
-        loss = (network.layers[-1](activations[-1]) - problem.y).square().mean()
-        network.zero_grad()
-        loss.backward()
+        loss, inputs = problem.loss(weights)
+        gradients = torch.autograd.grad(loss, weights)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
         run.losses.append(loss.item())
         if step % interval == 0:
-            run.stable[step] = [float(stable_rank(a.detach())) for a in activations]
-            run.nuclear[step] = [float(nuclear_rank(w.grad)) for w in weights if w.grad is not None]
-        optimizer.step(activations)
+            run.stable[step] = [float(stable_rank(a.detach())) for a in inputs]
+            run.nuclear[step] = [float(nuclear_rank(gradient)) for gradient in gradients]
+        optimizer.step(inputs)
     return run
 
 
 def first_step(problem: Problem, method: Method) -> list[Check]:
-    """Check the first step on each layer from SVDs of its input and of its gradient.
-
-    The step is taken on `problem`'s network, which changes.
-    """
-    network = problem.network
-    weights = network.weights()
-    activations = network.activations(problem.x)
-    ((network.layers[-1](activations[-1]) - problem.y).square().mean()).backward()
-    before = [w.detach().clone() for w in weights]
-    BlockDescent(weights, method).step(activations)
+    """Check the first step on each layer from SVDs of its input and of its gradient."""
+    weights = [nn.Parameter(w.clone()) for w in problem.weights]
+    loss, inputs = problem.loss(weights)
+    loss.backward()
+    BlockDescent(weights, method).step(inputs)
     checks = []
-    for layer, (w, old, a) in enumerate(zip(weights, before, activations, strict=True)):
+    for layer, (w, old, a) in enumerate(zip(weights, problem.weights, inputs, strict=True)):
         assert w.grad is not None
         norms = torch.linalg.svdvals(a.detach())
         if method.spectral and layer in HIDDEN:

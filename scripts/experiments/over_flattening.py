@@ -8,40 +8,64 @@ language model, as the paper finds at 271M parameters: studies/pc/over_flattenin
 that of a small one.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from scripts.experiments.check import at_least, at_most, near
-from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.regression import gaussian
-from scripts.plots.style import draw_lines, new_figure
+from scripts.experiments.experiment import Draws, Outcome, Panel, at_least, at_most, near
 from spectral import AdamW, Muon
 from spectral.effective_weight import Preconditioner
 from spectral.measures import nuclear_rank
 from spectral.odd_polynomial import Level, evaluate
 from spectral.singular_triplets import top_singular
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Side of the matrix, steps, peak learning rates (linear to zero)."""
-
-    side: int = 48
-    steps: int = 300
-    adamw: float = 1e-2
-    muon: float = 3e-2
-
-
+SMALL = {"side": 12, "steps": 60, "adamw": 4e-2, "muon": 1e-1}
 LEVELS: dict[str, dict[str, Level | None]] = {
     "AdamW": {"no PC": None, "PC level 4": 4, "over-flattening": "over_flattening"},
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
 }
 """By optimizer: no PC layer, the paper's choice, and the ablation."""
 SLOPE = 20775.0  # at zero, of the composite in appendix J: the product of its first coefficients
+
+
+def experiment(
+    draws: Draws, *, side: int = 48, steps: int = 300, adamw: float = 1e-2, muon: float = 3e-2
+) -> Outcome:
+    """Train all variants from the same start to the same target, at peak rates `adamw` and `muon`,
+    and check the composite."""
+    left, right = (torch.linalg.qr(draws.normal(side, side))[0] for _ in range(2))
+    target = left * (1 / torch.arange(1, side + 1, dtype=torch.float64)) @ right
+    start = draws.normal(side, side) / (2 * side**0.5)
+    floor = 1 - float(nuclear_rank(target)) / side
+    losses: dict[str, dict[str, list[float]]] = {name: {} for name in LEVELS}
+    for name, levels in LEVELS.items():
+        for variant, level in levels.items():
+            layer = Layer(start, level)
+            scalar: dict[str, Any] = {"params": [layer.gamma], "rule": "adamw", "lr": adamw}
+            matrix = {"params": [layer.weight], "lr": adamw if name == "AdamW" else muon}
+            rule = AdamW if name == "AdamW" else Muon
+            optimizer = rule([matrix, scalar], weight_decay=0.0)
+            losses[name][variant] = train(layer, optimizer, target, steps)
+    x = torch.logspace(-3, 0, 400, dtype=torch.float64)
+    tiny = torch.tensor(1e-12, dtype=torch.float64)
+    flat = float((evaluate(x, "over_flattening") - 1).abs().max())
+    slope = float(evaluate(tiny, "over_flattening") / tiny)
+    checks = [
+        at_most("composite: largest |g - 1| on [1e-3, 1]", flat, 1e-3, "paper, figure 12"),
+        near("composite: slope at zero", slope, SLOPE, 1e-3, "paper, appendix J"),
+    ]
+    for name, by_variant in losses.items():
+        plain, pc, flattened = (run[-1] for run in by_variant.values())
+        checks += [
+            at_least(f"{name}: last loss, over-flattening / no PC", flattened / plain, 1, "theory"),
+            at_least(f"{name}: last loss, over-flattening / PC", flattened / pc, 1, "theory"),
+            at_least(f"{name}: last loss of over-flattening / 1 - nr(T) / n", flattened / floor,
+                     0.9, "theory: best orthogonal fit"),
+        ]  # fmt: skip
+    best = {"best orthogonal fit": floor}
+    panels = [Panel(n, runs, y="relative loss", log="y", levels=best) for n, runs in losses.items()]
+    return Outcome(checks, {"losses": losses, "floor": floor}, panels)
 
 
 class Layer(nn.Module):
@@ -63,23 +87,13 @@ class Layer(nn.Module):
         return self.gamma * pc.effective(self.weight[None], self.u, self.v, 1.0)[0]
 
 
-def optimizer_of(name: str, layer: Layer, sizes: Sizes) -> torch.optim.Optimizer:
-    """AdamW for everything, or Muon for the matrix and AdamW for gamma; no weight decay."""
-    scalar: dict[str, Any] = {"params": [layer.gamma], "rule": "adamw", "lr": sizes.adamw}
-    if name == "AdamW":
-        return AdamW([{"params": [layer.weight], "lr": sizes.adamw}, scalar], weight_decay=0.0)
-    return Muon([{"params": [layer.weight], "lr": sizes.muon}, scalar], weight_decay=0.0)
-
-
 def train(
-    name: str, level: Level | None, start: Tensor, target: Tensor, sizes: Sizes
+    layer: Layer, optimizer: torch.optim.Optimizer, target: Tensor, steps: int
 ) -> list[float]:
     """Train; |effective W - T|_F^2 / |T|_F^2 before every step, the loss over isotropic inputs."""
-    layer = Layer(start, level)
-    optimizer = optimizer_of(name, layer, sizes)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=sizes.steps)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     losses = []
-    for _ in range(sizes.steps):
+    for _ in range(steps):
         loss = (layer() - target).square().sum() / target.square().sum()
         losses.append(loss.item())
         optimizer.zero_grad()
@@ -87,52 +101,3 @@ def train(
         optimizer.step()
         schedule.step()
     return losses
-
-
-def run(sizes: Sizes, seed: int) -> Outcome:
-    """Train all variants from the same start to the same target, and check the composite."""
-    generator = torch.Generator().manual_seed(seed)
-    left, right = (
-        torch.linalg.qr(gaussian(generator, sizes.side, sizes.side))[0] for _ in range(2)
-    )
-    values = 1 / torch.arange(1, sizes.side + 1, dtype=torch.float64)
-    target = left * values @ right
-    start = gaussian(generator, sizes.side, sizes.side) / (2 * sizes.side**0.5)
-    floor = 1 - float(nuclear_rank(target)) / sizes.side
-    losses = {
-        name: {
-            variant: train(name, level, start, target, sizes) for variant, level in levels.items()
-        }
-        for name, levels in LEVELS.items()
-    }
-    x = torch.logspace(-3, 0, 400, dtype=torch.float64)
-    tiny = torch.tensor(1e-12, dtype=torch.float64)
-    flat = float((evaluate(x, "over_flattening") - 1).abs().max())
-    slope = float(evaluate(tiny, "over_flattening") / tiny)
-    checks = [
-        at_most("composite: largest |g - 1| on [1e-3, 1]", flat, 1e-3, "paper, figure 12"),
-        near("composite: slope at zero", slope, SLOPE, 1e-3, "paper, appendix J"),
-    ]
-    for name, by_variant in losses.items():
-        plain, pc, flattened = (each[-1] for each in by_variant.values())
-        checks += [
-            at_least(f"{name}: last loss, over-flattening / no PC", flattened / plain, 1, "theory"),
-            at_least(f"{name}: last loss, over-flattening / PC", flattened / pc, 1, "theory"),
-            at_least(f"{name}: last loss of over-flattening / 1 - nr(T) / n", flattened / floor,
-                     0.9, "theory: best orthogonal fit"),
-        ]  # fmt: skip
-    return Outcome(checks, {"losses": losses, "floor": floor, "x": x.tolist()})
-
-
-def draw(data: Data) -> Figure:
-    """Draw the loss of every variant under each optimizer."""
-    figure, axes = new_figure(2)
-    for axis, (name, by_variant) in zip(axes, data["losses"].items(), strict=True):
-        axis.axhline(data["floor"], color="0.3", linestyle=":", label="best orthogonal fit")
-        draw_lines(
-            axis, by_variant, yscale="log", xlabel="step", ylabel="relative loss", title=name
-        )
-    return figure
-
-
-EXPERIMENT = Experiment(__name__, __doc__, run, draw, Sizes(), Sizes(12, 60, 4e-2, 1e-1))

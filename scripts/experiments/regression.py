@@ -1,33 +1,20 @@
 """Random-feature regression: the quadratic mean((W A - Y)^2) / 2, and two descents on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scripts.experiments.check import Check, at_most
+from scripts.experiments.experiment import Check, Draws, Panel, at_most
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, spectral_norm
 
 # Enough steps for msign to be the exact polar factor of every gradient that matters.
 POLAR_STEPS = 20
-# The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F and the spectral
-# step decreases the loss by exactly what it guarantees; only rounding errors differ.
-ROUNDING = 1e-9
 # Relative error of a step in float64 whose msign has converged.
 EXACT = 1e-6
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of inputs, features (and outputs), samples and steps."""
-
-    inputs: int = 50
-    features: int = 100
-    samples: int = 400
-    steps: int = 400
 
 
 @dataclass(frozen=True)
@@ -57,33 +44,33 @@ class Regression:
 
 
 def random_features(
-    sizes: Sizes, seed: int, maps: int, feature: Callable[..., Tensor]
+    draws: Draws, sizes: tuple[int, int, int], maps: int, feature: Callable[..., Tensor]
 ) -> Regression:
-    """A = feature(V X) with one V per map, Y = W# A; rows of V and W# have unit length on
-    average."""
-    generator = torch.Generator().manual_seed(seed)
-    x = gaussian(generator, sizes.inputs, sizes.samples)
-    v = [gaussian(generator, sizes.features, sizes.inputs) for _ in range(maps)]
-    truth = gaussian(generator, sizes.features, sizes.features) / sizes.features**0.5
-    a = feature(*(each / sizes.inputs**0.5 @ x for each in v))
+    """A = feature(V X) with one V per map, Y = W# A, of `sizes` inputs, features and samples; rows
+    of V and W# have unit length on average."""
+    inputs, features, samples = sizes
+    x = draws.normal(inputs, samples)
+    v = [draws.normal(features, inputs) for _ in range(maps)]
+    truth = draws.normal(features, features) / features**0.5
+    a = feature(*(each / inputs**0.5 @ x for each in v))
     return Regression(a, truth @ a)
 
 
 @dataclass(frozen=True)
 class Descent:
-    """One run: numbers of the iterate before each step, and some iterates."""
+    """One run: numbers of the iterate before each step."""
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient
     promised: list[float]  # the decrease of the loss that the step guarantees
-    weights: dict[int, Tensor]  # iterates by step
+    weights: list[Tensor]
 
     def share(self, level: float) -> float:
         """The fraction of iterates whose rank reaches `level`."""
         return sum(rank >= level for rank in self.ranks) / len(self.ranks)
 
     def data(self, level: float) -> dict[str, Any]:
-        """What is drawn and recorded of the run."""
+        """What is recorded of the run."""
         return {"loss": self.losses, "nuclear_rank": self.ranks, "share": self.share(level)}
 
     def kept(self) -> float:
@@ -93,12 +80,7 @@ class Descent:
 
 
 def descend(
-    problem: Regression,
-    steps: int,
-    *,
-    spectral: bool,
-    start: Tensor | None = None,
-    keep: tuple[int, ...] = (),
+    problem: Regression, steps: int, *, spectral: bool, start: Tensor | None = None
 ) -> Descent:
     """Run gradient descent (step size 1 / L_F) or spectral descent (step size 1 / L_op)."""
     weight = nn.Parameter(problem.start() if start is None else start.clone())
@@ -109,10 +91,9 @@ def descend(
     else:
         lr = 1 / problem.euclidean
         optimizer = torch.optim.SGD([weight], lr=lr)
-    run = Descent([], [], [], {})
-    for step in range(steps):
-        if step in keep:
-            run.weights[step] = weight.detach().clone()
+    run = Descent([], [], [], [])
+    for _ in range(steps):
+        run.weights.append(weight.detach().clone())
         loss = problem.loss(weight)
         optimizer.zero_grad()
         loss.backward()
@@ -139,13 +120,18 @@ def first_steps(problem: Regression) -> list[Check]:
     }
     checks = []
     for spectral, step in expected.items():
-        change = descend(problem, 2, spectral=spectral, keep=(1,)).weights[1] - start
+        change = descend(problem, 2, spectral=spectral).weights[1] - start
         error = float((change - step).norm() / step.norm())
         name = "SpecGD" if spectral else "GD"
         checks.append(at_most(f"{name}: error of the first step", error, EXACT, "theory: SVD"))
     return checks
 
 
-def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
-    """Independent standard normal entries, float64."""
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+def panels(title: str, stable: float, runs: Mapping[str, Descent]) -> list[Panel]:
+    """Loss and nuclear rank of the runs."""
+    losses = {name: run.losses for name, run in runs.items()}
+    ranks = {name: run.ranks for name, run in runs.items()}
+    return [
+        Panel(title, losses, y="loss", log="y"),
+        Panel("nuclear rank of the gradient", ranks, levels={"st(A)": stable}),
+    ]

@@ -2,61 +2,87 @@
 near 0 for independent Gaussian matrices, and the solver finds it."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.experiments.check import Check, at_least, at_most, near
-from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.plots.style import COLORS, draw_lines, new_figure
+from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most, near
 from spectral import msign, solve_multiplier
 from spectral.measures import singular_values
 from spectral.singular_triplets import cold_start
-from spectral.tangent import TangentSolution
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Shapes of the figure, and number of draws over which roots are averaged."""
-
-    shapes: tuple[tuple[int, int], ...] = ((1024, 3072), (4096, 1024))
-    draws: int = 5
-
-
+SMALL = {"shapes": ((48, 144), (128, 64)), "repeats": 3}
 TOLERANCE = 2e-4  # of the paper's configurations
 MOST_EVALUATIONS = 8
 GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 KRYLOV = 100
-SMALL = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
-"""Shapes whose multipliers recorded.yaml has to nine digits, for seed 0."""
-EXACT_SHAPE = (24, 16)
+EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
+"""Shapes whose multipliers recorded.yaml has to nine digits."""
+BISECTED = (24, 16)
 EXACT_STEPS = 26  # of msign in float64: exact to the last printed digit, squares included
 
 
-def drawn(seed: int, rows: int, cols: int) -> Tensor:
-    """One Gaussian matrix `[1, rows, cols]` from its own seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, rows, cols, generator=generator)
+def experiment(
+    draws: Draws,
+    *,
+    shapes: tuple[tuple[int, int], ...] = ((1024, 3072), (4096, 1024)),
+    repeats: int = 5,
+) -> Outcome:
+    """Compute f on a grid for each shape, roots over several draws, and multipliers of small
+    matrices to nine digits."""
+    checks, panels, data = [], [], []
+    for rows, cols in shapes:
+        name = f"{rows} x {cols}"
+        problems = [problem(*gaussian(draws.restarted(i), rows, cols))[:3] for i in range(repeats)]
+        (m, u, v), *_ = problems
+        theta = u[:, :, None] * v[:, None]
+        f = {x: tangency(msign(m + x * theta), u, v) for x in GRID}
+        solved = [
+            solve_multiplier(*problem, tolerance=TOLERANCE, max_evaluations=MOST_EVALUATIONS,
+                             early_exit=True)
+            for problem in problems
+        ]  # fmt: skip
+        residuals = [
+            tangency(s.direction, u, v) for s, (_, u, v) in zip(solved, problems, strict=True)
+        ]
+        roots = [float(s.multiplier) for s in solved]
+        evaluations = [float(s.evaluations) for s in solved]
+        interval = 2 * float(singular_values(m).sum())
+        data.append({"shape": (rows, cols), "f": f, "roots": roots, "residuals": residuals,
+                     "evaluations": evaluations, "interval": interval})  # fmt: skip
+        checks += properties((rows, cols), f, roots, interval)
+        checks += [
+            at_most(f"{name}: largest |f|", max(map(abs, residuals)), TOLERANCE,
+                    "paper: tolerance"),
+            at_most(f"{name}: mean msign evaluations", sum(evaluations) / repeats, 2.2,
+                    "this project's goal"),
+        ]  # fmt: skip
+        panels.append(Panel(f"{name}: mean root {sum(roots) / repeats:.1e}", {"f": f},
+                            dots={"roots": dict.fromkeys(roots, 0.0)}, x="lambda", y="f(lambda)",
+                            levels={"0": 0.0}))  # fmt: skip
+    checks += [by_bisection(draws.restarted(i), draws.seed + i) for i in range(repeats)]
+    exact = {f"{m} x {n}": exactly(draws.restarted(), m, n) for m, n in EXACT_SHAPES}
+    return Outcome(checks, {"shapes": data, "exact": exact}, panels)
 
 
-def pair(seed: int, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
-    """M of Frobenius norm 1 and the top pair of an independent W, all float32."""
-    m = drawn(seed, rows, cols)
-    _, u, v = cold_start(drawn(1000 + seed, rows, cols), steps=KRYLOV)
-    return m / torch.linalg.matrix_norm(m), u, v
+def gaussian(draws: Draws, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Independent M and W `[1, rows, cols]`, float32."""
+    m, w = (
+        each.normal(1, rows, cols, dtype=torch.float32) for each in (draws, draws.restarted(1000))
+    )
+    return m, w
+
+
+def problem(m: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """M of Frobenius norm 1, the top pair of W, and its singular value."""
+    top, u, v = cold_start(w, steps=KRYLOV)
+    return m / torch.linalg.matrix_norm(m), u, v, top
 
 
 def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
     """<u v^T, direction> of one matrix."""
     return float(u[0] @ direction[0] @ v[0])
-
-
-def curve(m: Tensor, u: Tensor, v: Tensor) -> list[float]:
-    """f on the grid."""
-    theta = u[:, :, None] * v[:, None]
-    return [tangency(msign(m + x * theta), u, v) for x in GRID]
 
 
 def expected_root(rows: int, cols: int) -> float:
@@ -69,65 +95,25 @@ def expected_root(rows: int, cols: int) -> float:
     return 1 / (math.sqrt(long * short) * (1 - short / (2 * long)))
 
 
-def run(sizes: Sizes, seed: int) -> Outcome:
-    """Compute curves, roots over several draws, and roots of small matrices to nine digits."""
-    checks, shapes = [], []
-    for shape in sizes.shapes:
-        problems = [pair(seed + draw, *shape) for draw in range(sizes.draws)]
-        values = curve(*problems[0])
-        solved = [
-            solve_multiplier(*problem, tolerance=TOLERANCE, max_evaluations=MOST_EVALUATIONS,
-                             early_exit=True)
-            for problem in problems
-        ]  # fmt: skip
-        curves = facts(solved, problems)
-        shapes.append({"shape": list(shape), "f": values} | curves)
-        checks += judged(shape, values, curves)
-    checks += [by_bisection(seed + draw, *EXACT_SHAPE) for draw in range(sizes.draws)]
-    exact = {f"{rows} x {cols}": exactly(seed, rows, cols) for rows, cols in SMALL}
-    return Outcome(checks, {"grid": list(GRID), "shapes": shapes, "exact": exact})
-
-
-def facts(
-    solved: list[TangentSolution], problems: list[tuple[Tensor, Tensor, Tensor]]
-) -> dict[str, list[float]]:
-    """Roots, f of the returned directions, evaluations, and the interval of theorem A.3."""
-    bound = [2 * float(singular_values(m).sum()) for m, _, _ in problems[:1]]
-    return {
-        "roots": [float(s.multiplier) for s in solved],
-        "residuals": [
-            tangency(s.direction, u, v) for s, (_, u, v) in zip(solved, problems, strict=True)
-        ],
-        "evaluations": [float(s.evaluations) for s in solved],
-        "interval": bound,
-    }
-
-
-def judged(
-    shape: tuple[int, int], values: list[float], curves: dict[str, list[float]]
+def properties(
+    shape: tuple[int, int], f: Mapping[float, float], roots: Sequence[float], interval: float
 ) -> list[Check]:
-    """Check one shape."""
+    """Check that f rises, and that the roots are in the interval of theorem A.3 and near 0."""
     name = f"{shape[0]} x {shape[1]}"
-    roots = curves["roots"]
-    spread = expected_root(*shape)
+    values = [*f.values()]
     rise = min(after - before for before, after in zip(values, values[1:], strict=False))
-    mean = 3 * spread / math.sqrt(len(roots))
+    mean = 3 * expected_root(*shape) / math.sqrt(len(roots))
     return [
         at_least(f"{name}: least rise of f over the grid", rise, 0, "paper, theorem A.2"),
-        at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), curves["interval"][0],
-                "paper, theorem A.3"),
+        at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), interval, "paper, theorem A.3"),
         Check(f"{name}: mean lambda* of {len(roots)}", sum(roots) / len(roots), -mean, mean,
               "theory: 3 standard errors of 0"),
-        at_most(f"{name}: largest |f|", max(map(abs, curves["residuals"])), TOLERANCE,
-                "paper: tolerance"),
-        at_most(f"{name}: mean msign evaluations", sum(curves["evaluations"]) / len(roots), 2.2,
-                "this project's goal"),
     ]  # fmt: skip
 
 
-def by_bisection(seed: int, rows: int, cols: int) -> Check:
+def by_bisection(draws: Draws, seed: int) -> Check:
     """Check the multiplier of a small matrix by bisection of f with polar factors from SVDs."""
-    m, w = drawn(seed, rows, cols).double()[0], drawn(1000 + seed, rows, cols).double()[0]
+    m, w = (each.double()[0] for each in gaussian(draws, *BISECTED))
     m = m / m.norm()
     left, _, right = torch.linalg.svd(w)
     u, v = left[:, 0], right[0]
@@ -136,42 +122,21 @@ def by_bisection(seed: int, rows: int, cols: int) -> Check:
         middle = (low + high) / 2
         a, _, b = torch.linalg.svd(m + middle * torch.outer(u, v), full_matrices=False)
         low, high = (middle, high) if float(u @ a @ b @ v) < 0 else (low, middle)
-    solution = solve_multiplier(
-        m[None], u[None], v[None], tolerance=1e-9, max_evaluations=30, steps=EXACT_STEPS,
-        early_exit=True,
-    )  # fmt: skip
-    name = f"{rows} x {cols}, seed {seed}: lambda*"
-    return near(name, float(solution.multiplier), low, 1e-5, "theory: bisection, SVD", "bisection")
+    solution = exact_solution(m[None], u[None], v[None])
+    name = f"{m.shape[0]} x {m.shape[1]}, seed {seed}: lambda*"
+    return near(name, solution, low, 1e-5, "theory: bisection, SVD", "bisection")
 
 
-def exactly(seed: int, rows: int, cols: int) -> dict[str, float]:
-    """Return sigma_1(W), f(0) and lambda* of a small matrix in float64."""
-    m, w = drawn(seed, rows, cols).double(), drawn(1000 + seed, rows, cols).double()
-    m = m / torch.linalg.matrix_norm(m)
-    top, u, v = cold_start(w, steps=KRYLOV)
+def exact_solution(m: Tensor, u: Tensor, v: Tensor) -> float:
+    """lambda* in float64."""
     solution = solve_multiplier(
         m, u, v, tolerance=1e-9, max_evaluations=30, steps=EXACT_STEPS, early_exit=True
     )
+    return float(solution.multiplier)
+
+
+def exactly(draws: Draws, rows: int, cols: int) -> dict[str, float]:
+    """Return sigma_1(W), f(0) and lambda* of a small matrix in float64."""
+    m, u, v, top = problem(*(each.double() for each in gaussian(draws, rows, cols)))
     begin = tangency(msign(m, steps=EXACT_STEPS), u, v)
-    return {"sigma_1": float(top), "f(0)": begin, "multiplier": float(solution.multiplier)}
-
-
-def draw(data: Data) -> Figure:
-    """Draw f over lambda, with the roots of all draws."""
-    figure, axes = new_figure(len(data["shapes"]))
-    for axis, each in zip(axes, data["shapes"], strict=True):
-        roots = each["roots"]
-        axis.plot(roots, [0.0] * len(roots), "x", color=COLORS[1], label="roots")
-        axis.axhline(0, color="0.3", linewidth=0.8)
-        mean = sum(roots) / len(roots)
-        curve = {"f": dict(zip(data["grid"], each["f"], strict=True))}
-        draw_lines(
-            axis, curve, "o-", xlabel="$\\lambda$", ylabel="f($\\lambda$)",
-            title=f"{each['shape'][0]} x {each['shape'][1]}: mean root {mean:.1e}",
-        )  # fmt: skip
-        axis.set_xticks([-0.1, -0.05, 0, 0.05, 0.1])
-        axis.legend(loc="lower right")
-    return figure
-
-
-EXPERIMENT = Experiment(__name__, __doc__, run, draw, Sizes(), Sizes(((48, 144), (128, 64)), 3))
+    return {"sigma_1": float(top), "f(0)": begin, "multiplier": exact_solution(m, u, v)}

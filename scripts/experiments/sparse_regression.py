@@ -1,55 +1,48 @@
 """Figures 1 and 4 of the criterion paper: on sparse regression a relu^2 network's activations keep
 a low stable rank, and spectral steps on its hidden layers are far ahead."""
 
-from dataclasses import dataclass
-
-from matplotlib.figure import Figure
-
-from scripts.experiments.check import Check, at_least, at_most
-from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most
 from scripts.experiments.networks import Method, Problem, Training, first_step, train
-from scripts.plots.style import COLORS, draw_lines, new_figure
+
+SMALL = {
+    "samples": 128, "inputs": 24, "hidden": 64, "steps": 60, "interval": 10, "polar_steps": 10,
+    "gd_rate": 0.02, "spectral_rate": 0.02,
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Samples, inputs, width, steps, ranks every `interval` steps, msign steps."""
-
-    samples: int = 512
-    inputs: int = 128
-    hidden: int = 512
-    steps: int = 400
-    interval: int = 40
-    polar_steps: int = 20
-    gd_rate: float = 0.081
-    spectral_rate: float = 0.1
-
-
-def run(sizes: Sizes, seed: int) -> Outcome:
-    """Run gradient descent on all layers, and with spectral steps on the two hidden ones."""
+def experiment(
+    draws: Draws,
+    *,
+    samples: int = 512,
+    inputs: int = 128,
+    hidden: int = 512,
+    steps: int = 400,
+    interval: int = 40,
+    polar_steps: int = 20,
+    gd_rate: float = 0.081,
+    spectral_rate: float = 0.1,
+) -> Outcome:
+    """Run gradient descent on all layers, and with spectral steps on the two hidden ones; ranks are
+    measured every `interval` steps."""
+    problem = Problem.drawn(draws, samples, inputs, hidden, "relu^2")
     runs, checks = {}, []
-    for name, rate in (("gd", sizes.gd_rate), ("spectral", sizes.spectral_rate)):
-        size = (sizes.samples, sizes.inputs, sizes.hidden)
-        method = Method(name == "spectral", rate, sizes.polar_steps)
-        problem = Problem.drawn(seed, *size, "relu^2")
-        runs[name] = train(problem, method, steps=sizes.steps, interval=sizes.interval)
-        checks += first_step(Problem.drawn(seed, *size, "relu^2"), method)
+    for name, rate in (("gd", gd_rate), ("spectral", spectral_rate)):
+        method = Method(name == "spectral", rate, polar_steps)
+        runs[name] = train(problem, method, steps=steps, interval=interval)
+        checks += first_step(problem, method)
     gd = runs["gd"]
     last = max(gd.nuclear)
     data = {name: run.data() for name, run in runs.items()}
     ratio = {"last_ratio": gd.nuclear[last][2] / gd.stable[last][2]}  # nr(G3) / st(A2)
-    return Outcome(properties(sizes, runs) + checks, data | ratio)
+    return Outcome(properties(runs, steps // 2) + checks, data | ratio, panels(**runs))
 
 
-def properties(sizes: Sizes, runs: dict[str, Training]) -> list[Check]:
+def properties(runs: dict[str, Training], middle: int) -> list[Check]:
     """Check the order of the losses, frozen stable ranks, and the criterion on W2."""
     gd, spec = runs["gd"], runs["spectral"]
-    middle = sizes.steps // 2
     worst = max(run.drift() for run in runs.values())
     ratio = min(
-        each.nuclear[step][1] / each.stable[step][1]
-        for each in runs.values()
-        for step in each.nuclear
+        run.nuclear[step][1] / run.stable[step][1] for run in runs.values() for step in run.nuclear
     )
     return [
         at_least(f"loss of GD / SpecGD, step {middle}", gd.losses[middle] / spec.losses[middle], 1,
@@ -59,29 +52,18 @@ def properties(sizes: Sizes, runs: dict[str, Training]) -> list[Check]:
     ]  # fmt: skip
 
 
-def draw(data: Data) -> Figure:
-    """Draw the loss, stable ranks of activations and nuclear ranks of gradients."""
-    figure, axes = new_figure(3, width=4.2)
-    names = {"gradient descent": "gd", "spectral on W2, W3": "spectral"}
-    draw_lines(axes[0], {name: data[key]["loss"] for name, key in names.items()},
-               yscale="log", xlabel="step", ylabel="loss", title="relu² network: loss")  # fmt: skip
-    for axis, ranks, layers, about in (
-        (axes[1], "stable_rank", {"A1": 1, "A2": 2, "A3": 3}, "stable rank of activations"),
-        (axes[2], "nuclear_rank", {"G1": 0, "G2": 1, "G3": 2}, "nuclear rank of gradients"),
-    ):
-        for key, style in (("gd", "-"), ("spectral", "--")):
-            curves = {
-                name if key == "gd" else f"_{name}": {
-                    step: row[layer] for step, row in data[key][ranks].items()
-                }
-                for name, layer in layers.items()
-            }  # a name with an underscore is not in the legend
-            axis.set_prop_cycle(color=COLORS)
-            draw_lines(axis, curves, style, xlabel="step", title=about)
-    axes[2].set_yscale("log")
-    return figure
+def panels(gd: Training, spectral: Training) -> list[Panel]:
+    """The loss, stable ranks of activations and nuclear ranks of gradients."""
+    losses = {"gradient descent": gd.losses, "spectral on W2, W3 (dashed)": spectral.losses}
+    stable = [by_layer(run.stable, "A", 1) for run in (gd, spectral)]
+    nuclear = [by_layer(run.nuclear, "G", 0) for run in (gd, spectral)]
+    return [
+        Panel("relu^2 network: loss", losses, y="loss", log="y"),
+        Panel("stable rank of activations", stable[0], stable[1]),
+        Panel("nuclear rank of gradients", nuclear[0], nuclear[1], log="y"),
+    ]
 
 
-EXPERIMENT = Experiment(
-    __name__, __doc__, run, draw, Sizes(), Sizes(128, 24, 64, 60, 10, 10, 0.02, 0.02), seed=42
-)
+def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
+    """Three of the ranks at each step, by layer and step."""
+    return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}

@@ -101,13 +101,6 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def tick(axis: Axes, numbers: Sequence[object]) -> None:
-    """Put ticks with labels on the x axis at these numbers."""
-    labels = [str(number) for number in numbers]
-    axis.set_xticks([float(label) for label in labels], labels)
-    axis.minorticks_off()
-
-
 LEAST_POINTS = 9.0
 """Size of the smallest text of figures on pages, 12 pixels."""
 
