@@ -73,25 +73,24 @@ def score_checkpoint(
 
     import_engine()
     from parallel.comm import groups
-    from scripts.data.text_tokenizer import TOKENIZER_FILE
     from scripts.huggingface.export import raise_problems
-    from scripts.huggingface.tokenizer_files import compare
+    from scripts.huggingface.tokenizer_files import compare, tokenizer_source
     from training.build import build_parallel_model
     from training.checkpoint.checkpoints import read_checkpoint
     from training.checkpoint.initial_weights import initial_weights
     from training.config.data import TasksConfig
     from training.config.schema import ParallelConfig
-    from training.data.build_data import build_tasks, tokenizer_path
+    from training.data.build_data import build_tasks
+    from training.data.token_bytes import tokenizer_file
     from training.start_groups import start_groups
     from training.task_scores import score, tokens_of_a_pass
 
     info = read_checkpoint(source)
     raise_problems(info)
     config = info.config
-    imported = info.path / TOKENIZER_FILE
-    tokenizer = imported if imported.is_file() else tokenizer_path(config)
+    tokenizer = tokenizer_source(info)
     if tokenizer is not None and not config.data.mock:
-        compare(info, tokenizer, tokenizer.read_bytes())
+        compare(info, tokenizer, tokenizer_file(tokenizer).read_bytes())
     config = replace(
         config,
         data=replace(config.data, tokenizer=None if tokenizer is None else str(tokenizer)),

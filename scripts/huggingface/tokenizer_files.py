@@ -28,7 +28,8 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     """
     config = info.config
     manifest = _manifest(config)
-    source, end = _source(info, given, manifest)
+    source = _found_source(info) if given is None else given
+    end = None if manifest is None or source == info.path else manifest.tokenizer.eod_token
     if not source.exists():
         raise InputError(f"no tokenizer at {source}: name it with --tokenizer PATH")
     tokenizer = load_tokenizer(source, end)
@@ -97,29 +98,35 @@ def _manifest(config: Config) -> Manifest | None:
         return None
 
 
-def _source(
-    info: CheckpointInfo, given: Path | None, manifest: Manifest | None
-) -> tuple[Path, str | None]:
-    """Return where the tokenizer is, and the token that ends a document if that is known."""
-    end = manifest.tokenizer.eod_token if manifest is not None else None
-    if given is not None:
-        return given, end
-    if (info.path / TOKENIZER_FILE).exists():
-        return info.path, None
-    if info.imported:
+def tokenizer_source(info: CheckpointInfo) -> Path | None:
+    """Return the file or folder of a checkpoint's tokenizer, None if it is not known.
+
+    It is the checkpoint's folder (of an import), else what its config or the manifest of its data
+    names.
+    """
+    if (info.path / TOKENIZER_FILE).is_file():
+        return info.path
+    if info.config.data.tokenizer is not None:
+        return Path(info.config.data.tokenizer)
+    manifest = _manifest(info.config)
+    return None if manifest is None else manifest.tokenizer_path
+
+
+def _found_source(info: CheckpointInfo) -> Path:
+    """Return `tokenizer_source`. Raises InputError if it is not known."""
+    source = tokenizer_source(info)
+    if info.imported and source != info.path:
         raise InputError(
             f"{info.path} has no tokenizer, as the model that it was imported from had none; "
             "give --tokenizer PATH, or --no-tokenizer to go without"
         )
-    if info.config.data.tokenizer is not None:
-        return Path(info.config.data.tokenizer), end
-    if manifest is not None:
-        return manifest.tokenizer_path, end
-    folder = Path(next(iter(info.config.data.train.values())).path).parent
-    raise InputError(
-        f"the tokenizer is not known: data.tokenizer is null and {folder} has no manifest; "
-        "give --tokenizer PATH, or --no-tokenizer to go without"
-    )
+    if source is None:
+        folder = Path(next(iter(info.config.data.train.values())).path).parent
+        raise InputError(
+            f"the tokenizer is not known: data.tokenizer is null and {folder} has no manifest; "
+            "give --tokenizer PATH, or --no-tokenizer to go without"
+        )
+    return source
 
 
 def settings_of(
