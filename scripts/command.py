@@ -62,6 +62,11 @@ def token_count(text: str) -> int:
     return int(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace a file atomically: readers see the whole old or the whole new text.
 

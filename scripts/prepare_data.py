@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
 from parallel.error_text import described, first_line
-from scripts.command import command, token_count, whole_number
+from scripts.command import command, counted, token_count, whole_number
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
 from scripts.data.hub import hub_tokenizer
@@ -70,65 +70,44 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
         holds_preparation,
     )
 
+    shard: Shard | None = options.shard
     preparation = chosen(options)
     warnings = preparation.check()  # before any slow step
-    if options.shard is not None:
-        _prepare_shard(preparation, output, options, warnings)
-        return
-    identities = preparation.identities()
-    if repeated := preparation.repeated(identities):
-        warnings.append(repeated)
-    if holds_preparation(output, preparation.fingerprint(identities), overwrite=options.overwrite):
-        clean_up(output)
-        print(f"{options.output} already holds this preparation")
-        return
+    identities = preparation.identities() if shard is None else []
+    if shard is None:
+        warnings += preparation.repeated(identities)
+        fingerprint = preparation.fingerprint(identities)
+        if holds_preparation(output, fingerprint, overwrite=options.overwrite):
+            clean_up(output)
+            print(f"{options.output} already holds this preparation")
+            return
     check_replaceable(output, options.overwrite)
     say(preparation, warnings)
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
     _check_export(preparation.tokenizer)
-    from scripts.data.preparation import prepare
+    from scripts.data.preparation import prepare, prepare_shard
 
-    manifest = prepare(
-        preparation,
-        output,
-        identities=identities,
-        workers=options.workers,
-        overwrite=options.overwrite,
-    )
+    how = {"workers": options.workers, "overwrite": options.overwrite}
+    if shard is not None:
+        parts = prepare_shard(preparation, output, shard, **how).parts.values()
+        documents, tokens = (sum(part[i] for part in parts) for i in (0, 1))
+        print(
+            f"wrote {shard.folder(output)}: {counted(documents, 'document')}, "
+            f"{counted(tokens, 'token')}; without --shard the same command joins the "
+            f"{counted(shard.count, 'shard')}"
+        )
+        return
+    manifest = prepare(preparation, output, identities=identities, **how)
     for name, entry in manifest.sets.items():
         print(
-            f"{name}: {entry.documents:,} documents, {entry.tokens:,} tokens, "
-            f"{entry.bytes:,} bytes of text"
+            f"{name}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
+            f"{counted(entry.bytes, 'byte')} of text"
         )
     print(f"wrote {options.output}: vocabulary {manifest.tokenizer.vocab_size:,}")
     if not options.demo and options.corpus is None:
         print(how_to_train(options.output, list(manifest.sets)))
-
-
-def _prepare_shard(
-    preparation: Preparation, output: Path, options: argparse.Namespace, warnings: list[str]
-) -> None:
-    from scripts.data.folder import check_replaceable
-
-    check_replaceable(output, options.overwrite)
-    say(preparation, warnings)
-    from models.engine import import_engine  # here: it takes seconds
-
-    import_engine()
-    _check_export(preparation.tokenizer)
-    from scripts.data.preparation import prepare_shard
-
-    shard: Shard = options.shard
-    entry = prepare_shard(
-        preparation, output, shard, workers=options.workers, overwrite=options.overwrite
-    )
-    documents, tokens = (sum(part[i] for part in entry.parts.values()) for i in (0, 1))
-    print(
-        f"wrote {shard.folder(output)}: {documents:,} documents, {tokens:,} tokens; without "
-        f"--shard the same command joins the {shard.count} shards"
-    )
 
 
 def _check_export(tokenizer: Path | None) -> None:
@@ -189,7 +168,15 @@ def chosen(options: argparse.Namespace) -> Preparation:
         kept = {"demo", "output", "overwrite", "workers", "shard"}
         _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
         return _demo()
-    return _custom(options) if options.corpus is None else _corpus(options)
+    sets, tokenizer = (_custom if options.corpus is None else _corpus)(options)
+    return Preparation(
+        sets=sets,
+        vocabulary=options.train_tokenizer,
+        tokenizer=tokenizer,
+        eod=options.eod,
+        reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
+        allow_lossy=options.allow_lossy,
+    )
 
 
 def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
@@ -202,8 +189,8 @@ def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
             raise InputError(f"{flag} has no effect {when}, got {value}")
 
 
-def _corpus(options: argparse.Namespace) -> Preparation:
-    """Return a corpus of scripts/data/corpora.yaml, by default with its own number of tokens."""
+def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
+    """Return a corpus of scripts/data/corpora.yaml, and its tokenizer or the given one."""
     corpora = read_corpora()
     if options.corpus not in corpora:
         names = ", ".join(corpora)
@@ -212,13 +199,8 @@ def _corpus(options: argparse.Namespace) -> Preparation:
         raise InputError("--corpus has its own inputs, validation and tokenizer")
     _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
-    return Preparation(
-        sets=[corpus.set_plan(options.tokens, options.local)],
-        tokenizer=options.tokenizer or hub_tokenizer(corpus.tokenizer),
-        eod=options.eod,
-        reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
-        allow_lossy=options.allow_lossy,
-    )
+    tokenizer = options.tokenizer or hub_tokenizer(corpus.tokenizer)
+    return [corpus.set_plan(options.tokens, options.local)], tokenizer
 
 
 def _demo() -> Preparation:
@@ -238,7 +220,8 @@ def _demo() -> Preparation:
     )
 
 
-def _custom(options: argparse.Namespace) -> Preparation:
+def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
+    """The sets of the inputs, and their tokenizer if it is not to be trained."""
     if not options.inputs:
         raise InputError("give at least one NAME=INPUT, --corpus NAME or --demo")
     if options.local is not None:
@@ -247,40 +230,25 @@ def _custom(options: argparse.Namespace) -> Preparation:
         raise InputError("give one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
         raise InputError("--eod needs --tokenizer; a trained tokenizer has its own")
-    return Preparation(
-        sets=_set_plans(
-            options.inputs, options.validation, options.validation_fraction, options.tokens
-        ),
-        vocabulary=options.train_tokenizer,
-        tokenizer=options.tokenizer,
-        eod=options.eod,
-        reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
-        allow_lossy=options.allow_lossy,
-    )
-
-
-def _set_plans(
-    train: list[str], validation: list[str], fraction: Fraction, tokens: int | None
-) -> list[SetPlan]:
-    train_sources, validation_sources = _named(train), _named(validation)
-    for name in validation_sources.keys() - train_sources.keys():
+    train, validation = _named(options.inputs), _named(options.validation)
+    for name in validation.keys() - train.keys():
         raise InputError(f"--validation {name}=... has no training set {name}=...")
     plans = []
-    for name, sources in train_sources.items():
-        held_out = validation_sources.get(name, [])
+    for name, sources in train.items():
+        held_out = validation.get(name, [])
         inputs, held_out_inputs = _listing(sources), _listing(held_out)
         plans.append(
             SetPlan(
                 name=name,
-                train=[Portion(inputs.inputs, tokens)],
+                train=[Portion(inputs.inputs, options.tokens)],
                 train_source=[*map(str, sources)],
                 validation=held_out_inputs.inputs,
                 validation_source=[*map(str, held_out)],
-                fraction=Fraction(0) if held_out else fraction,
+                fraction=Fraction(0) if held_out else options.validation_fraction,
                 ignored=[*inputs.ignored, *held_out_inputs.ignored],
             )
         )
-    return plans
+    return plans, options.tokenizer
 
 
 @dataclass(frozen=True)

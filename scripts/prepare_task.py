@@ -146,7 +146,8 @@ def rows(source: str) -> Iterator[tuple[str, Any]]:
     it cannot be read.
     """
     from scripts.data.compression import read_lines  # imported here, as these take a second
-    from scripts.data.hub import parquet_rows, parse_hub_input
+    from scripts.data.document_files import parquet_rows
+    from scripts.data.hub import parse_hub_input
 
     if source.startswith("hf:"):
         for number, row in enumerate(parse_hub_input(source).rows(), start=1):
@@ -154,7 +155,7 @@ def rows(source: str) -> Iterator[tuple[str, Any]]:
     elif source.endswith(".parquet"):
         if not Path(source).is_file():
             raise DataError(f"no file {source}")
-        for number, row in enumerate(parquet_rows(source, data_files=source), start=1):
+        for number, row in enumerate(parquet_rows(Path(source)), start=1):
             yield f"{source}, row {number}", row
     else:
         for number, line in enumerate(read_lines(Path(source)), start=1):

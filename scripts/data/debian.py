@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from models.section import Section
+from scripts.command import counted
 from training.config import InvalidConfigError
 from training.config.binding import bind
 from training.config.yaml_files import read_merged
@@ -39,37 +40,29 @@ def download(name: str, version: str, folder: Path) -> Path:
         if shutil.which(tool) is None:
             raise DataError(f"no {tool}: these texts are made on Debian 12 or in its container")
     folder.mkdir(parents=True, exist_ok=True)
-    same = _of_version(_debs(folder, name), version)
-    if same is not None:
-        return same
-    pinned = _apt_download(f"{name}={version}", folder)
-    failed = bool(pinned) and not _debs(folder, name) and _apt_download(name, folder)
-    packages = _debs(folder, name)
-    if failed or not packages:
+    debs, problem = _debs(folder, name), ""
+    if version not in debs:
+        problem = _apt_download(f"{name}={version}", folder)
+        debs = _debs(folder, name)
+    if not debs and not _apt_download(name, folder):
+        debs = _debs(folder, name)
+    if not debs:
         raise DataError(
-            f"cannot download {name} {version}: {pinned or 'apt-get left no file'}; it is in "
+            f"cannot download {name} {version}: {problem or 'apt-get left no file'}; it is in "
             "Debian 12: is there a network, did `apt-get update` run?"
         )
-    return _of_version(packages, version) or packages[-1]
+    return debs.get(version, [*debs.values()][-1])
 
 
-def _of_version(debs: Sequence[Path], version: str) -> Path | None:
-    return next((deb for deb in debs if version_of(deb) == version), None)
-
-
-def _debs(folder: Path, name: str) -> list[Path]:
-    return sorted(folder.glob(f"{name}_*.deb"))
+def _debs(folder: Path, name: str) -> dict[str, Path]:
+    """The packages of a name in a folder, by version."""
+    return {version_of(deb): deb for deb in sorted(folder.glob(f"{name}_*.deb"))}
 
 
 def _apt_download(package: str, folder: Path) -> str:
     """What went wrong, one line; empty if nothing did."""
-    done = subprocess.run(
-        ["apt-get", "download", "-q", package],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["apt-get", "download", "-q", package]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("E:")]
     return "" if done.returncode == 0 else (errors or [f"exit code {done.returncode}"])[0]
 
@@ -196,7 +189,8 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
                 size += len(document.encode())
         count = len(lines) - before
-        reports.append(f"  {label}: {count:,} documents, {size:,} bytes, {source.licence}")
+        sizes = f"{counted(count, 'document')}, {counted(size, 'byte')}"
+        reports.append(f"  {label}: {sizes}, {source.licence}")
     encoded = "".join(lines).encode()
     digest = hashlib.sha256(encoded).hexdigest()
     if digest != content.sha256:

@@ -1,30 +1,32 @@
 """Reading documents from text, JSON lines and Parquet files, compressed or not.
 
-`datasets` reads Parquet, as it reads the hub. Text and JSON lines are read here, because it would
-change them or lose some without an error: it makes line ends `\\n`, makes a date of a string that
-looks like one, refuses fields that come late or change their type, counts lines again in each
+pyarrow reads Parquet, `datasets` the hub. Text and JSON lines are read here, because `datasets`
+would change them or lose some without an error: it makes line ends `\\n`, makes a date of a string
+that looks like one, refuses fields that come late or change their type, counts lines again in each
 block, and takes a .zst file that was cut for a whole one.
 """
 
-import glob
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 import pyarrow
-from pyarrow import parquet
+from pyarrow.parquet import ParquetFile
 
+from parallel.error_text import first_line
+from scripts.command import counted
 from scripts.data.compression import read_lines, rewritten
-from scripts.data.hub import HubInput, parquet_documents, row_text
+from scripts.data.hub import HubInput, Row
 from scripts.data.sources import Input, Position
 from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 
 CHECKED: Final = 1000
 """Documents of each input that are checked before anything is made of them."""
+PARQUET_ROWS: Final = 1024
+"""Rows of a Parquet file that are in memory together."""
 NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 
@@ -90,8 +92,8 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
                     break
         if blank == number > 0 and each.has_keys:
             raise DataError(
-                f"{each}: {_key(each, options)!r} is blank in all {number:,} documents; "
-                "name the key that holds the text, or leave this out"
+                f"{each}: {_key(each, options)!r} is blank in all of "
+                f"{counted(number, 'document')}; name the key of the text, or leave this out"
             )
         counts.append((number, blank))
     return counts
@@ -107,28 +109,29 @@ def _key(each: Input, options: ReadOptions) -> str:
 
 def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
     key = _key(each, options)
-    if isinstance(each, HubInput):
-        yield from each.documents(key)
-    elif each.kind == ".parquet":
-        file, columns = glob.escape(str(each.path)), _columns(each.path, key)
-        with TemporaryDirectory() as cache:  # the user's need not exist
-            yield from parquet_documents(
-                each, key, data_files=file, columns=columns, batch_size=1024, cache_dir=cache
-            )
+    if isinstance(each, HubInput) or each.kind == ".parquet":
+        rows = each.rows() if isinstance(each, HubInput) else parquet_rows(each.path, key)
+        for number, row in enumerate(rows, start=1):
+            yield row_text(row, f"{each}, row {number}", key)
     elif each.kind == ".jsonl":
         yield from _json_documents(read_lines(each.path), each.path, key)
     else:
         yield from _text_documents(read_lines(each.path), each.path, options.document_bytes)
 
 
-def _columns(path: Path, key: str) -> list[str] | None:
-    """Return the column that is read of a Parquet file; None, all, where it is missing."""
+def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
+    """Yield every row of a Parquet file, with its column `key` alone if it has that one.
+
+    Raises DataError for a file that is missing, damaged or not Parquet.
+    """
+    _check_parquet(path)
     try:
-        names = parquet.read_schema(path).names
-    except (OSError, pyarrow.ArrowException):
-        _check_parquet(path)  # else the reader says why
-        return None
-    return [key] if key in names else None
+        with ParquetFile(path) as file:
+            columns = [key] if key in file.schema_arrow.names else None
+            for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
+                yield from batch.to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read {path}: {first_line(error)}") from None
 
 
 def _check_parquet(path: Path) -> None:
@@ -220,3 +223,30 @@ def _remedy(number: int, line: bytes, path: Path) -> str:
 def _rewrite(rows: str, path: Path) -> str:
     command = rewritten(path, f"jq -c '{rows}'", "rows.jsonl")
     return f"write a row a line: {command}"
+
+
+def row_text(row: object, where: str, key: str) -> str:
+    """Return the value of `key` in a row if it is text that UTF-8 can encode.
+
+    Raises:
+        DataError: there is no such key, its value is not a string, or it holds half of a surrogate
+            pair.
+    """
+    if not isinstance(row, Mapping) or key not in row:
+        keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise DataError(
+            f"{where}: no key {key!r}, found {keys or 'no keys'}; name the key that holds the text "
+            "by --text-key KEY or NAME:KEY=INPUT"
+        )
+    value = row[key]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {key!r} must be a string, got {type(value).__name__}; mend or remove the row"
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {key!r} is not Unicode text: {error.reason}; mend or remove the row"
+        ) from None
+    return value

@@ -1,9 +1,9 @@
-"""Rows that `datasets` reads, and tokenizers of the Hugging Face hub. Only here is it imported."""
+"""Rows and tokenizers of the Hugging Face hub. Only here is `datasets` imported."""
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -50,22 +50,31 @@ class HubInput:
         count = _stream(pinned).num_shards
         return [replace(pinned, file=(number, count)) for number in range(count)]
 
-    def documents(self, text_key: str) -> Iterator[str]:
-        """Yield the text of every row, streamed as by `rows`.
-
-        Raises DataError as that does, and for a row that has no text under `text_key`.
-        """
-        for number, row in enumerate(self.rows(), start=1):
-            yield row_text(row, f"{self}, row {number}", text_key)
-
     def rows(self) -> Iterator[Row]:
         """Yield every row, streamed; nothing is downloaded as a whole.
 
-        A failed read of a hub file is retried, from the last row on. Raises DataError
-        if it cannot be opened or read.
+        After a failed read of a file of the hub it waits, and reads again what follows the last
+        row. Raises DataError if it cannot be opened or read.
         """
         waits = () if self.file is None or Path(self.name).exists() else WAITS
-        return _retried(self._rows, str(self), waits)
+        done, left = 0, list(waits)
+        while True:
+            try:
+                for row in islice(self._rows(), done, None):
+                    yield row
+                    done, left = done + 1, list(waits)
+                return
+            # datasets raises errors of many libraries: its own, OSError, HTTP errors, ValueError
+            except Exception as error:
+                if not left and isinstance(error, DataError):
+                    raise
+                if not left:
+                    hint = "is the name right, is there a network?"
+                    raise DataError(f"cannot read {self}: {first_line(error)} ({hint})") from None
+                wait = left.pop(0)
+                problem = first_line(error)
+                print(f"{self}: {problem}; reads again in {wait:.0f} s", file=sys.stderr)
+            time.sleep(wait)
 
     def _rows(self) -> Iterable[Row]:
         stream = _stream(self)
@@ -79,52 +88,13 @@ class HubInput:
         return f"hf:{self.name}:{self.config or ''}:{self.split}{part}"
 
 
-def parquet_documents(where: object, text_key: str, **source: Any) -> Iterator[str]:
-    """Yield the text of every row of Parquet files, `source` being what `datasets` loads.
-
-    `where` is what errors call it. Raises DataError as `HubInput.documents` does.
-    """
-    for number, row in enumerate(parquet_rows(where, **source), start=1):
-        yield row_text(row, f"{where}, row {number}", text_key)
-
-
-def parquet_rows(where: object, **source: Any) -> Iterator[Row]:
-    """Yield every row of Parquet files, as `parquet_documents` does its text."""
-    return _retried(lambda: _opened(path="parquet", split="train", **source), str(where), ())
-
-
-def _retried(
-    read: Callable[[], Iterable[Row]], where: str, waits: tuple[float, ...]
-) -> Iterator[Row]:
-    """Yield rows; after an error wait, and read again what follows the last one."""
-    done, left = 0, list(waits)
-    while True:
-        try:
-            for row in islice(read(), done, None):
-                yield row
-                done, left = done + 1, list(waits)
-            return
-        # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
-        except Exception as error:
-            if not left and isinstance(error, DataError):
-                raise
-            if not left:
-                hint = (
-                    " (is the name right, is there a network?)" if where.startswith("hf:") else ""
-                )
-                raise DataError(f"cannot read {where}: {first_line(error)}{hint}") from None
-            wait = left.pop(0)
-            print(f"{where}: {first_line(error)}; reads again in {wait:.0f} s", file=sys.stderr)
-        time.sleep(wait)
-
-
 def _stream(each: HubInput) -> Any:
     """Return the rows of a whole dataset. Raises DataError if it cannot be opened."""
     for path in Path(each.name).rglob("*"):  # nothing of a dataset of the hub
         if is_pointer(path):
             raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     try:
-        return _cached(each.name, each.config, each.split, each.revision)
+        return _opened(each.name, each.config, each.split, each.revision)
     except Exception as error:  # of many libraries, as above
         raise DataError(
             f"cannot read {each}: {first_line(error)} (is the name right, is there a network?)"
@@ -132,15 +102,11 @@ def _stream(each: HubInput) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _cached(name: str, config: str | None, split: str, revision: str | None) -> Any:
-    return _opened(path=name, name=config, split=split, revision=revision)
-
-
-def _opened(**source: Any) -> Any:
+def _opened(name: str, config: str | None, split: str, revision: str | None) -> Any:
     import datasets  # here: it takes seconds
 
     datasets.logging.set_verbosity(logging.CRITICAL)  # what it would print is in its errors
-    return datasets.load_dataset(**source, streaming=True)
+    return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
 
 
 def _newest(name: str) -> str | None:
@@ -183,30 +149,3 @@ def hub_tokenizer(name: str) -> Path:
             f"cannot download the tokenizer {name}: {first_line(error)} (give --tokenizer PATH, "
             "or, if its owner asks for it, log in with `hf auth login`)"
         ) from None
-
-
-def row_text(row: object, where: str, key: str) -> str:
-    """Return the value of `key` in a row if it is text that UTF-8 can encode.
-
-    Raises:
-        DataError: there is no such key, its value is not a string, or it holds half of a surrogate
-            pair.
-    """
-    if not isinstance(row, Mapping) or key not in row:
-        keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
-        raise DataError(
-            f"{where}: no key {key!r}, found {keys or 'no keys'}; name the key that holds the text "
-            "by --text-key KEY or NAME:KEY=INPUT"
-        )
-    value = row[key]
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: {key!r} must be a string, got {type(value).__name__}; mend or remove the row"
-        )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: {key!r} is not Unicode text: {error.reason}; mend or remove the row"
-        ) from None
-    return value

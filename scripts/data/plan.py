@@ -199,8 +199,8 @@ class Preparation:
         """Return shard `number` of `count`, from 0; inputs are cut if there are fewer of them."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
-    def repeated(self, identities: list[str]) -> str | None:
-        """Return a warning if inputs have the same content, None if all differ."""
+    def repeated(self, identities: list[str]) -> list[str]:
+        """Return a warning if inputs have the same content, [] if all differ."""
         names = [
             f"{plan.name}.{'validation' if portion.held_out else 'train'}"
             for plan in self.sets
@@ -213,13 +213,15 @@ class Preparation:
                 places.setdefault(identity, []).append(number)
         repeated = [numbers for numbers in places.values() if len(numbers) > 1]
         if not repeated:
-            return None
+            return []
         inputs = self.inputs()
         numbers = max(repeated, key=lambda places: len({names[number] for number in places}))
         example = " and ".join(
             f"{names[number]} ({inputs[number]})" for number in (numbers[0], numbers[-1])
         )
-        return f"the same text is read more than once: {len(repeated):,} inputs, such as {example}"
+        return [
+            f"the same text is read more than once: {len(repeated):,} inputs, such as {example}"
+        ]
 
     def _tokenizer_files(self) -> list[Path]:
         if self.tokenizer is None:

@@ -5,17 +5,20 @@ It goes on after a kill, and may be divided: `prepare_shard` encodes one share o
 """
 
 import sys
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from parallel.disk import delete
-from scripts.data.document_files import ReadOptions, numbered_documents, read_documents
+from scripts.command import counted
+from scripts.data.document_files import numbered_documents, read_documents
 from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, Workers
 from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.plan import (
@@ -81,19 +84,14 @@ def prepare(
     shards = None
     if has_shards(output):
         shards = Shards(preparation, output, identities)
-        print(f"joins {len(shards.folders)} shards of {shards_folder(output)}")
+        print(f"joins {counted(len(shards.folders), 'shard')} of {shards_folder(output)}")
     key = " ".join([fingerprint, *preparation.hub_identities()])
     check = partial(check_replaceable, output, overwrite)
     with AtomicFolder(output, check, key) as folder, Workers(workers) as pool:
-        progress, saver = started(folder)
-        trained = folder.path if shards is None else shards.folders[0]
-        tokenizer = _prepare_tokenizer(preparation, folder.path, trained)
-        saver.save(progress)
-        encoder = encoder_of(tokenizer, folder)
-        reader = Reader(preparation.reading, encoder, pool, preparation.allow_lossy, shards=shards)
-        sets = _write_sets(preparation, identities, reader, folder, progress, saver)
+        pipeline, tokenizer = _begin(preparation, folder, pool, shards=shards)
         manifest = Manifest(
             folder=output,
+            sets=_write_sets(pipeline, identities),
             tokenizer=TokenizerEntry(
                 file=TOKENIZER_FILE,
                 sha256=file_sha256(folder.path / TOKENIZER_FILE),
@@ -102,7 +100,6 @@ def prepare(
                 byte_level=tokenizer.byte_level,
                 eod_token=tokenizer.eod_token,
             ),
-            sets=sets,
             fingerprint=fingerprint,
             files={
                 each.name: each.stat().st_size
@@ -111,8 +108,7 @@ def prepare(
             },
         )
         (folder.path / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        if given.fingerprint() != fingerprint:
-            raise DataError("an input has changed while it was read; nothing was written")
+        _check_unchanged(given.fingerprint(), fingerprint)
         folder.commit()
     if shards is not None:
         delete(shards_folder(output))
@@ -135,44 +131,50 @@ def prepare_shard(
     existing = read_entry(target)
     if existing is not None and existing.key == key:
         return existing
-    with (
-        AtomicFolder(target, partial(_check_free, target, overwrite), key) as folder,
-        Workers(workers) as pool,
-    ):
-        progress, saver = started(folder)
-        tokenizer = _prepare_tokenizer(preparation, folder.path, folder.path)
-        saver.save(progress)
-        encoder = encoder_of(tokenizer, folder)
-        reader = Reader(preparation.reading, encoder, pool, preparation.allow_lossy, shard=shard)
-        _write_shard(preparation, reader, folder, progress, saver)
+    check = partial(_check_free, target, overwrite)
+    with AtomicFolder(target, check, key) as folder, Workers(workers) as pool:
+        pipeline, _ = _begin(preparation, folder, pool, shard=shard)
+        _write_shard(pipeline)
         entry = ShardEntry(
             key=key,
-            dtype=reader.encoder.dtype,
-            parts=progress.parts,
-            left=progress.left,
+            dtype=pipeline.encoder.dtype,
+            parts=pipeline.progress.parts,
+            left=pipeline.progress.left,
             sha256=hashes(folder.path),
         )
         entry.write(folder.path)
-        if shard_key(preparation, shard, preparation.identities(shard)) != key:
-            raise DataError("an input has changed while it was read; nothing was written")
+        _check_unchanged(shard_key(preparation, shard, preparation.identities(shard)), key)
         folder.commit()
     return entry
 
 
-def started(folder: AtomicFolder) -> tuple[Progress, Saver]:
-    """Return the progress of an interrupted run or the beginning, and what saves it."""
-    progress = read_progress(folder.progress)
+def _begin(
+    preparation: Preparation,
+    folder: AtomicFolder,
+    pool: Workers,
+    *,
+    shard: Shard = WHOLE,
+    shards: Shards | None = None,
+) -> tuple["Pipeline", PreparedTokenizer]:
+    """Return the pipeline of a preparation, from where an interrupted run was, and the tokenizer,
+    which is in the folder then."""
+    progress, saver = read_progress(folder.progress), Saver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
-        print(f"goes on after {documents:,} documents in {folder.path}")
-    return progress, Saver(folder)
-
-
-def encoder_of(tokenizer: PreparedTokenizer, folder: AtomicFolder) -> Encoder:
-    """Return the encoder of the tokenizer that is in the folder."""
-    return Encoder(
-        folder.path / TOKENIZER_FILE, tokenizer.eod_id, token_dtype(tokenizer.vocab_size)
+        print(f"goes on after {counted(documents, 'document')} in {folder.path}")
+    tokenizer = _prepare_tokenizer(
+        preparation, folder.path, folder.path if shards is None else shards.folders[0]
     )
+    saver.save(progress)
+    dtype = token_dtype(tokenizer.vocab_size)
+    encoder = Encoder(folder.path / TOKENIZER_FILE, tokenizer.eod_id, dtype)
+    pipeline = Pipeline(preparation, folder, progress, saver, encoder, pool, shard, shards)
+    return pipeline, tokenizer
+
+
+def _check_unchanged(now: str, before: str) -> None:
+    if now != before:
+        raise DataError("an input has changed while it was read; nothing was written")
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
@@ -227,26 +229,59 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads the inputs of a portion as encoded documents, in order."""
+class Pipeline:
+    """The way of documents from the inputs to files: read, encode, compare, count.
 
-    options: ReadOptions
+    preparation  whose documents they are, those of `shard` alone
+    folder       where files are written
+    progress     how far it is, which `saver` saves
+    encoder      run by `pool`
+    shards       which have encoded documents before
+    """
+
+    preparation: Preparation
+    folder: AtomicFolder
+    progress: Progress
+    saver: Saver
     encoder: Encoder
     pool: Workers
-    allow_lossy: bool
-    shard: Shard = WHOLE
-    shards: Shards | None = None
+    shard: Shard
+    shards: Shards | None
+
+    def portions(self) -> Iterator[tuple[SetPlan, Portion, int]]:
+        """Yield the portions that are left, each with the number of its first input."""
+        yield from self.progress.portions(self.preparation)
+        for name, decoded in self.progress.decoded.items():
+            decoded.check(name, allowed=self.preparation.allow_lossy, final=True)
+            if decoded.lost:
+                print(f"warning: set {name}: {decoded}", file=sys.stderr)
 
     def documents(
+        self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
+    ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
+        """Yield the documents of a portion that are left: input, tokens and bytes of each.
+
+        The progress is saved, with the `files` to which they are added, once all of a chunk are.
+        Raises DataError if the tokenizer gives too many of them back as another text.
+        """
+        progress = self.progress
+        decoded = progress.decoded.setdefault(plan.name, RoundTrip())
+        chunks = self._chunks(portion.inputs, first, progress.position)
+        with progress_of(plan.name) as bar, closing(chunks):
+            for positions, chunk in chunks:
+                decoded.add(chunk)
+                decoded.check(plan.name, allowed=self.preparation.allow_lossy)
+                for position, (tokens, size) in zip(positions, chunk.documents(), strict=True):
+                    yield position.input, tokens, size
+                progress.input, progress.document = positions[-1]
+                self.saver.save(progress, *files)
+                bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
+                bar.update(sum(chunk.bytes))
+
+    def _chunks(
         self, inputs: list[Input], first: int, start: Position
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield documents from a position on, each with the position after it.
-
-        Args:
-            inputs: of the portion.
-            first: number of the first of them in the preparation.
-            start: position in `inputs`.
-        """
+        """Yield documents of inputs, numbered from `first` on, each with the position after it."""
         if self.shards is None:
             yield from self._encoded(inputs, first, start)
             return
@@ -263,56 +298,40 @@ class Reader:
         def owns(number: int, document: int | None) -> bool:
             return self.shard.owns(first + number, document)
 
-        documents = numbered_documents(inputs, self.options, start, owns)
+        documents = numbered_documents(inputs, self.preparation.reading, start, owns)
         with closing(documents), closing(self.pool.encode(documents, self.encoder)) as chunks:
             yield from chunks
 
 
-def _write_sets(
-    preparation: Preparation,
-    identities: list[str],
-    reader: Reader,
-    folder: AtomicFolder,
-    progress: Progress,
-    saver: Saver,
-) -> dict[str, SetEntry]:
+def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry]:
     """Write all sets; return the manifest's entries of their training and validation parts."""
-    places, dtype = (folder.path, folder.state), reader.encoder.dtype
+    progress, folder = pipeline.progress, pipeline.folder
+    plans, dtype = pipeline.preparation.sets, pipeline.encoder.dtype
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(
-                closing(SetWriter(*places, name, dtype, source, progress.file(name)))
-            )
-            for plan in preparation.sets
+            name: SetWriter(folder.path, folder.state, name, dtype, source, progress.file(name))
+            for plan in plans
             for name, source in plan.outputs().items()
         }
-
-        def take(plan: SetPlan, portion: Portion, at: list[Position], chunk: EncodedChunk) -> bool:
-            train, validation = f"{plan.name}.train", f"{plan.name}.validation"
-            for position, (tokens, size) in zip(at, chunk.documents(), strict=True):
+        for writer in writers.values():
+            stack.enter_context(closing(writer))
+        for plan, portion, first in pipeline.portions():
+            end = len(portion.inputs)
+            documents = pipeline.documents(plan, portion, first, writers.values())
+            for number, tokens, size in documents:
                 if portion.tokens is not None and progress.tokens >= portion.tokens:
-                    return False
-                progress.last = position.input
+                    end = progress.last + 1
+                    break
+                progress.last = number
                 held_out = portion.held_out or is_validation(progress.index, plan.fraction)
-                writers[validation if held_out else train].add(tokens, size)
+                writers[f"{plan.name}.{'validation' if held_out else 'train'}"].add(tokens, size)
                 progress.index += 1
                 progress.tokens += len(tokens)
-            return True
-
-        for plan, portion, first in progress.portions(preparation):
-            end = len(portion.inputs)
-            with read_portion(reader, plan, portion, first, progress) as chunks:
-                for positions, chunk in chunks:
-                    if not take(plan, portion, positions, chunk):
-                        end = progress.last + 1
-                        break
-                    progress.input, progress.document = positions[-1]
-                    saver.save(progress, *writers.values())
+            documents.close()
             for name in plan.outputs_of(portion):
                 progress.read.setdefault(name, []).append([first, first + end])
             _say_if_short(portion, progress.tokens)
-        check_decoded(progress, allowed=preparation.allow_lossy)
-        for plan in preparation.sets:
+        for plan in plans:
             _check_held_out(plan, writers)
         read = {
             name: [identities[i] for first, end in ranges for i in range(first, end)]
@@ -334,77 +353,33 @@ def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
     )
 
 
-def _write_shard(
-    preparation: Preparation, reader: Reader, folder: AtomicFolder, progress: Progress, saver: Saver
-) -> None:
+def _write_shard(pipeline: Pipeline) -> None:
     """Write the documents of one shard; `progress` says afterwards which they are."""
-    shard, paths = reader.shard, (folder.path / TOKENS_FILE, folder.path / RECORDS_FILE)
-    with closing(DocumentFile(*paths, reader.encoder.dtype, progress.file("shard"))) as file:
+    progress, folder, shard = pipeline.progress, pipeline.folder.path, pipeline.shard
+    written, dtype = progress.file("shard"), pipeline.encoder.dtype
 
-        def enough(portion: Portion, unit: str) -> bool:
-            if portion.tokens is None or progress.tokens >= portion.tokens:
-                return portion.tokens is not None
-            whole = shard.cut or unit not in progress.parts
-            return whole and progress.tokens * shard.count >= portion.tokens * MARGIN
+    def enough(portion: Portion, unit: str) -> bool:
+        if portion.tokens is None or progress.tokens >= portion.tokens:
+            return portion.tokens is not None
+        whole = shard.cut or unit not in progress.parts
+        return whole and progress.tokens * shard.count >= portion.tokens * MARGIN
 
-        def take(portion: Portion, first: int, at: list[Position], chunk: EncodedChunk) -> bool:
-            for position, (tokens, size) in zip(at, chunk.documents(), strict=True):
-                number = first + position.input
-                if enough(portion, str(number)):
-                    progress.left.append([number, first + len(portion.inputs)])
-                    return False
+    file = DocumentFile(folder / TOKENS_FILE, folder / RECORDS_FILE, dtype, written)
+    with closing(file):
+        for plan, portion, first in pipeline.portions():
+            documents = pipeline.documents(plan, portion, first, [file])
+            for number, tokens, size in documents:
+                unit = str(first + number)
+                if enough(portion, unit):
+                    progress.left.append([first + number, first + len(portion.inputs)])
+                    break
                 file.add(tokens, size)
-                part = progress.parts.setdefault(str(number), [0, 0])
+                part = progress.parts.setdefault(unit, [0, 0])
                 part[0] += 1
                 part[1] += len(tokens)
                 progress.tokens += len(tokens)
-            return True
-
-        for plan, portion, first in progress.portions(preparation):
-            with read_portion(reader, plan, portion, first, progress) as chunks:
-                for positions, chunk in chunks:
-                    if not take(portion, first, positions, chunk):
-                        break
-                    progress.input, progress.document = positions[-1]
-                    saver.save(progress, file)
+            documents.close()
         file.sync()
-    check_decoded(progress, allowed=preparation.allow_lossy)
-
-
-def check_decoded(progress: Progress, *, allowed: bool) -> None:
-    """Say of each set which share of the decoded documents came back as another text.
-
-    Raises DataError if it is too large and not `allowed`.
-    """
-    for name, decoded in progress.decoded.items():
-        decoded.check(name, allowed=allowed, final=True)
-        if decoded.lost:
-            print(f"warning: set {name}: {decoded}", file=sys.stderr)
-
-
-@contextmanager
-def read_portion(
-    reader: Reader, plan: SetPlan, portion: Portion, first: int, progress: Progress
-) -> Iterator[Iterator[tuple[list[Position], EncodedChunk]]]:
-    """Give the documents of a portion that are left, with a bar of their bytes.
-
-    Raises DataError if the tokenizer gives too many of them back as another text.
-    """
-    decoded = progress.decoded.setdefault(plan.name, RoundTrip())
-    with (
-        progress_of(plan.name) as bar,
-        closing(reader.documents(portion.inputs, first, progress.position)) as documents,
-    ):
-
-        def tracked() -> Iterator[tuple[list[Position], EncodedChunk]]:
-            for positions, chunk in documents:
-                decoded.add(chunk)
-                decoded.check(plan.name, allowed=reader.allow_lossy)
-                yield positions, chunk
-                bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
-                bar.update(sum(chunk.bytes))
-
-        yield tracked()
 
 
 def _say_if_short(portion: Portion, tokens: int) -> None:

@@ -50,6 +50,14 @@ def prepare(*arguments: object) -> Manifest:
     return read_manifest(str(arguments[list(arguments).index("--output") + 1]))
 
 
+def test_one_document_and_one_byte_are_singular(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("a")
+    prepare(f"set={tmp_path / 'in.txt'}", "--train-tokenizer", 257, "--output", tmp_path / "out")
+    assert "set.train: 1 document, 2 tokens, 1 byte of text" in capsys.readouterr().out
+
+
 # --- the demo corpus ----------------------------------------------------------------------------
 
 

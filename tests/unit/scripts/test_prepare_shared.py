@@ -268,16 +268,16 @@ def test_a_file_of_the_hub_that_fails_is_read_again(
                     raise TimeoutError("the server sleeps")
                 yield {"text": str(number)}
 
-    monkeypatch.setattr("datasets.load_dataset", lambda **_: Stream())
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Stream())
     monkeypatch.setattr(hub, "WAITS", (0.0, 0.0))
     file = hub.HubInput("someone/something", file=(1, 2))
-    hub._cached.cache_clear()
-    assert list(file.documents("text")) == [str(number) for number in range(8)]
+    hub._opened.cache_clear()
+    assert [row["text"] for row in file.rows()] == [str(number) for number in range(8)]
     assert capsys.readouterr().err.count("the server sleeps; reads again in 0 s") == 3
     failures += [2] * 9
     with pytest.raises(DataError, match=r"cannot read hf:someone/something::train, file 2 of 2: "):
-        list(file.documents("text"))
-    hub._cached.cache_clear()
+        list(file.rows())
+    hub._opened.cache_clear()
 
 
 def test_the_index_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
