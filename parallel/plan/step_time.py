@@ -278,7 +278,6 @@ def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     slowest = max(times, key=lambda stage: stage.total)
     count = shape.microbatches
-    bubble = sum(stage.total for stage in times) - slowest.total
     parts = [optimizer_parts(shape, *both) for both in zip(times, loads, strict=True)]
     gradients, weights, exchange, optimizer = max(parts, key=sum)
     return StepTime(
@@ -286,12 +285,18 @@ def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
         backward=count * slowest.backward,
         recompute=count * slowest.recompute,
         activations=count * sum(slowest.sending.values()),
-        bubble=bubble / shape.inputs.virtual_pipeline,
+        bubble=bubble_seconds(shape, times),
         gradients=gradients,
         weights=weights,
         exchange=exchange,
         optimizer=optimizer,
     )
+
+
+def bubble_seconds(shape: StepShape, times: Sequence[StageTime]) -> float:
+    """Return the time for which a rank of the slowest stage waits for the others."""
+    totals = [stage.total for stage in times]
+    return (sum(totals) - max(totals)) / shape.inputs.virtual_pipeline
 
 
 def optimizer_parts(
@@ -331,10 +336,10 @@ def least_permanent(shape: StepShape, stage: int) -> int:
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
     """Return whether what the bound leaves out might fit into the rest of `room` bytes."""
-    for stage in range(shape.inputs.pipeline):
-        if least_permanent(shape, stage) + stage_activations(shape, stage) > room:
-            return False
-    return True
+    return all(
+        least_permanent(shape, stage) + stage_activations(shape, stage) <= room
+        for stage in range(shape.inputs.pipeline)
+    )
 
 
 def least_seconds(shape: StepShape, owned_flops: float) -> float:
@@ -343,17 +348,11 @@ def least_seconds(shape: StepShape, owned_flops: float) -> float:
     `owned_flops` are those of the rules of all matrices, which are shared equally at best.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
-    gpus = shape.inputs.stage_ranks * shape.inputs.pipeline
-    rules = (
-        owned_flops
-        / gpus
-        / (shape.device.efficiency * shape.device.peak[shape.inputs.rule_operands])
-    )
+    rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)
     parts = [_parts(shape, stage, time) for stage, time in enumerate(times)]
-    optimizer = max(*parts, sum(parts) / len(parts) + rules, 0.0)
+    optimizer = max(*parts, sum(parts) / len(parts) + rules)
     slowest = max(stage.total for stage in times)
-    bubble = (sum(stage.total for stage in times) - slowest) / shape.inputs.virtual_pipeline
-    return shape.microbatches * slowest + bubble + optimizer
+    return shape.microbatches * slowest + bubble_seconds(shape, times) + optimizer
 
 
 def _parts(shape: StepShape, stage: int, time: StageTime) -> float:

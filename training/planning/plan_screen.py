@@ -1,14 +1,14 @@
 """The plan of a run on one screen, with its units: those that differ in nothing else in one row."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from math import prod
 from typing import Any, Final
 
 from models.families import model_size
 from parallel.optimizer.routing import Route
-from parallel.plan.activation_costs import Memory
 from parallel.plan.devices import GIB, RESERVE
-from parallel.plan.planner import Plan, StagePlan
+from parallel.plan.planner import Plan
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import rule_seconds
 from spectral.batching import grouped
@@ -29,8 +29,6 @@ UNEVEN: Final = 0.01
 """Share of the step that ranks wait for the busiest one, above which a plan states it."""
 UNCOUNTED: Final = "the work of rule {}, which has no `cost`; a rehearsal (--rehearse) counts it"
 """What the modelled seconds leave out."""
-
-Figures = Mapping[str, Callable[[StagePlan], object]]
 
 
 def describe(config: Config, planned: Plan) -> str:
@@ -99,86 +97,63 @@ def ramp_rows(config: Config, planned: Plan) -> Iterator[tuple[str, str]]:
         yield "" if i else "batch ramp", f"{text}{seconds:.4g} s each"
 
 
+MEMORY: Final = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "master": "master weights",
+    "state": "optimizer state",
+    "activations": "activations (estimate)",
+    "buffers": "optimizer buffers (estimate)",
+    "total": "total",
+}
+"""Names of the kinds of memory on the screen."""
+
+
 def memory_table(planned: Plan) -> str:
     """Return kinds of memory and their sum, a column per pipeline stage."""
-    kinds: dict[str, Callable[[Memory], int]] = {
-        "weights": lambda memory: memory.weights,
-        "gradients": lambda memory: memory.gradients,
-        "master weights": lambda memory: memory.master,
-        "optimizer state": lambda memory: memory.state,
-        "activations (estimate)": lambda memory: memory.activations,
-        "optimizer buffers (estimate)": lambda memory: memory.buffers,
-        "total": lambda memory: memory.total,
-    }
-
-    def of(size: Callable[[Memory], int]) -> Callable[[StagePlan], object]:
-        return lambda stage: f"{size(stage.memory) / GIB:.2f}"
-
-    some = {n: of(size) for n, size in kinds.items() if any(size(s.memory) for s in planned.stages)}
-    return by_stage(planned, some)
+    sizes = [asdict(each.memory) | {"total": each.memory.total} for each in planned.stages]
+    kinds = [kind for kind in MEMORY if any(each[kind] for each in sizes)]
+    return by_stage(planned, {MEMORY[k]: [f"{s[k] / GIB:.2f}" for s in sizes] for k in kinds})
 
 
 def traffic_table(planned: Plan) -> str:
     """Return bytes by kind of communication, a column per pipeline stage."""
-    totals = {stage.stage: sum(_kinds(stage).values()) for stage in planned.stages}
-    names = dict.fromkeys(kind for stage in planned.stages for kind in _kinds(stage))
-    large = [
-        name
-        for name in names
-        if any(_kinds(stage).get(name, 0) > SMALL * totals[stage.stage] for stage in planned.stages)
+    sent = [{each.kind: each.size for each in stage.traffic} for stage in planned.stages]
+    totals = [sum(sizes.values()) for sizes in sent]
+    large = {
+        kind: None
+        for kind in dict.fromkeys(kind for sizes in sent for kind in sizes)
+        if any(n.get(kind, 0) > SMALL * total for n, total in zip(sent, totals, strict=True))
+    }
+    rows = {kind: [sizes.get(kind, 0) for sizes in sent] for kind in large}
+    if any(sizes.keys() - large for sizes in sent):
+        rows["all others"] = [sum(n for k, n in sizes.items() if k not in large) for sizes in sent]
+    rows["all"] = totals
+    rows["of these to other nodes"] = [
+        sum(each.size * each.across for each in stage.traffic) for stage in planned.stages
     ]
-
-    def of(kinds: Sequence[str]) -> Callable[[StagePlan], object]:
-        return lambda stage: mib(sum(_kinds(stage).get(kind, 0) for kind in kinds))
-
-    rows = {name: of([name]) for name in large}
-    if small := [name for name in names if name not in large]:
-        rows["all others"] = of(small)
-    rows["all"] = of(list(names))
-    rows["of these to other nodes"] = lambda stage: mib(across_nodes(stage))
-    rows["optimizer's, over AdamW with ZeRO-1"] = lambda stage: f"{stage.sent_ratio:.4f}"
-    return by_stage(planned, rows)
-
-
-def _kinds(stage: StagePlan) -> dict[str, float]:
-    """Bytes per step by kind of communication."""
-    return {each.kind: each.size for each in stage.traffic}
-
-
-def across_nodes(stage: StagePlan) -> float:
-    """Bytes per step that leave a rank's node."""
-    return sum(each.size * each.across for each in stage.traffic)
-
-
-def mib(size: float) -> str:
-    """Return bytes in MiB."""
-    return f"{size / 2**20:,.1f}"
+    texts = {name: [f"{size / 2**20:,.1f}" for size in sizes] for name, sizes in rows.items()}
+    ratios = [f"{stage.sent_ratio:.4f}" for stage in planned.stages]
+    return by_stage(planned, texts | {"optimizer's, over AdamW with ZeRO-1": ratios})
 
 
 def balance_table(planned: Plan) -> str:
     """Return how evenly work and state are spread, a column per pipeline stage."""
-    return by_stage(
-        planned,
-        {
-            "load of the rules": lambda stage: f"{stage.imbalance:.3f}",
-            "masters and state": lambda stage: f"{stage.state_max / max(1, stage.state_mean):.3f}",
-        },
-        header=False,
-    )
+    stages = planned.stages
+    rows = {
+        "load of the rules": [f"{each.imbalance:.3f}" for each in stages],
+        "masters and state": [f"{s.state_max / max(1, s.state_mean):.3f}" for s in stages],
+    }
+    return by_stage(planned, rows, header=False)
 
 
-def by_stage(planned: Plan, figures: Figures, *, header: bool = True) -> str:
+def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool = True) -> str:
     """Return a row per figure and a column per pipeline stage, the heaviest marked."""
-    stages: Sequence[StagePlan] = planned.stages
-    if len(stages) > SHOWN_STAGES:
-        shown = sorted({0, planned.heaviest.stage, len(stages) - 1})
-        stages = [stages[i] for i in shown]
-    marks = ["*" if stage is planned.heaviest else "" for stage in stages]
-    names = [f"{stage.stage}{mark}" for stage, mark in zip(stages, marks, strict=True)]
-    several = len(planned.stages) > 1 and header
-    top = ("stage (* needs most)", *names) if several else [""] * (len(stages) + 1)
-    rows = [(name, *(figure(stage) for stage in stages)) for name, figure in figures.items()]
-    return table(top, rows)
+    count, heaviest = len(planned.stages), planned.heaviest.stage
+    shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
+    names = [f"{stage}{'*' * (stage == heaviest)}" for stage in shown]
+    top = ("stage (* needs most)", *names) if count > 1 and header else [""] * (len(shown) + 1)
+    return table(top, [(name, *(texts[i] for i in shown)) for name, texts in rows.items()])
 
 
 def time_table(config: Config, planned: Plan) -> str:
