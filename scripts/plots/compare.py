@@ -4,10 +4,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scripts.plots.html_page import PageSection, drawn, page
+from scripts.plots.html_page import PageSection, figure_sections, page
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_figures import FIGURES
 from scripts.plots.run_page import key_figures, subtitle
@@ -50,12 +51,22 @@ def measure(runs: Sequence[RunData]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run with its row of the table."""
+    """A run with its row of the table: `settings` are those in which not all runs agree."""
 
     run: RunData
-    status: RunStatus
+    settings: list[str]
     metric: str
     heading: str
+
+    @cached_property
+    def status(self) -> RunStatus:
+        """What became of it."""
+        return run_status(self.run)
+
+    @property
+    def about(self) -> str:
+        """Its model."""
+        return subtitle(self.run)
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -66,11 +77,12 @@ class Compared:
                 return False, missing, series[-1][1]
         return True, True, 0.0
 
-    def figures(self) -> list[tuple[str, str]]:
-        """Name and value of each column."""
+    @property
+    def figures(self) -> dict[str, str]:
+        """Value of each column."""
         cards = dict(key_figures(self.run, self.metric))
         names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
-        return [(name, cards.get(key, "-")) for name, key in names.items()]
+        return {name: cards.get(key, "-") for name, key in names.items()}
 
 
 def find_runs(folder: Path, around: Path) -> list[RunData]:
@@ -96,19 +108,18 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     """Return the page about the runs in `folders`, which are in the folder `around`."""
     found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
     runs = [found_in[name] for name in sorted(found_in)]
-    metric, heading = measure(runs)
-    rows = (Compared(run, run_status(run), metric, heading) for run in runs)
+    order = measure(runs)
+    differing = differences([run.config for run in runs])
+    rows = (Compared(run, unlike, *order) for run, unlike in zip(runs, differing, strict=True))
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
-    sections = [PageSection("runs", "Runs", ABOUT.format(heading), "runs", table(compared))]
-    for kind in FIGURES:
-        if kind.name not in OVERLAID or kind.overlay is None or not logged:
-            continue
-        figure = kind.overlay(logged[:MOST])
-        if figure is not None:
-            shown = drawn(figure, kind.name)
-            sections.append(PageSection(kind.name, kind.title, kind.about + less, "figure", shown))
+    about = ABOUT.format(compared[0].heading)
+    overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID and logged)
+    sections = [
+        PageSection("runs", "Runs", about, "runs", compared),
+        *figure_sections(((kind, draw(logged[:MOST])) for kind, draw in overlays if draw), less),
+    ]
     for each in compared:
         if each.status.kind == "failed":
             name, heading = f"failure-{len(sections)}", f"Why {each.run.name} failed"
@@ -116,23 +127,6 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     kinds = [each.status.kind for each in compared]
     counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
     return page(around.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
-
-
-def table(compared: Sequence[Compared]) -> dict[str, Any]:
-    """Return columns and runs of the table, whose rows become blocks on a phone."""
-    differing = differences([each.run.config for each in compared])
-    runs = [
-        {
-            "name": each.run.name,
-            "about": subtitle(each.run),
-            "settings": settings,
-            "status": each.status,
-            "figures": each.figures(),
-        }
-        for each, settings in zip(compared, differing, strict=True)
-    ]
-    columns = ["run", "status", *(name for name, _ in compared[0].figures())]
-    return {"columns": columns, "runs": runs}
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from scripts.plots.run_figures import RunFigure
 from scripts.plots.run_status import RunStatus
 from scripts.plots.style import enlarge_text, mark_single_points
 from training.errors import printable
@@ -54,6 +55,19 @@ def page(
         title=title, subtitle=subtitle, status=status, cards=cards, sections=sections
     )
     return printable(text)
+
+
+def figure_sections(
+    figures: Iterable[tuple[RunFigure, Figure | None]], more: str = ""
+) -> list[PageSection]:
+    """Return a section for each figure that there are data for; `more` follows its sentence."""
+    return [
+        PageSection(
+            kind.name, kind.title, kind.about + more, "figure", drawn(figure, kind.name), kind.half
+        )
+        for kind, figure in figures
+        if figure is not None
+    ]
 
 
 def drawn(figure: Figure, key: str) -> str:

@@ -20,12 +20,14 @@ class RunFigure:
     title    heading on the page
     overlay  draws several runs into one figure, None without data
     single   draws one run, where several could not be read
+    half     whether it shares a row of a wide page
     """
 
     name: str
     title: str
     overlay: Callable[[Sequence[RunData]], Figure | None] | None = None
     single: Callable[[RunData], Figure | None] | None = None
+    half: bool = False
 
     def draw(self, run: RunData) -> Figure | None:
         """Draw one run; None without data."""
@@ -43,8 +45,8 @@ class RunFigure:
 FIGURES = (
     RunFigure("loss", "Loss", curves.loss),
     RunFigure("tasks", "Downstream tasks", curves.tasks),
-    RunFigure("learning_rates", "Learning rates", curves.learning_rates),
-    RunFigure("gradient_norm", "Gradient norm", curves.gradient_norm),
+    RunFigure("learning_rates", "Learning rates", curves.learning_rates, half=True),
+    RunFigure("gradient_norm", "Gradient norm", curves.gradient_norm, half=True),
     RunFigure("evolution", "How the spectra moved", single=spectra.evolution),
     RunFigure("spectra", "Distribution of the singular values", spectra.histograms),
     RunFigure("quantiles", "Singular values by rank", spectra.quantiles),

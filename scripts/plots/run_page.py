@@ -6,16 +6,13 @@ from typing import Any, Final
 
 import yaml
 
-from scripts.plots.html_page import PageSection, drawn, page
+from scripts.plots.html_page import PageSection, figure_sections, page
 from scripts.plots.run_data import Line, RunData, spread
 from scripts.plots.run_figures import FIGURES
 from scripts.plots.run_status import run_status
 from training.errors import InputError
 from training.json_file import check_shape, read_json
 from training.report.table import duration, short
-
-HALVES = ("learning_rates", "gradient_norm")
-"""Figures that share a row of a wide page."""
 
 SAMPLES = 6
 """Steps whose samples of text are on the page."""
@@ -27,19 +24,7 @@ ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
 def report(run: RunData) -> str:
     """Return the page about a run."""
     status = run_status(run)
-    figures = [(each, each.draw(run)) for each in FIGURES] if run.metrics else []
-    sections = [
-        PageSection(
-            each.name,
-            each.title,
-            each.about,
-            "figure",
-            drawn(figure, each.name),
-            half=each.name in HALVES,
-        )
-        for each, figure in figures
-        if figure is not None
-    ]
+    sections = figure_sections((each, each.draw(run)) for each in FIGURES if run.metrics)
     if run.metrics and not run.monitors:
         sections.append(PageSection("spectra", "Spectra", no_spectra(run), "figure", ""))
     if status.reason:
