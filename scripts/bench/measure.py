@@ -72,12 +72,6 @@ def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> 
     return results
 
 
-def medians(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Call every side in turn, twice to warm up, and return the median of what each says."""
-    turns = in_turn(sides, rounds, warm_up=2)
-    return {name: statistics.median(numbers) for name, numbers in turns.items()}
-
-
 def record(
     script: str, arguments: Sequence[str] | None, device: torch.device, figures: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -20,8 +20,8 @@ bfloat16 peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H2
 devices need --peak-flops, without which MFU is null. Phases are timed by events on a GPU, which no
 step waits for, and by the clock on a CPU; steps include the logging that the config asks for.
 
---profile writes a trace of one step and counts, on a GPU, how often the host waits in it. Without a
-GPU a rehearsal says where the host would wait (docs/planning.md).
+A run's own `log.profile` writes a trace of steps, and a rehearsal names the lines at which the host
+waits (docs/planning.md).
 """
 
 import argparse
@@ -72,7 +72,6 @@ PHASES: Final = (
 """Each moment of a step belongs to one. Reduction and weights count as far as the step waits for
 them. Backward is what remains of Megatron's schedule without forward, recomputation included."""
 PASSES: Final = ("data", "forward", "backward")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 
 
 class Phases:
@@ -197,7 +196,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
     parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device (FLOP/s)")
-    parser.add_argument("--profile", type=Path, help="write a trace of one step")
     add_json(parser)
     return parser.parse_intermixed_args(arguments)
 
@@ -275,25 +273,6 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
     }
 
 
-def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
-    """Write the trace of a step that is not logged on rank 0, and count where it makes the host
-    wait for a GPU."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    on_gpu = trainer.groups.device.type == "cuda"
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
-        trainer.step(trainer.progress.step)
-    if trainer.groups.rank == 0:
-        profiler.export_chrome_trace(str(trace))
-    if not on_gpu:
-        return {}
-    counts = {event.key: event.count for event in profiler.key_averages()}
-    reads = {k: n for k, n in counts.items() if any(wait in k for wait in WAITS)}
-    return {"host_reads": sum(reads.values()), "host_reads_by_call": reads}
-
-
 def show(result: dict[str, Any]) -> None:
     """Print the figures of the config for people."""
     mfu = "unknown" if result["mfu"] is None else f"{100 * result['mfu']:.1f}%"
@@ -306,8 +285,6 @@ def show(result: dict[str, Any]) -> None:
     print_table(
         [{"phase": name, "ms": 1e3 * seconds[name], "%": 100 * shares[name]} for name in PHASES]
     )
-    for call, count in result.get("host_reads_by_call", {}).items():
-        print(f"the host waits {count} times: {call}")
 
 
 def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -359,10 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name: summary(side.trainer, from_all(measured[name]), peak)
             for name, side in sides.items()
         }
-        result = summaries[CONFIG]
-        if options.profile is not None:
-            result |= profile(sides[CONFIG].trainer, options.profile)
-        result |= {"warmup": WARM_UP, "steps": options.steps}
+        result = summaries[CONFIG] | {"warmup": WARM_UP, "steps": options.steps}
         if groups.rank == 0:
             result = record("scripts/bench/train.py", arguments, groups.device, result)
             show(result)
