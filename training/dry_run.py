@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from models.families import model_size
-from parallel.plan.devices import Device, device_named
+from parallel.plan.devices import Device
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import step_time
 from spectral.rules.muon import MsignRule
 from training.assignments import config_assignments, unit_options
 from training.config import Config
+from training.config.device_file import device_named
 from training.config.schedule import EqualSteps
 from training.data.build_data import with_mock_sets
 from training.data.manifest import manifest_of

@@ -7,14 +7,13 @@ the peak that their kind reaches, or the least time of a launch, whichever is lo
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from pydantic import Field
+
+from models.section import Check, Count, Positive, Section
 
 GIB: Final = 2**30
 
@@ -23,37 +22,44 @@ RESERVE: Final = 0.05
 what the allocator cannot use."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """One GPU and the node it is in. Rates are per second.
+OPERANDS: Final = ("fp8", "bf16", "tf32", "fp32", "fp64")
+"""Types of the operands of products."""
 
-    name            as CUDA reports it
-    memory_bytes    that CUDA reports, before anything is allocated
-    capability      compute capability
-    processors      streaming multiprocessors
-    copy_rate       bytes that a copy kernel reads and writes
-    peak            FLOPs of dense products by type of the operands
-    efficiency      share of `peak` that a large product reaches
-    launch_seconds, graph_seconds   least time of a kernel, launched by the host or by a graph
-    node_size       GPUs of a node
-    node_rate       bytes that a GPU sends to others of its node
-    network_rate    bytes that a GPU sends to other nodes
-    latency_seconds least time of a collective
-    """
+
+class Device(Section):
+    """One GPU and the node it is in. Rates are per second."""
 
     name: str
-    memory_bytes: int
+    """Name, as CUDA reports it."""
+    memory_bytes: Count
+    """Bytes that CUDA reports, before anything is allocated."""
     capability: tuple[int, int]
-    processors: int
-    copy_rate: float
-    peak: Mapping[str, float]
-    efficiency: float = 0.75
-    launch_seconds: float = 5e-6
-    graph_seconds: float = 1.5e-6
-    node_size: int = 8
-    node_rate: float = 400e9
-    network_rate: float = 45e9
-    latency_seconds: float = 20e-6
+    """Compute capability."""
+    processors: Count
+    """Streaming multiprocessors."""
+    copy_rate: Positive
+    """Bytes that a copy kernel reads and writes."""
+    peak: dict[str, Positive]
+    """FLOPs of dense products by type of the operands, one of `OPERANDS`."""
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """Share of `peak` that a large product reaches."""
+    launch_seconds: Positive = 5e-6
+    """Least time of a kernel that the host launches."""
+    graph_seconds: Positive = 1.5e-6
+    """Least time of a kernel that a graph launches."""
+    node_size: Count = 8
+    """GPUs of a node."""
+    node_rate: Positive = 400e9
+    """Bytes that a GPU sends to others of its node."""
+    network_rate: Positive = 45e9
+    """Bytes that a GPU sends to other nodes."""
+    latency_seconds: Positive = 20e-6
+    """Least time of a collective."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check the types of the operands."""
+        wrong = self.peak.keys() - {*OPERANDS}
+        yield "peak", wrong, f"must have keys among {', '.join(OPERANDS)}, got {', '.join(wrong)}"
 
     @property
     def room(self) -> int:
@@ -129,31 +135,6 @@ def peak_flops(device_name: str) -> float | None:
     """Return the peak dense bf16 FLOP/s of a device, None as `device_called` does."""
     device = device_called(device_name)
     return None if device is None else device.peak["bf16"]
-
-
-def device_named(text: str) -> Device:
-    """Return the device `text` names, or that a YAML file of that name describes: `base` is the
-    device that it takes what it leaves out from.
-
-    Raises ValueError for a name that is neither, or a file with unknown keys.
-    """
-    if text in DEVICES:
-        return DEVICES[text]
-    path = Path(text)
-    if not path.is_file():
-        raise ValueError(f"device must be one of {', '.join(DEVICES)} or a file, got {text!r}")
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} must hold keys of a device, got {loaded!r}")
-    figures = {str(key): value for key, value in loaded.items()}
-    base = device_named(str(figures.pop("base", "h100")))
-    unknown = [key for key in figures if key not in {f.name for f in fields(Device)}]
-    if unknown:
-        raise ValueError(f"{path} has unknown keys {', '.join(unknown)}")
-    return replace(base, **figures)
 
 
 HALF_SIZE: Final = 64

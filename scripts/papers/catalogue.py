@@ -14,7 +14,6 @@ from typing import Final, Literal, TypedDict
 import yaml
 
 from models.section import Section
-from parallel.plan.devices import device_named
 from scripts.papers.measured import ROOT, Measure
 from training.config import check, load_config
 from training.config.binding import bind
@@ -46,7 +45,7 @@ def planned(run: str) -> Hours:
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", overrides)
     gpus = config.plan.gpus or 8
     check(config, gpus)
-    plan = plan_run(config, gpus, device_named(config.plan.device))
+    plan = plan_run(config, gpus)
     return {"gpus": gpus, "gpu_hours": float(f"{run_hours(config, plan):.3g}")}
 
 

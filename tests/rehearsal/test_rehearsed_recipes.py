@@ -3,10 +3,10 @@ recipes have all of them."""
 
 import pytest
 
-from parallel.plan.devices import device_named
 from tests.paths import ROOT
 from tests.small_recipes import recipes
 from training.config import check, load_config
+from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse

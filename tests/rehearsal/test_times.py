@@ -2,10 +2,10 @@
 
 import pytest
 
-from parallel.plan.devices import device_named
 from tests.paths import ROOT
 from tests.slow_cases import slow_but
 from training.config import load_config
+from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse

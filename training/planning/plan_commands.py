@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.comm.groups import world_size
-from parallel.plan.devices import Device, device_named
 from training.config import Config, check
 from training.config.checks import legal_ranks
+from training.config.device_file import device_named
 from training.data.build_data import with_vocabulary
 from training.dry_run import plan_run, step_shape
 from training.errors import ConfigError, InputError
@@ -32,7 +32,7 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
     """
     check_folder("--json", json_file)
     config = with_vocabulary(config)
-    machine = named(device or config.plan.device)
+    machine = device_named(device or config.plan.device)
     gpus = gpus or own_gpus(config)
     check(config, gpus)
     planned = plan_run(config, gpus, machine)
@@ -63,7 +63,7 @@ def fit(
     check_folder("--write", write)
     config = with_vocabulary(config)
     device = device or config.plan.device
-    layouts = Layouts(config, gpus or own_gpus(config), named(device))
+    layouts = Layouts(config, gpus or own_gpus(config), device_named(device))
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
@@ -95,11 +95,3 @@ def own_gpus(config: Config) -> int:
     if started > 1:
         return started
     return config.plan.gpus or next(iter(legal_ranks(config)), config.parallel.model_ranks)
-
-
-def named(text: str) -> Device:
-    """Return the device of a name or file; raises ConfigError if there is none."""
-    try:
-        return device_named(text)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.plan.devices import Device, device_named
+from parallel.plan.devices import Device
 from training.config import Config, check
+from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
 from training.dry_run import plan_run
 from training.errors import ConfigError
@@ -60,14 +61,14 @@ def run(config: Config, options: argparse.Namespace) -> int:
     config = on_mock_tokens(config)
     check(config, options.gpus)
     ranks = chosen(config, options.rank, options.gpus)
+    device = device_named(options.device or config.plan.device)
+    some = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+    print(f"rehearses {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
     try:
-        device = device_named(options.device or config.plan.device)
-        some = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
-        print(f"rehearses {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
         report = rehearse(
             config, options.gpus, device, ranks=ranks, compiled=options.compile_kernels
         )
-    except (GuardError, ValueError) as error:
+    except GuardError as error:
         raise ConfigError(str(error)) from error
     print(described(report))
     if options.json is not None:

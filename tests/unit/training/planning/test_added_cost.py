@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel.plan.devices import device_named
 from tests.paths import ROOT
 from training.config import load_config
+from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
 from training.dry_run import plan_run, step_shape
 from training.planning import added_cost as cost

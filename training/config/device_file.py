@@ -1,0 +1,27 @@
+"""The GPU that a run is planned or rehearsed for: by its name, or as a YAML file describes it."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from models.section import named
+from parallel.plan.devices import DEVICES, Device
+from training.config.binding import InvalidConfigError, bind
+from training.config.yaml_files import over, read_saved
+
+
+def device_named(text: str) -> Device:
+    """Return the device `text` names, or that a YAML file of that name describes: its `base` names
+    the device that has all figures which the file leaves out.
+
+    Raises InvalidConfigError for a name that is neither, or with all problems of the file.
+    """
+    if text in DEVICES:
+        return DEVICES[text]
+    if not Path(text).is_file():
+        raise InvalidConfigError([f"device must be a file or {named(text, DEVICES)}"])
+    figures = dict(read_saved(Path(text)))
+    base = device_named(str(figures.pop("base", "h100")))
+    try:
+        return bind(Device, over(asdict(base), figures))
+    except InvalidConfigError as error:
+        raise InvalidConfigError([f"{text}: {line}" for line in error.problems]) from None
