@@ -8,11 +8,12 @@ a time, as NCCL's do, and each waits for its peers to begin theirs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, zip_longest
+from dataclasses import replace
+from itertools import combinations, product, zip_longest
 
+from spectral.batching import grouped
 from training.rehearsal.trace import Call
 
-POINT_TO_POINT = ("send", "receive")
 OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
@@ -89,109 +90,88 @@ def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
-    """Name and ranks of every group that any rank has used."""
-    return {call.channel: call.group for of_rank in calls.values() for call in of_rank}
+    """Name of every group that any rank has used, with those of its ranks that are known."""
+    groups = {call.channel: call.group for of_rank in calls.values() for call in of_rank}
+    return {name: tuple(r for r in group if r in calls) for name, group in groups.items()}
 
 
 def _of_group(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
     """The first collective of a group that is not the same on all of its ranks."""
-    sequences = {rank: _collectives(calls[rank], channel) for rank in members if rank in calls}
-    for number, each in enumerate(zip_longest(*sequences.values())):
-        signatures = {rank: _signature(call) for rank, call in zip(sequences, each, strict=True)}
-        first = next(iter(signatures))
-        other = next((r for r in signatures if signatures[r] != signatures[first]), None)
+    first = members[0]
+    sequences = {
+        rank: [c for c in calls[rank] if c.channel == channel and c.peer is None]
+        for rank in members
+    }
+    for number, together in enumerate(zip_longest(*sequences.values())):
+        texts = {r: _described(call) for r, call in zip(sequences, together, strict=True)}
+        other = next((r for r in texts if texts[r] != texts[first]), None)
         if other is not None:
             yield (
                 f"collective {number} of group {channel} (ranks {_shown(members)}) is "
-                f"{_described(sequences[first], number)} on rank {first} and "
-                f"{_described(sequences[other], number)} on rank {other}"
+                f"{_placed(together[0])} on rank {first} and "
+                f"{_placed(together[members.index(other)])} on rank {other}"
             )
             return
-        yield from _of_all_to_all(channel, number, members, sequences)
-
-
-def _of_all_to_all(
-    channel: str, number: int, members: Sequence[int], sequences: Mapping[int, Sequence[Call]]
-) -> Iterator[str]:
-    """Rows of an all-to-all that one rank sends and another does not expect."""
-    for source, sent_calls in sequences.items():
-        if sent_calls[number].kind != "all_to_all":
+        if (problem := _of_all_to_all(dict(zip(members, together, strict=True)))) is not None:
+            yield f"collective {number} of group {channel}: {problem}"
             return
-        for target, received_calls in sequences.items():
-            sent = sent_calls[number].out[members.index(target)]
-            expected = received_calls[number].into[members.index(source)]
-            if sent != expected:
-                yield (
-                    f"collective {number} of group {channel}: rank {source} sends {sent} elements "
-                    f"to rank {target}, which expects {expected} (at {sent_calls[number].place})"
-                )
-                return
+
+
+def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
+    """The first rows of an all-to-all that one rank sends and another does not expect."""
+    if next(iter(calls.values())).kind != "all_to_all":
+        return None
+    for (source, sent), (target, received) in product(calls.items(), repeat=2):
+        rows = sent.out[sent.group.index(target)]
+        expected = received.into[sent.group.index(source)]
+        if rows != expected:
+            return (
+                f"rank {source} sends {rows} elements to rank {target}, which expects {expected} "
+                f"(at {sent.place})"
+            )
+    return None
 
 
 def _of_pairs(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """The first send or receive of two ranks that the other side does not meet."""
-    for one in members:
-        for other in members:
-            if one < other and one in calls and other in calls:
-                yield from _of_pair(channel, one, other, calls)
-
-
-def _of_pair(
-    channel: str, one: int, other: int, calls: Mapping[int, Sequence[Call]]
-) -> Iterator[str]:
-    first = _batches(calls[one], channel, other)
-    second = _batches(calls[other], channel, one)
+    """The first send or receive of each two ranks that the other side does not meet."""
     nothing: list[Call] = []
-    for number, (a, b) in enumerate(zip_longest(first, second, fillvalue=nothing)):
-        if _meeting(a) != sorted((call.kind, call.dtype, call.numel) for call in b):
-            place = (a or b)[0].place
-            yield (
-                f"batch {number} between ranks {one} and {other} of group {channel}: "
-                f"{_kinds(a)} on rank {one}, {_kinds(b)} on rank {other} (at {place})"
-            )
-            return
-
-
-def _meeting(batch: Sequence[Call]) -> list[tuple[str, str, int]]:
-    """What the other side of a batch must do."""
-    return sorted((OTHER_SIDE[call.kind], call.dtype, call.numel) for call in batch)
+    for one, other in combinations(sorted(members), 2):
+        sides = _batches(calls[one], channel, other), _batches(calls[other], channel, one)
+        for number, (mine, its) in enumerate(zip_longest(*sides, fillvalue=nothing)):
+            meeting = [replace(call, kind=OTHER_SIDE[call.kind]) for call in its]
+            if sorted(map(_described, mine)) != sorted(map(_described, meeting)):
+                yield (
+                    f"batch {number} between ranks {one} and {other} of group {channel}: "
+                    f"{_kinds(mine)} on rank {one}, {_kinds(its)} on rank {other} "
+                    f"(at {(mine or its)[0].place})"
+                )
+                break
 
 
 def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
     """The sends to and receives from a peer, those of one batch together."""
-    numbered = [
-        (i, call)
-        for i, call in enumerate(calls)
-        if call.kind in POINT_TO_POINT and call.channel == channel and call.peer == peer
-    ]
-    key = groupby(numbered, key=lambda each: (each[1].batch, None if each[1].batch else each[0]))
-    return [[call for _, call in together] for _, together in key]
+    exchanged = enumerate(c for c in calls if c.channel == channel and c.peer == peer)
+    batches = grouped(exchanged, lambda numbered: numbered[1].batch or -1 - numbered[0])
+    return [[call for _, call in batch] for batch in batches.values()]
 
 
-def _collectives(calls: Sequence[Call], channel: str) -> list[Call]:
-    return [c for c in calls if c.channel == channel and c.kind not in POINT_TO_POINT]
-
-
-def _signature(call: Call | None) -> tuple[str, str, int, str] | None:
-    return None if call is None else (call.kind, call.dtype, call.numel, call.detail)
-
-
-def _described(calls: Sequence[Call], number: int) -> str:
-    if number >= len(calls):
+def _described(call: Call | None) -> str:
+    """What must be the same on all ranks."""
+    if call is None:
         return "nothing"
-    call = calls[number]
-    return f"{call.kind} of {call.numel} {call.dtype} {call.detail} at {call.place}".replace(
-        "  ", " "
-    )
+    return " ".join(filter(None, (f"{call.kind} of {call.numel} {call.dtype}", call.detail)))
+
+
+def _placed(call: Call | None) -> str:
+    return _described(call) + (f" at {call.place}" if call is not None else "")
 
 
 def _kinds(batch: Sequence[Call]) -> str:
-    words = [f"{call.kind} of {call.numel} {call.dtype}" for call in batch]
-    return " and ".join(words) or "nothing"
+    return " and ".join(map(_described, batch)) or "nothing"
 
 
 def _shown(ranks: Sequence[int]) -> str:
