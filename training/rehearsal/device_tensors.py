@@ -131,11 +131,12 @@ class DeviceTensors(FakeTensorMode):
     def untraced(self) -> Iterator[None]:
         """Context in which operations have results of the right shapes and nothing is written
         down."""
-        before, self._inside, self.trace.muted = self._inside, True, True
+        before = self._inside, self.trace.muted
+        self._inside = self.trace.muted = True
         try:
             yield
         finally:
-            self._inside, self.trace.muted = before, False
+            self._inside, self.trace.muted = before
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation on real tensors, of which those that are to be pinned are noted instead."""

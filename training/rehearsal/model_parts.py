@@ -41,8 +41,7 @@ def install(trace: Trace, mode: DeviceTensors) -> None:
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
     put(bias, "causal_lower_right", LowerRight)
-    install_norms(trace)
-    install_compiled(trace, mode)
+    install_fused(trace, mode)
     install_experts(trace)
     put(nn.Module, "to", moved)
 
@@ -111,50 +110,22 @@ class FusedAttention:
         return output
 
 
-def install_norms(trace: Trace) -> None:
-    """Replace `rms_norm` on the device, for the life of this process."""
-    plain = F.rms_norm
+@dataclass(frozen=True)
+class FusedFunction:
+    """A function that is one kernel forward and one backward.
 
-    class Fused(torch.autograd.Function):
-        """The norm as one launch forward, which keeps a number per row, and one backward."""
+    per_row   whether it keeps a number per row for its backward pass
+    """
 
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, gain: Tensor | None) -> Tensor:
-            out = torch.empty_like(x)
-            scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-            kept = [x, scale] if gain is None else [x, scale, gain]
-            reads = [x] if gain is None else [x, gain]
-            trace.launch(Launch.moving("_fused_rms_norm", reads, [out, scale]))
-            ctx.save_for_backward(*kept)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            kept = list(ctx.saved_tensors)
-            made = [torch.empty_like(kept[0]), *(torch.empty_like(gain) for gain in kept[2:])]
-            reads = [gradients[0], *kept]
-            trace.launch(Launch.moving("_fused_rms_norm_backward", reads, made))
-            return made[0], made[1] if len(made) > 1 else None
-
-    def rms_norm(
-        x: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        eps: float | None = None,
-    ) -> Tensor:
-        """As `torch.nn.functional.rms_norm`, which is fused for a gain of the input's type."""
-        if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
-            return plain(x, list(normalized_shape), weight, eps)
-        normed: Tensor = Fused.apply(x, weight)  # type: ignore[no-untyped-call]
-        return normed
-
-    put(F, "rms_norm", rms_norm)
+    name: str
+    function: Callable[..., Any]
+    per_row: bool = False
 
 
-def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
-    """Replace `torch.compile`, for the life of this process.
+def install_fused(trace: Trace, mode: DeviceTensors) -> None:
+    """Replace `torch.compile`, and `rms_norm` on the device, for the life of this process.
 
-    A compiled function reads its arguments and writes its results once. Its backward pass reads the
+    A fused function reads its arguments and writes its results once. Its backward pass reads the
     arguments, which is all that is kept of it, and the results' gradients, and writes those of the
     arguments: of gains too, as inductor sums over rows and columns in one kernel. Bytes that
     `read_again` names count twice.
@@ -162,15 +133,15 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
 
     class Fused(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        def forward(ctx: Any, fused: FusedFunction, *arguments: Any) -> Any:
             with mode.untraced():
-                results = function(*arguments)
+                results = fused.function(*arguments)
             reads = [x for x in arguments if isinstance(x, Tensor)]
-            writes = results if isinstance(results, tuple) else [results]
-            trace.launch(Launch.moving(kernel_name(function), reads, writes))
-            ctx.name, ctx.places = kernel_name(function), [isinstance(x, Tensor) for x in arguments]
-            ctx.gated = is_gated(function)
-            ctx.save_for_backward(*reads)
+            writes = list(results) if isinstance(results, tuple) else [results]
+            numbers = [row_numbers(reads[0])] if fused.per_row else []
+            trace.launch(Launch.moving(fused.name, reads, writes + numbers))
+            ctx.fused, ctx.places = fused, [isinstance(x, Tensor) for x in arguments]
+            ctx.save_for_backward(*reads, *numbers)
             return results
 
         @staticmethod
@@ -181,22 +152,45 @@ def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
             differentiated = [x for x, need in zip(arguments, needed, strict=True) if need]
             made = {id(x): torch.empty_like(x) for x in differentiated}
             reads = [*(g for g in gradients if g is not None), *ctx.saved_tensors]
-            if ctx.gated:
+            if is_gated(ctx.fused.function):
                 reads += read_again(reads[0], reads[1])
-            trace.launch(Launch.moving(f"{ctx.name}_backward", reads, list(made.values())))
+            trace.launch(Launch.moving(f"{ctx.fused.name}_backward", reads, list(made.values())))
             return None, *(
                 made[id(x)] if need else None for x, need in zip(arguments, needed, strict=True)
             )
 
     def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        fused = FusedFunction(kernel_name(function), function)
+
         def call(*arguments: Any) -> Any:
             if not any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
                 return function(*arguments)
-            return Fused.apply(function, *arguments)  # type: ignore[no-untyped-call]
+            return Fused.apply(fused, *arguments)  # type: ignore[no-untyped-call]
 
         return call
 
+    plain = F.rms_norm
+    norm = FusedFunction("_fused_rms_norm", lambda x, _: torch.empty_like(x), per_row=True)
+
+    def rms_norm(
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        """As `torch.nn.functional.rms_norm`, which is fused for a gain of the input's type."""
+        if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
+            return plain(x, list(normalized_shape), weight, eps)
+        normed: Tensor = Fused.apply(norm, x, weight)  # type: ignore[no-untyped-call]
+        return normed
+
     put(torch, "compile", compiled)
+    put(F, "rms_norm", rms_norm)
+
+
+def row_numbers(x: Tensor) -> Tensor:
+    """Memory for a number per row of `x` `[..., d]`."""
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def is_gated(function: Callable[..., Any]) -> bool:
