@@ -1,24 +1,23 @@
-"""The processes in which ranks are rehearsed, once for all tests of a process of pytest."""
+"""Rehearsals of the tests: in forks of one process for all tests of a process of pytest."""
 
 import os
-from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from training.rehearsal.fake_driver import GuardError
-from training.rehearsal.processes import Processes
+from tests.rehearsal.programs import Perform
+from training.rehearsal import fake_driver, processes
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Processes]:
-    """Processes side by side: as many as there are processors, one where pytest is beside itself.
+def perform() -> Perform:
+    """`processes.perform`, of one job at a time where pytest is beside itself.
 
     Skips with the reason where there is no C++ compiler.
     """
-    beside = "PYTEST_XDIST_WORKER" in os.environ
     try:
-        found = Processes(1 if beside else None).__enter__()
-    except GuardError as error:
+        fake_driver.built()
+    except fake_driver.GuardError as error:
         pytest.skip(str(error))
-    yield found
-    found.__exit__(None, None, None)
+    beside = "PYTEST_XDIST_WORKER" in os.environ
+    return partial(processes.perform, side_by_side=1 if beside else None)

@@ -1,7 +1,7 @@
 """Tiny programs to rehearse, and what their rehearsals may contain."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from parallel.plan.devices import DEVICES
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
 from training.config import Config, check
-from training.rehearsal.processes import Processes
 from training.rehearsal.rank import Job, RankReport, described, install
 from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import Trace
 
 H100 = DEVICES["h100"]
+Perform = Callable[[Sequence[Job]], list[RankReport]]
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def program(
     return config
 
 
-def called(processes: Processes, function: Callable[..., Any], *arguments: Any) -> RankReport:
+def called(perform: Perform, function: Callable[..., Any], *arguments: Any) -> RankReport:
     """The report of a call, which must come to its end."""
-    (report,) = processes.perform([TracedCall(function, arguments)])  # type: ignore[list-item]
+    (report,) = perform([TracedCall(function, arguments)])  # type: ignore[list-item]
     assert report.error is None, report.error
     return report
 
@@ -110,8 +110,8 @@ def check_rank(report: RankReport) -> None:
     assert {"forward_backward", "optimizer", "monitors", "validation", "checkpoint"} <= names
 
 
-def sound(processes: Processes, config: Config, world: int, rank: int = 0) -> RankReport:
+def sound(perform: Perform, config: Config, world: int, rank: int = 0) -> RankReport:
     """The report of one rank, which must come to the end."""
-    (report,) = processes.perform([Job(config, world, rank, H100)])
+    (report,) = perform([Job(config, world, rank, H100)])
     check_rank(report)
     return report

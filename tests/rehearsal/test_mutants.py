@@ -11,9 +11,9 @@ from training.rehearsal.verdict import combined
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def broken(processes, config, mutant):
+def broken(perform, config, mutant):
     """The report of rank 0 of two, whose program `mutant` breaks."""
-    (report,) = processes.perform([BrokenJob(config, 2, 0, H100, before=getattr(mutants, mutant))])
+    (report,) = perform([BrokenJob(config, 2, 0, H100, before=getattr(mutants, mutant))])
     return report
 
 
@@ -26,8 +26,8 @@ def broken(processes, config, mutant):
         ("streams_do_not_wait", "what nothing orders after"),
     ],
 )
-def test_accesses_in_no_order_are_found(mutant, words, processes, tmp_path):
-    report = broken(processes, program(tmp_path, 2), mutant)
+def test_accesses_in_no_order_are_found(mutant, words, perform, tmp_path):
+    report = broken(perform, program(tmp_path, 2), mutant)
     assert report.findings and any(words in finding for finding in report.findings)
     assert not combined([report], 2, H100).ok
 
@@ -48,9 +48,9 @@ def test_accesses_in_no_order_are_found(mutant, words, processes, tmp_path):
         ),
     ],
 )
-def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, processes, tmp_path):
+def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, perform, tmp_path):
     config = program(tmp_path, 2, **changes)
-    report = broken(processes, config, mutant)
+    report = broken(perform, config, mutant)
     assert report.error is not None and words in report.error and "(at " in report.error
 
 
@@ -66,9 +66,9 @@ def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, p
         ),
     ],
 )
-def test_waits_of_the_host_are_found(mutant, place, changes, processes, tmp_path):
+def test_waits_of_the_host_are_found(mutant, place, changes, perform, tmp_path):
     config = program(tmp_path, 2, **changes)
-    report = broken(processes, config, mutant)
+    report = broken(perform, config, mutant)
     assert any(each.startswith(place) for each in plain_waits(report)), report.error
 
 
@@ -76,9 +76,9 @@ def test_waits_of_the_host_are_found(mutant, place, changes, processes, tmp_path
     ("mutant", "found"), [SLOW("user_wants_tf32", 0), ("optimizer_in_tf32", 1)]
 )
 def test_products_of_the_optimizer_are_ieee_whatever_the_forward_pass_has(
-    mutant, found, processes, tmp_path
+    mutant, found, perform, tmp_path
 ):
     config = program(tmp_path, 2, rule="spectral_sphere", pc__level=2, train__precision="fp32")
-    report = broken(processes, config, mutant)
+    report = broken(perform, config, mutant)
     said = [finding for finding in report.findings if "multiplies float32 in TF32" in finding]
     assert bool(said) is bool(found) and len(said) == len(report.findings), report.findings

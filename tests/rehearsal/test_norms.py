@@ -35,16 +35,16 @@ def on_both(gain: torch.dtype | None) -> None:
     assert all(x.is_cuda for x in faked)
 
 
-def counted(processes, gain):
+def counted(perform, gain):
     """Counts forward and backward."""
-    report = called(processes, on_both, gain)
+    report = called(perform, on_both, gain)
     # The first was that of the processor.
     return report.counts[2, "forward_backward"], report.counts[2, "optimizer"]
 
 
 @pytest.mark.parametrize("gain", [None, torch.bfloat16])
-def test_a_norm_is_one_launch_each_way(gain, processes):
-    forward, backward = counted(processes, gain)
+def test_a_norm_is_one_launch_each_way(gain, perform):
+    forward, backward = counted(perform, gain)
     assert forward.kernels == {"_fused_rms_norm": 1}
     assert backward.kernels == {"_fused_rms_norm_backward": 1}
     gains = 0 if gain is None else SIZE * 2
@@ -52,7 +52,7 @@ def test_a_norm_is_one_launch_each_way(gain, processes):
     assert backward.elementwise_bytes == 3 * X + SCALES + 2 * gains
 
 
-def test_a_gain_of_another_type_is_several_launches(processes):
+def test_a_gain_of_another_type_is_several_launches(perform):
     """PyTorch fuses types that are the same only."""
-    forward, _ = counted(processes, torch.float32)
+    forward, _ = counted(perform, torch.float32)
     assert "_fused_rms_norm" not in forward.kernels and forward.launches > 3

@@ -4,9 +4,8 @@ them, and the FLOPs of products in place and of factorisations."""
 import pytest
 import torch
 
-from tests.rehearsal.programs import called
+from tests.rehearsal.programs import Perform, called
 from training.rehearsal.operations import kernels_of, kind_of
-from training.rehearsal.processes import Processes
 
 aten = torch.ops.aten
 
@@ -46,8 +45,8 @@ def add_in_place() -> None:
         torch._foreach_add_(tensors, tensors)
 
 
-def test_an_operation_in_place_on_lists_is_counted(processes: Processes) -> None:
-    counts = called(processes, add_in_place).counts[0, "optimizer"]
+def test_an_operation_in_place_on_lists_is_counted(perform: Perform) -> None:
+    counts = called(perform, add_in_place).counts[0, "optimizer"]
     assert counts.kernels == {"_foreach_add_": 1}
     assert counts.launches == 1
     assert counts.elementwise_bytes == 3 * 3 * 8 * 4  # both lists read, the first written
@@ -63,9 +62,9 @@ def average_in_place() -> None:
         average_(gradient, mean, 0.95, active, nesterov=True)
 
 
-def test_a_kernel_in_place_moves_its_tensors_twice(processes: Processes) -> None:
+def test_a_kernel_in_place_moves_its_tensors_twice(perform: Perform) -> None:
     pytest.importorskip("triton")
-    counts = called(processes, average_in_place).counts[0, "optimizer"]
+    counts = called(perform, average_in_place).counts[0, "optimizer"]
     assert counts.kernels == {"momentum_kernel": 1}
     assert counts.elementwise_bytes == 2 * 2 * 8 * 4 + 1  # and the predicate
 
@@ -80,8 +79,8 @@ def products_in_place() -> None:
         torch.linalg.solve_triangular(factor, b.mT, upper=False)
 
 
-def test_products_in_place_and_factorisations_have_flops(processes: Processes) -> None:
-    report = called(processes, products_in_place)
+def test_products_in_place_and_factorisations_have_flops(perform: Perform) -> None:
+    report = called(perform, products_in_place)
     products, factors, solutions = 4 * (2 * 8 * 4 * 6), 3 * 6**3 / 3, 3 * 6**2 * 4
     assert report.counts[0, "optimizer"].flops == products + factors + solutions
 
@@ -96,8 +95,8 @@ def factorisations() -> None:
         torch.linalg.eigvalsh(torch.empty(2, 2048, 2048, **wide))
 
 
-def test_factorisations_are_far_slower_than_products(processes: Processes) -> None:
-    report = called(processes, factorisations)
+def test_factorisations_are_far_slower_than_products(perform: Perform) -> None:
+    report = called(perform, factorisations)
     # At 5% of 67 TFLOP/s, and half of it in halves of the size.
     seconds = 90 * 512**3 / 3 / 3.35e12 + 90 * 256**3 / 3 / 1.675e12
     assert report.counts[0, "optimizer"].kernel_seconds == pytest.approx(seconds, rel=0.01)

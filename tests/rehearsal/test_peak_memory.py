@@ -124,14 +124,14 @@ def peak(report: RankReport) -> float:
 
 
 @pytest.mark.parametrize(("family", "axis"), CASES)
-def test_planned_memory_and_bytes_are_those_of_a_rehearsal(family, axis, processes, tmp_path):
+def test_planned_memory_and_bytes_are_those_of_a_rehearsal(family, axis, perform, tmp_path):
     world, changes = AXES[axis]
     copies = 2 if axis != "expert" else 4
     values = SHAPE | FAMILIES[family] | changes | {"train__global_batch": 4 * copies}
     config = program(tmp_path, world, family, **values)
     # The first rank of every stage.
     ranks = [0, world // 2] if axis == "pipeline" else [0]
-    reports = processes.perform([Job(config, world, rank, H100) for rank in ranks])
+    reports = perform([Job(config, world, rank, H100) for rank in ranks])
     planned = plan_run(config, world)
     for stage, report in enumerate(reports):
         assert planned.stages[stage].memory.total == pytest.approx(peak(report), rel=0.05), stage
@@ -158,19 +158,19 @@ GATED = MIXTURE | GROUPED | {"model__moe__shared_gate": True}
     ],
 )
 def test_planned_memory_is_that_of_every_rule_and_option(
-    world, family, rule, changes, tolerance, processes, tmp_path
+    world, family, rule, changes, tolerance, perform, tmp_path
 ):
     config = program(tmp_path, world, family, rule, **SHAPE | changes)
-    (report,) = processes.perform([Job(config, world, 0, H100)])
+    (report,) = perform([Job(config, world, 0, H100)])
     assert plan_run(config, world).memory.total == pytest.approx(peak(report), rel=tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"])
-def test_buffers_of_the_step_are_those_of_the_plan(rule, processes, tmp_path):
+def test_buffers_of_the_step_are_those_of_the_plan(rule, perform, tmp_path):
     """What a step needs above what a rank always holds."""
     config = program(tmp_path, 2, "llama", rule, **SHAPE | {"train__global_batch": 8})
-    (report,) = processes.perform([Job(config, 2, 0, H100)])
+    (report,) = perform([Job(config, 2, 0, H100)])
     assert report.error is None, report.error
     memory = plan_run(config, 2).memory
     permanent = memory.weights + memory.gradients + memory.master + memory.state

@@ -21,8 +21,8 @@ QUICK = {"gemma2", "adamw", "spectral_sphere", "PC layers"}
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK, SETTINGS))
-def test_every_family_is_rehearsed(family, processes, tmp_path):
-    sound(processes, program(tmp_path, WORLD, family, **MONITORED), WORLD)
+def test_every_family_is_rehearsed(family, perform, tmp_path):
+    sound(perform, program(tmp_path, WORLD, family, **MONITORED), WORLD)
 
 
 LAUNCHES = {
@@ -39,8 +39,8 @@ PASSES = 410
 
 
 @pytest.mark.parametrize("rule", slow_but(QUICK, LAUNCHES))
-def test_every_rule_is_rehearsed_within_its_launches(rule, processes, tmp_path):
-    report = sound(processes, program(tmp_path, WORLD, rule=rule), WORLD)
+def test_every_rule_is_rehearsed_within_its_launches(rule, perform, tmp_path):
+    report = sound(perform, program(tmp_path, WORLD, rule=rule), WORLD)
     assert plain(report, "optimizer").launches <= LAUNCHES[rule]
     assert plain(report, "forward_backward").launches <= PASSES
 
@@ -51,8 +51,8 @@ WIDE = {
 }  # fmt: skip
 
 
-def test_side_streams_keep_no_pool_for_stacks_that_fill_the_device(processes, tmp_path):
-    report = sound(processes, program(tmp_path, 1, **WIDE), 1)
+def test_side_streams_keep_no_pool_for_stacks_that_fill_the_device(perform, tmp_path):
+    report = sound(perform, program(tmp_path, 1, **WIDE), 1)
     heads = 4 * 12 * 64 * 1024  # bytes of q, k and v, in float32
     assert heads < report.side_pools < 10 * heads
     # The step takes more than that for the three matrices of the feed-forward block.
@@ -75,16 +75,16 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", slow_but(QUICK, OPTIONS))
-def test_every_option_is_rehearsed(option, processes, tmp_path):
-    sound(processes, program(tmp_path, WORLD, **MONITORED | OPTIONS[option]), WORLD)
+def test_every_option_is_rehearsed(option, perform, tmp_path):
+    sound(perform, program(tmp_path, WORLD, **MONITORED | OPTIONS[option]), WORLD)
 
 
-def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_path):
+def test_compiled_parts_are_one_kernel_forward_and_few_backward(perform, tmp_path):
     programs = (
         program(tmp_path, WORLD, train__compile=how, train__fused_backward=kernels)
         for how, kernels in (("null", "null"), ("auto", "null"), ("auto", "auto"))
     )
-    reports = [sound(processes, made, WORLD) for made in programs]
+    reports = [sound(perform, made, WORLD) for made in programs]
     single, compiled, ours = (plain(report, "forward_backward") for report in reports)
     calls = 2 * reports[0].scenario.rehearsed  # of two layers
     assert single.kernels["silu"] == calls
@@ -109,9 +109,9 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_p
 
 
 @pytest.mark.slow
-def test_ligers_loss_is_a_kernel_forward_and_one_backward(processes, tmp_path):
+def test_ligers_loss_is_a_kernel_forward_and_one_backward(perform, tmp_path):
     reports = [
-        sound(processes, program(tmp_path, WORLD, train__fused_loss=how), WORLD)
+        sound(perform, program(tmp_path, WORLD, train__fused_loss=how), WORLD)
         for how in ("null", "auto")
     ]
     engine, liger = (plain(report, "forward_backward") for report in reports)
@@ -125,10 +125,10 @@ def test_ligers_loss_is_a_kernel_forward_and_one_backward(processes, tmp_path):
 @pytest.mark.parametrize(
     ("backend", "reads"), slow_but([("grouped", 0)], [("grouped", 0), ("sequential", 1)])
 )
-def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_path):
+def test_mixtures_read_no_more_than_is_listed(backend, reads, perform, tmp_path):
     """Megatron's own dispatcher waits three times per layer and pass."""
     config = program(tmp_path, 1, "moe", model__moe__backend=backend)
-    report = sound(processes, config, 1)
+    report = sound(perform, config, 1)
     found = plain(report, "forward_backward").host_reads
     passes = config.train.global_batch // config.train.micro_batch
     mixed = config.model.layers - config.model.moe.dense_layers
@@ -136,9 +136,9 @@ def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_pat
     assert all(place.startswith(tuple(ALLOWED_READS)) for place in found)
 
 
-def test_a_graph_launches_the_step_once(processes, tmp_path):
+def test_a_graph_launches_the_step_once(perform, tmp_path):
     graph = {"cuda_graph": True, "overlap_gather": False}
     keys = {f"optimizer__distributed__{key}": value for key, value in graph.items()}
-    report = sound(processes, program(tmp_path, WORLD, **keys), WORLD)
+    report = sound(perform, program(tmp_path, WORLD, **keys), WORLD)
     last = max(step for step, name in report.counts if name == "optimizer")
     assert report.counts[last, "optimizer"].kernels["graph"] >= 1

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -16,7 +15,6 @@ from tests.rehearsal.programs import MONITORED, SHAPE
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
 from training.rehearsal import rehearse as rehearsal
-from training.rehearsal.processes import Processes
 
 FIGURES = {
     "launches", "triton_launches", "collectives", "collective_bytes", "host_reads",
@@ -25,12 +23,12 @@ FIGURES = {
 
 
 @pytest.fixture
-def rehearse(tmp_path, processes, monkeypatch):
+def rehearse(tmp_path, perform, monkeypatch):
     """Function that rehearses the tiny config with some options, and returns the exit code.
 
     It takes the processes of all tests: to start others takes longer than the rehearsal.
     """
-    monkeypatch.setattr(rehearsal, "Processes", lambda: nullcontext(processes))
+    monkeypatch.setattr(rehearsal, "perform", perform)
     shape = SHAPE | MONITORED
     tiny_config(str(tmp_path), "muon", **shape | overrides(settings("llama")))
     changes = [f"{key.replace('__', '.')}={value}" for key, value in shape.items()]
@@ -89,7 +87,6 @@ def test_wrong_input_is_said_and_exits_with_2(options, words, rehearse, capsys):
 
 
 def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(rehearsal, "Processes", Processes)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert rehearse("--gpus", "1") == 2
@@ -105,7 +102,8 @@ def test_nothing_lives_on_when_it_is_stopped(tmp_path):
         running = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
     me = psutil.Process(running.pid)
     end = time.monotonic() + 600
-    while len(found := me.children(recursive=True)) < 2:  # the worker, and a rank
+    # The fork server, the tracker of its resources, and a rank.
+    while len(found := me.children(recursive=True)) < 3:
         assert running.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     running.send_signal(signal.SIGTERM)

@@ -7,10 +7,9 @@ import torch
 
 from models.blocks.document_attention import documents_of
 from parallel.plan.devices import DEVICES
-from tests.rehearsal.programs import H100, called, program, sound
+from tests.rehearsal.programs import H100, Perform, called, program, sound
 from training.config import Config
 from training.dry_run import attended_length, plan_run
-from training.rehearsal.processes import Processes
 from training.rehearsal.rank import Job
 from training.rehearsal.scenario import PLAIN_STEP
 
@@ -27,29 +26,29 @@ LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_bat
     ],
 )
 def test_a_run_would_not_break(
-    family: str, layout: dict[str, int], processes: Processes, tmp_path: Path
+    family: str, layout: dict[str, int], perform: Perform, tmp_path: Path
 ) -> None:
     """Nor does the host wait for the device."""
     config = program(tmp_path, 2, family, **MASKED, **layout, data__workers=0)
-    sound(processes, config, 2, 1)
+    sound(perform, config, 2, 1)
 
 
-def step_flops(processes: Processes, config: Config) -> float:
+def step_flops(perform: Perform, config: Config) -> float:
     """FLOPs of a plain step's forward and backward pass."""
-    (report,) = processes.perform([Job(config, 1, 0, H100)])
+    (report,) = perform([Job(config, 1, 0, H100)])
     assert report.error is None, report.error
     return report.counts[PLAIN_STEP, "forward_backward"].flops
 
 
 @pytest.mark.slow
-def test_flops_fall_as_the_plan_says(processes: Processes, tmp_path: Path) -> None:
+def test_flops_fall_as_the_plan_says(perform: Perform, tmp_path: Path) -> None:
     """By those of attention to hidden keys, of which a few samples have other documents."""
     mock = {"data__mock": True}
     crossed = program(tmp_path, 1, **LONG, **mock)
     masked = program(tmp_path, 1, **LONG, **mock | MASKED)
     kept = attended_length(masked)
     assert 1_400 < kept < 1_700
-    both = [step_flops(processes, config) for config in (crossed, masked)]
+    both = [step_flops(perform, config) for config in (crossed, masked)]
     train, model = crossed.train, crossed.model
     tokens = train.global_batch * train.sequence_length
     width = model.layers * model.heads * 2 * model.head_size
@@ -69,8 +68,8 @@ def attend_to_documents() -> None:
     causal_attention(query, key, key, 0.125, documents.parts[0]).sum().backward()
 
 
-def test_flops_are_those_of_the_documents(processes: Processes) -> None:
-    report = called(processes, attend_to_documents)
+def test_flops_are_those_of_the_documents(perform: Perform) -> None:
+    report = called(perform, attend_to_documents)
     flops = sum(counts.flops for counts in report.counts.values())
     assert flops == 0.5 * 7 * 2 * 4 * 64 * (100**2 + 28**2)
 

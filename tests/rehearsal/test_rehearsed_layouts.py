@@ -55,11 +55,11 @@ LARGER = {
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, [*LAYOUTS, *LARGER]))
-def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
+def test_all_ranks_ask_for_the_same_collectives(layout, perform, tmp_path):
     """What one rank of a group calls and another does not is a hang on a cluster."""
     world, family, changes = (LAYOUTS | LARGER)[layout]
     config = program(tmp_path, world, family, **MONITORED, **changes)
-    reports = processes.perform([Job(config, world, rank, H100) for rank in range(world)])
+    reports = perform([Job(config, world, rank, H100) for rank in range(world)])
     for report in reports:
         check_rank(report)
     assert mismatches({report.rank: report.calls for report in reports}) == []
@@ -67,19 +67,19 @@ def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
     assert {"reduce_scatter", "all_gather"} <= kinds or world < 4
 
 
-def test_a_rank_that_leaves_a_collective_out_is_found(processes, tmp_path):
+def test_a_rank_that_leaves_a_collective_out_is_found(perform, tmp_path):
     config = program(tmp_path, 2)
     jobs = [
         Job(config, 2, 0, H100),
         BrokenJob(config, 2, 1, H100, before=mutants.norm_of_this_rank_alone),
     ]
-    one, other = processes.perform(jobs)
+    one, other = perform(jobs)
     (found, *_) = mismatches({0: one.calls, 1: other.calls})
     assert "on rank 0" in found and "on rank 1" in found
 
 
 @pytest.mark.parametrize("world", [64, pytest.param(1024, marks=pytest.mark.slow)])
-def test_large_worlds_are_rehearsed_by_one_rank(world, processes, tmp_path):
+def test_large_worlds_are_rehearsed_by_one_rank(world, perform, tmp_path):
     config = program(tmp_path, world, parallel__tensor=2, train__global_batch=world)
-    report = sound(processes, config, world, world - 1)
+    report = sound(perform, config, world, world - 1)
     assert max(len(call.group) for call in report.calls) == world

@@ -8,17 +8,17 @@ from tests.small_recipes import recipes
 from training.config import check, load_config
 from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
-from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]  # 200 layers at full size take minutes
 
 
+@pytest.mark.usefixtures("perform")
 @pytest.mark.parametrize("recipe", [names[-1] for names in recipes().values()])
-def test_a_recipe_would_not_break(recipe: str, processes: Processes) -> None:
+def test_a_recipe_would_not_break(recipe: str) -> None:
     config = on_mock_tokens(load_config(ROOT / "configs" / f"{recipe}.yaml"))
     assert config.plan.gpus is not None
     check(config, config.plan.gpus)
     device = device_named(config.plan.device)
-    report = rehearse(config, config.plan.gpus, device, processes=processes)
+    report = rehearse(config, config.plan.gpus, device)
     assert report.ok, report.error

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from scripts.papers.catalogue import key_of, read_catalogue
-from tests.rehearsal.programs import sound
+from tests.rehearsal.programs import Perform, sound
 from tests.small_recipes import recipes, small_recipe
 from training.config import InvalidConfigError, check
-from training.rehearsal.processes import Processes
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,7 @@ CUTS = ("tensor", "pipeline", "context", "expert")
 
 @pytest.mark.parametrize(("run", "first"), [(run, i) for i, run in enumerate(sorted(RUNS))])
 def test_a_small_run_would_not_break(
-    run: str, first: int, processes: Processes, tmp_path: Path
+    run: str, first: int, perform: Perform, tmp_path: Path
 ) -> None:
     recipe, *overrides = shlex.split(run)
     turn = first % len(CUTS)
@@ -47,4 +46,4 @@ def test_a_small_run_would_not_break(
             continue
     else:
         pytest.fail("no axis of this run can be cut")
-    sound(processes, config, PEERS, PEERS - 1)  # also the last stage of a pipeline
+    sound(perform, config, PEERS, PEERS - 1)  # also the last stage of a pipeline

@@ -2,6 +2,7 @@
 would wait for peers."""
 
 import io
+import multiprocessing
 import os
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,6 +17,7 @@ from parallel.comm import groups
 from tests.rehearsal.programs import TracedCall, called, program
 from training.config import Config
 from training.machine.device import Gpus, gpus_here
+from training.rehearsal import processes
 from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.processes import RehearsalError
 from training.rehearsal.program import place, put, replace
@@ -49,16 +51,23 @@ def device_error(config: Config) -> None:
     assert "abort nccl" in happened and "wait" not in happened, happened
 
 
-def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(processes, tmp_path):
+def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(perform, tmp_path):
     config = program(tmp_path, 1, data__mock=True, run__device="cuda")
-    called(processes, device_error, config)
+    called(perform, device_error, config)
 
 
-def test_answers_of_an_interrupted_call_are_not_those_of_the_next(processes, monkeypatch):
-    monkeypatch.setattr(processes, "side_by_side", 2)
-    with pytest.raises(RehearsalError, match="ended with 3"):
-        processes.perform([TracedCall(os._exit, (3,)), TracedCall(time.sleep, (1,))])
-    called(processes, time.sleep, 2)
+def test_a_job_without_a_report_ends_the_others(perform):
+    began = time.monotonic()
+    with pytest.raises(RehearsalError, match="ended with 3: the last words"):
+        processes.perform([TracedCall(time.sleep, (60,)), TracedCall(dies)], side_by_side=2)
+    assert not multiprocessing.active_children() and time.monotonic() - began < 50
+    called(perform, time.sleep, 0)
+
+
+def dies() -> None:
+    """End this process."""
+    os.write(2, b"the last words")
+    os._exit(3)
 
 
 def one_group_of_the_hosts() -> None:
@@ -69,10 +78,10 @@ def one_group_of_the_hosts() -> None:
     assert dist.get_backend(layout.host) == "gloo"
 
 
-def test_hosts_have_one_group_of_their_own(processes):
+def test_hosts_have_one_group_of_their_own(perform):
     """Megatron makes a twin over gloo of most of its groups unless it is told not to: each is a
     mesh of sockets of its own."""
-    called(processes, one_group_of_the_hosts)
+    called(perform, one_group_of_the_hosts)
 
 
 def test_what_only_the_rehearsal_imports_is_not_replaced_in_silence():

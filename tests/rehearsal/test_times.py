@@ -7,7 +7,6 @@ from tests.slow_cases import slow_but
 from training.config import load_config
 from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
-from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
 
 TWO_BY_TWO = ["parallel.tensor=2", "parallel.pipeline=2"]
@@ -20,12 +19,13 @@ RECIPES = [
 WHOLE = ("llama1b_sso", 8, list[str]())
 
 
+@pytest.mark.usefixtures("perform")
 @pytest.mark.parametrize(("name", "gpus", "changes"), slow_but(RECIPES[:1], [*RECIPES, WHOLE]))
 def test_a_step_takes_as_long_in_a_plan_as_in_a_rehearsal(
-    name: str, gpus: int, changes: list[str], processes: Processes
+    name: str, gpus: int, changes: list[str]
 ) -> None:
     keys = [*changes, "monitors.interval=0", "checkpoint.interval=0"]
     config = load_config(ROOT / "configs" / f"{name}.yaml", keys)
-    report = rehearse(on_mock_tokens(config), gpus, device_named("h100"), processes=processes)
+    report = rehearse(on_mock_tokens(config), gpus, device_named("h100"))
     assert report.error is None
     assert report.planned_seconds == pytest.approx(report.seconds, rel=0.05)

@@ -1,88 +1,104 @@
-"""Several rehearsals side by side, each in its own process."""
+"""Several rehearsals side by side, each in a process that is of no other use afterwards.
 
+Ranks are forks of multiprocessing's fork server, which imports everything once.
+"""
+
+import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from training.rehearsal.fake_driver import GuardError
+from training.rehearsal import fake_driver
 from training.rehearsal.program import ROOT
-from training.rehearsal.rank import Job, RankReport
+
+if TYPE_CHECKING:  # imports torch, which a rank may import only after the device
+    from training.rehearsal.rank import Job, RankReport
+
+DEVICE: Final = "training.rehearsal.process_device"
+"""The module whose import prepares a process."""
 
 
 class RehearsalError(RuntimeError):
     """A process that rehearses ended without a report."""
 
 
-class Processes:
-    """Context in which jobs are performed, as many at a time as there are processors.
+def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["RankReport"]:
+    """Return the report of every job, in order, from as many processes at a time as there are
+    processors.
 
-    Raises GuardError on entering if this machine cannot rehearse.
+    Raises GuardError if this machine cannot rehearse, RehearsalError if a job has no report.
     """
+    fake_driver.built()
+    context = multiprocessing.get_context("forkserver")
+    start_server()
+    most = side_by_side or len(os.sched_getaffinity(0))
+    running: dict[int, tuple[ForkServerProcess, Path]] = {}
+    with tempfile.TemporaryDirectory(prefix="rehearsals-") as folder:
+        paths = [Path(folder) / f"{i}.out" for i in range(len(jobs))]
+        waiting = deque(zip(jobs, paths, strict=True))
+        try:
+            while waiting or running:
+                while waiting and len(running) < most:
+                    job, path = waiting.popleft()
+                    process = context.Process(target=rehearse, args=(pickle.dumps(job), path))
+                    process.start()
+                    running[process.sentinel] = process, path
+                for sentinel in wait(list(running)):
+                    check(*running.pop(int(sentinel)))  # type: ignore[arg-type]
+        finally:
+            for process, _ in running.values():
+                process.kill()
+                process.join()
+        return [pickle.loads(path.read_bytes()) for path in paths]
 
-    def __init__(self, side_by_side: int | None = None) -> None:
-        self.side_by_side = side_by_side or len(os.sched_getaffinity(0))
-        self._folder = tempfile.TemporaryDirectory(prefix="rehearsals-")
-        self._count = 0
 
-    def __enter__(self) -> "Processes":
-        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._worker = worker = subprocess.Popen(
-            [sys.executable, "-m", "training.rehearsal.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+def start_server() -> None:
+    """Start the fork server of this process, if it has none: with the project on its path, wherever
+    the command is started from."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
+    forkserver.set_forkserver_preload([DEVICE])
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def check(process: ForkServerProcess, path: Path) -> None:
+    """Raise RehearsalError, with what it printed, if a process ended otherwise than with 0."""
+    process.join()
+    if process.exitcode:
+        printed = path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
+        raise RehearsalError(
+            f"a rehearsal ended with {process.exitcode}: {printed.strip()[-2000:]}"
         )
-        assert worker.stdin is not None and worker.stdout is not None
-        self._input, self._output = worker.stdin, worker.stdout
-        answer = self._read()
-        if answer != "ready":
-            self.__exit__()
-            raise GuardError(answer.removeprefix("error "))
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._input.close()
-        self._worker.wait()
-        self._output.close()
-        self._folder.cleanup()
 
-    def perform(self, jobs: Sequence[Job]) -> list[RankReport]:
-        """The report of every job, in order. Raises RehearsalError if there is none of one."""
-        waiting = [self._prepared(job) for job in jobs]
-        paths = list(waiting)
-        under_way = 0
-        while waiting or under_way:
-            while waiting and under_way < self.side_by_side:
-                self._input.write(f"{waiting.pop(0)}\n")
-                self._input.flush()
-                under_way += 1
-            name, status = self._read().rsplit(" ", 1)
-            path = Path(name)
-            if path not in paths:
-                continue  # a job of a call that was interrupted
-            under_way -= 1
-            if status != "0":
-                output = (
-                    path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace").strip()
-                )
-                raise RehearsalError(f"a rehearsal ended with {status}: {output[-2000:]}")
-        return [pickle.loads(path.with_suffix(".out").read_bytes()) for path in paths]
-
-    def _prepared(self, job: Job) -> Path:
-        """The file of a job that is to be performed."""
-        self._count += 1
-        path = Path(self._folder.name) / f"{self._count}.job"
-        path.write_bytes(pickle.dumps(job))
-        return path
-
-    def _read(self) -> str:
-        """The worker's next line. Raises RehearsalError if it is gone."""
-        line = self._output.readline()
-        if not line:
-            raise RehearsalError(f"the rehearsing process ended with {self._worker.wait()}")
-        return line.rstrip("\n")
+def rehearse(job: bytes, path: Path) -> None:
+    """Rehearse one job, write its report to `path`, and end this process, at the latest when the
+    process that started it ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: os._exit(bool(wait([parent.sentinel]))), daemon=True).start()
+    output = os.open(path.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    status = 1
+    try:
+        __import__(DEVICE)
+        path.write_bytes(pickle.dumps(pickle.loads(job).perform()))
+        status = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    finally:
+        # No cleaning up: fake tensors and their modes die with the process.
+        os._exit(status)

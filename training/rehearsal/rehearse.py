@@ -14,7 +14,7 @@ from training.dry_run import plan_run
 from training.errors import ConfigError
 from training.rehearsal.fake_driver import GuardError
 from training.rehearsal.matching import mismatches
-from training.rehearsal.processes import Processes
+from training.rehearsal.processes import perform
 from training.rehearsal.rank import Job
 from training.rehearsal.scenario import with_known_kernels
 from training.rehearsal.verdict import Report, combined, described
@@ -27,21 +27,14 @@ def rehearse(
     *,
     ranks: Sequence[int] | None = None,
     compiled: bool = False,
-    processes: Processes | None = None,
 ) -> Report:
     """Rehearse `config` on `world` pretended GPUs of a kind.
 
     `ranks` None is the first rank of every pipeline stage. Where all ranks of the world are
-    rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels, and
-    `processes` is where to rehearse. Raises GuardError if this machine cannot,
-    RehearsalError if a process ended without a report."""
+    rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels. Raises
+    GuardError if this machine cannot, RehearsalError if a process ended without a report."""
     ranks = chosen(config, None, world) if ranks is None else ranks
-    jobs = [Job(config, world, rank, device, compiled) for rank in ranks]
-    if processes is None:
-        with Processes() as some:
-            reports = some.perform(jobs)
-    else:
-        reports = processes.perform(jobs)
+    reports = perform([Job(config, world, rank, device, compiled) for rank in ranks])
     whole = len(ranks) == world and all(each.error is None for each in reports)
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
     report = combined(reports, world, device, different)
