@@ -1,8 +1,9 @@
 """Configs of tiny runs."""
 
+from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from training.config import Config, load_config
 
@@ -61,7 +62,9 @@ def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) ->
         "log": {"interval": 5},
         "validation": {"samples": 5},
     }
-    OmegaConf.save(OmegaConf.create(content), f"{folder}/config.yaml")
+    Path(folder, "config.yaml").write_text(
+        yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False)
+    )
     return read_config(folder, **overrides)
 
 

@@ -10,8 +10,9 @@ resolves no references.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from fnmatch import fnmatchcase
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, cast
@@ -267,9 +268,21 @@ def _load(path: Path, origin: str = "") -> Content:
         except OSError as error:
             problem = f"cannot read config {name}{origin}: {error.strerror or error}"
             raise InvalidConfigError([problem]) from error
-        if not isinstance(_checked(text), yaml.MappingNode | None):
+        content = _parsed(text)
+        if content is None:
             raise InvalidConfigError([f"{name} must hold a mapping of sections"])
-        return cast(Content, OmegaConf.to_container(OmegaConf.create(text)))
+        return deepcopy(content)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Content | None:
+    """Return the mapping of a YAML text, None if the text holds another kind of value.
+
+    Many configs have the same bases: each text is parsed once.
+    """
+    if not isinstance(_checked(text), yaml.MappingNode | None):
+        return None
+    return cast(Content, OmegaConf.to_container(OmegaConf.create(text)))
 
 
 def _checked(text: str) -> yaml.Node | None:
