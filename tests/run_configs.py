@@ -14,7 +14,7 @@ RULES = {
     "spectral_sphere": 2e-2,
     "muon_plus_plus": 1e-2,
 }
-"""Each rule's peak learning rate on the tiny model."""
+"""Peak learning rates of the rules on the tiny model."""
 
 MIXTURE = {
     "model__family": "moe",
@@ -23,17 +23,17 @@ MIXTURE = {
     "model__moe__expert_ffn": 32,
     "model__moe__dense_layers": 1,
 }
-"""Overrides that make the tiny model a mixture of experts."""
+"""Overrides that turn the tiny model into a mixture of experts."""
 ROUTED = MIXTURE | {
     "optimizer__roles__router__rule": "adamw",
     "optimizer__roles__router__lr": 3e-3,
 }
-"""The same with a rate of its own for routers."""
+"""The same with a separate rate for routers."""
 
 
 def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) -> Config:
-    """A two-layer, 64-wide Llama on the token set `folder`/tokens; `overrides` are dotted keys with
-    `__` for the dot."""
+    """Return the config of a two-layer, 64-wide Llama on the token set `folder`/tokens; `overrides`
+    are dotted keys with `__` for the dot."""
     group = {"rule": "adamw", "lr": 3e-3, "weight_decay": 0.1}
     content = {
         "run": {"name": "test", "dir": f"{folder}/run"},
@@ -69,7 +69,7 @@ def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) ->
 
 
 def read_config(folder: str, **overrides: Any) -> Config:
-    """The config that `tiny_config` has written to `folder`, with other overrides."""
+    """Return the config that `tiny_config` has written to `folder`, with further overrides."""
     return load_config(
         f"{folder}/config.yaml",
         [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()],

@@ -1,4 +1,4 @@
-"""What a run has written: lines, metrics and checkpoints."""
+"""The output of a run: lines, metrics and checkpoints."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from training.report.metrics import read_metrics
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file."""
+    """Return the objects of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of all files but the lock, which tells who tried last, by their names."""
+    """Return the sha256 of all files by name, except the lock, which names the last process."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -28,21 +28,21 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def without_times(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a line that are the same in every run of the same steps."""
+    """Return the metrics of a line that are equal in every run of the same steps."""
     return {k: v for k, v in line.items() if not k.startswith(("perf/", "progress/eta"))}
 
 
 def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times."""
+    """Return the lines of metrics.jsonl without times."""
     return [without_times(line) for line in read_metrics(run_dir)]
 
 
 def state_of(run_dir: str | Path, step: int) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint of `step`, whole."""
+    """Return every whole tensor of the checkpoint of `step`."""
     return read_checkpoint(step_folder(run_dir, step)).tensors("")
 
 
 def same_state(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors that differ in any bit."""
+    """Return the names of the tensors that differ in any bit."""
     assert ours.keys() == theirs.keys() and ours
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]

@@ -7,8 +7,7 @@ from parallel.checkpoint.state_writer import first_rank, start_save
 
 
 def save_state(folder: str | Path, *state: Any) -> None:
-    """Save what `start_save` takes, model and optimizer first, to a new `folder`; all ranks
-    together."""
+    """Save the arguments of `start_save` to a new `folder`; all ranks together."""
     first_rank(lambda: Path(folder).mkdir(parents=True))
     save = start_save(folder, *state)
     assert save.writer.poll(timeout=600.0), "the writer takes more than ten minutes"

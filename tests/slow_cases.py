@@ -1,4 +1,4 @@
-"""Cases of parametrised tests of which `make test` takes a few."""
+"""Cases of parametrised tests; `make test` runs a few of them."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return the parameters of `cases`, a tuple for several; all that are not `fast` are slow."""
+    """Return the parameters of `cases` (tuples for several); all outside `fast` are slow."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

@@ -1,4 +1,4 @@
-"""Recipes made small: every size is cut, and nothing else of the config changes."""
+"""Recipes at small size: only sizes of the config change."""
 
 import lzma
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 
 
 def write_bytes(folder: Path, count: int = 200_000) -> None:
-    """Write `folder`/tokens: bytes of the embedded corpus, so that there are few token ids."""
+    """Write `folder`/tokens: bytes of the embedded corpus, which need few token ids."""
     text = lzma.decompress((ROOT / "examples/data/kjv.txt.xz").read_bytes())[:count]
     write_stream(folder / "tokens", np.frombuffer(text, np.uint8).astype(np.uint16))
 
@@ -46,7 +46,7 @@ def every_recipe(pattern: str = "*") -> list[Any]:
 
 
 def recipes() -> dict[str, list[str]]:
-    """Return the names of all recipes by the model that they train; of tiny ones, by two words."""
+    """Return the names of all recipes by model; of tiny recipes by two words."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         size = "_".join(path.stem.split("_")[: 2 if path.stem.startswith("tiny_") else 1])
@@ -57,7 +57,7 @@ def recipes() -> dict[str, list[str]]:
 def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parallel: int) -> Config:
     """Return a recipe of small sizes, on the tokens of `folder` and the layout `parallel`.
 
-    `overrides` are of the recipe, sizes, tasks and profile aside. Precision, rules and their
+    `overrides` apply to the recipe, except sizes, tasks and profile. Precision, rules and their
     settings, PC layers, penalty, clipping, storage and learning rates are the recipe's.
     """
     path = ROOT / "configs" / f"{name}.yaml"

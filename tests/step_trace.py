@@ -1,8 +1,8 @@
-"""Trace the operations of a step, and find those for which a GPU would wait for the host.
+"""Traces of a step's operations, and operations that would make a GPU's host wait.
 
-`on_meta` moves everything that a step works on to the meta device, which has shapes but no values:
-an operation that reads a value, or whose result's shape depends on one, fails there. `traced`
-records every operation of a call with the shapes, dtypes and devices of its tensors.
+`on_meta` moves all tensors of a step to the meta device, which has shapes but no values: an
+operation that reads a value, or whose result's shape depends on one, fails there. `traced` records
+every operation of a call with the shapes, dtypes and devices of its tensors.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 OURS = ("spectral", "parallel", "models", "training")
 FROM_HOST = (torch.tensor, torch.from_numpy, torch.asarray, Tensor.new_tensor)
-"""Functions that make a tensor from values of the host: on a GPU, a copy with a wait."""
+"""Functions that create a tensor from host values: on a GPU, a copy with a wait."""
 VALUES = (
     "_local_scalar_dense",
     "nonzero",
@@ -30,14 +30,14 @@ VALUES = (
 """Operations whose result, or its shape, the host needs."""
 
 _META = torch.library.Library("aten", "IMPL")
-"""PyTorch has shapes for the fused step with a number as its rate, and none with a tensor."""
+"""PyTorch defines shapes for the fused step with a number as its rate, but not with a tensor."""
 _META.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None, "Meta")
 
 Operation = tuple[str, tuple[tuple[torch.Size, torch.dtype, str], ...]]
 
 
 class Operations(TorchDispatchMode):
-    """Context that records every operation, and its name with what its tensors are."""
+    """Records every operation of a context: its name, and facts about its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class _FromHost(TorchFunctionMode):
 
 @contextlib.contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Context in which tensors on a CPU stand for those on a GPU: the host reads no predicate."""
+    """Let CPU tensors stand for GPU tensors within a context: the host reads no predicate."""
     with patch("spectral.rules.muon.unless_all", lambda predicate: predicate):
         yield
 
 
 @contextlib.contextmanager
 def without_eigensolvers() -> Iterator[None]:
-    """Context in which small problems and norms are solved on a CPU as on a GPU."""
+    """Solve small problems and norms on a CPU as on a GPU within a context."""
     with (
         patch("spectral.polar.is_known", lambda tensor: False),
         patch("spectral.singular_triplets.is_known", lambda tensor: False),
@@ -91,7 +91,7 @@ def traced(call: Callable[[], object]) -> list[Operation]:
     """Trace a call. Raises AssertionError if an operation makes a tensor from values of the host,
     needs a result's value, or has tensors on two devices.
 
-    Tensors on a CPU stand for those on a GPU, so what a CPU alone looks at is left out.
+    CPU tensors stand for GPU tensors, so checks that only run on a CPU are left out.
     """
     with (
         as_on_a_device(),
@@ -108,14 +108,14 @@ def traced(call: Callable[[], object]) -> list[Operation]:
 
 
 def on_meta(root: Any) -> None:
-    """Move every tensor reachable from `root`, through our objects and containers, to the meta
-    device; one tensor becomes one tensor."""
+    """Move every tensor reachable from `root`, through objects and containers, to the meta device;
+    shared tensors stay shared."""
     _Mover().move(root)
 
 
 class _Mover:
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, Any]] = {}  # with the old one, so that no id is reused
+        self.known: dict[int, tuple[Any, Any]] = {}  # with the old tensor, so that no id is reused
 
     def move(self, value: Any) -> Any:
         """Return `value` or its replacement."""

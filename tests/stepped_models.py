@@ -1,4 +1,4 @@
-"""Tiny models with the optimizer that steps them, and which rule steps which unit."""
+"""Tiny models with their optimizers and assignments of rules."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -31,10 +31,10 @@ PENALTY = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
 def parallel_model(
     model: ModelConfig, groups: Groups, assign: Assign, *, apart: bool = False, **options: Any
 ) -> ParallelModel:
-    """Build a model, of seed 3 in float64 unless `options` say else.
+    """Build a model, by default of seed 3 in float64.
 
     `options` are fields of `ModelOptions`, of its `buckets` and of its mappings. `apart` puts
-    preconditioned units in buckets of their own.
+    preconditioned units in separate buckets.
     """
     given = {"seed": 3, "sequence_length": 8, "dtype": torch.float64} | options
     buckets = BucketPlanner(
@@ -63,7 +63,7 @@ def stepped_model(
     optimizer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """Build a model of `options` and its optimizer, of options of `build_optimizer`."""
+    """Build a model of `options` and its optimizer, with options of `build_optimizer`."""
     built = parallel_model(model, groups, assign, **options)
     return built, build_optimizer(built, assign, **(optimizer or {}))
 
@@ -71,7 +71,8 @@ def stepped_model(
 def figures_of(
     model: ParallelModel, batch: dict[str, Tensor], *, train: bool = True
 ) -> list[dict[str, Tensor]]:
-    """Figures of a forward and, if it trains, backward pass of one micro-batch on this rank."""
+    """Return figures of a forward and, for training, backward pass of one micro-batch on this
+    rank."""
     size = len(batch["tokens"])
     return model.forward_backward(
         lambda: iter([batch]), mean_loss, microbatches=1, micro_batch=size, train=train
@@ -79,13 +80,13 @@ def figures_of(
 
 
 def assigned(optimizer: OptimizerConfig, model: ModelConfig, pc: PCConfig | None) -> Assign:
-    """Return how a run with this section assigns the units of a model, and gammas of PC layers."""
+    """Return the assignments of units and gammas of PC layers in a run with this section."""
     units = all_units(model)
     return assignments(optimizer, units if pc is None else with_gammas(units, pc), pc)
 
 
 def assign_to(rule: Rule) -> Assign:
-    """Assign matrices but routers to `rule`, everything else to AdamW."""
+    """Assign matrices except routers to `rule`, everything else to AdamW."""
 
     def assign(unit: Unit) -> Assignment:
         group = group_of(unit.role)
@@ -105,7 +106,7 @@ def assign_matrices(
     """Assign matrices to `rule`, everything else to AdamW.
 
     With a `pc_level`, keys and all matrices after attention are PC layers. The roles `penalised`
-    have a Gram penalty. `layer_factors` multiply the rates of each layer's units, with gammas.
+    have a Gram penalty. `layer_factors` multiply the rates of each layer's units and gammas.
     """
     pc = None
     if pc_level is not None:

@@ -1,7 +1,7 @@
-"""Which layouts and modes each model family runs on, as docs/parallelism.md has it.
+"""Layouts and modes of each model family, for docs/parallelism.md.
 
-A cell that the config checks refuse has their sentence; every other cell is trained on four ranks
-by tests/distributed/test_support.py. `make pages` brings the page up to date.
+A cell that the config checks refuse contains their sentence; tests/distributed/test_support.py
+trains every other cell on four ranks. `make pages` updates the page.
 """
 
 import re
@@ -28,7 +28,7 @@ SHAPE = {
     "train__exit_step": 2,
 }
 FAMILIES = tuple(name for name, family in ALL.items() if family.same_layers_as is None)
-"""Families with layers of their own: the columns."""
+"""Families with their own layers: the columns."""
 
 MODES: dict[str, dict[str, Any]] = {
     "`sequence: false`": {"parallel__sequence": False},
@@ -39,11 +39,11 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"train__precision": "bf16"},
     "fp8 on `sdpa`": {"train__precision": "bf16", "train__fp8": "hybrid"},
 }
-"""What a row may have besides sizes of axes."""
+"""Options of a row other than sizes of axes."""
 
 
 def row_of(name: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the layout and the changed keys that a row's name says."""
+    """Return the layout and the changed keys in a row's name."""
     layout, changes = {}, {}
     for part in re.split("[,;] ", name):
         if part in MODES:
@@ -103,7 +103,7 @@ def keys_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """Return by (row, family) the sentence that refuses it, empty where it runs."""
+    """Return by (row, family) the refusing sentence, empty if it runs."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             (row, family): refusal(folder, family, row) for row, family in product(ROWS, FAMILIES)
@@ -111,7 +111,7 @@ def cells() -> dict[tuple[str, str], str]:
 
 
 def refusal(folder: str, family: str, row: str) -> str:
-    """Return what the checks say of a cell, its own values left out."""
+    """Return the checks' sentence about a cell, without its values."""
     layout, changes = ROWS[row]
     placed = {f"parallel__{key}": value for key, value in layout.items()}
     try:
@@ -123,7 +123,7 @@ def refusal(folder: str, family: str, row: str) -> str:
 
 
 def table() -> str:
-    """Return the table and the sentences of its refusals, as the page has them."""
+    """Return the page's table and the sentences of its refusals."""
     found = cells()
     sentences = list(dict.fromkeys(said for said in found.values() if said))
     heads: dict[tuple[str, ...], list[str]] = {}  # families of equal columns
@@ -141,7 +141,7 @@ def table() -> str:
 
 
 def column(family: str) -> str:
-    """Return the head of a column: the family and those with the same layers."""
+    """Return the header of a column: the family and others with the same layers."""
     same = [name for name, other in ALL.items() if other.same_layers_as == family]
     return ", ".join([family, *same])
 

@@ -11,8 +11,8 @@ WORDS = ["a", "matrix", "has", "rows", "columns", "of", "number", "one", "é", "
 def write_tasks(folder: Path, *, examples: int = 12, window: int = 32) -> dict[str, str]:
     """Write two tasks and return their files by name.
 
-    `words` has two to five choices of several words, contexts that end in spaces or are empty, and
-    some that are longer than `window` tokens of words; `digits` has choices of one character.
+    `words` contains two to five choices of several words, contexts that end in spaces or are empty,
+    and some longer than `window` tokens of words; `digits` contains choices of one character.
     """
     draw = random.Random(5)
 
@@ -40,5 +40,5 @@ def write_tasks(folder: Path, *, examples: int = 12, window: int = 32) -> dict[s
 
 
 def task_keys(files: dict[str, str], **keys: Any) -> dict[str, Any]:
-    """Overrides of a tiny config that scores `files`; `keys` are others."""
+    """Return overrides of a tiny config that scores `files`; `keys` are further overrides."""
     return {f"tasks__files__{name}": path for name, path in files.items()} | keys

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-# Some of everything: several scripts, an emoji of four bytes, a special token as plain text.
+# Several scripts, an emoji of four bytes, and a special token as plain text.
 TEXTS = [
     "The quick brown fox.\n", "Die Möwe lacht über <|endoftext|> am Meer.", "猫と帽子 🐈\n\n",
     *(f"Line {i}: the cat sat on the mat, the hat and the bat.\n" for i in range(60)),
@@ -72,7 +72,7 @@ def zstd_frames(rows: list[str]) -> bytes:
 
 
 def hugging_face_folder(source: Path, folder: Path, special: int, configs: dict[str, dict]) -> Path:
-    """Write a folder with a tokenizer.json that has more special tokens <s0>, <s1>, ..."""
+    """Write a folder with a tokenizer.json that contains more special tokens <s0>, <s1>, ..."""
     tokenizer = Tokenizer.from_file(str(source))
     tokenizer.add_special_tokens([f"<s{i}>" for i in range(special)])
     folder.mkdir()

@@ -1,7 +1,7 @@
-"""Ten steps of torchtitan's own trainer with SSO, under torchrun on CPU ranks: its debug model.
+"""Ten steps of torchtitan's own trainer with SSO, on its debug model, under torchrun on CPU ranks.
 
-Replaced is what torchtitan 0.3 does on GPUs alone: the device's name and memory, the kernel of its
-attention, and FSDP's scaled sum, which gloo lacks.
+GPU-only parts of torchtitan 0.3 are replaced: the device's name and memory, its attention kernel,
+and FSDP's scaled sum, which gloo does not have.
 """
 
 import importlib
@@ -23,7 +23,7 @@ HEAD = 16
 
 
 class Host:
-    """A CPU with the properties that torchtitan asks of a GPU."""
+    """A CPU with the properties that torchtitan reads of a GPU."""
 
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
@@ -37,13 +37,13 @@ class Host:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """Causal attention as torchtitan's compiled kernel returns it, without masks of documents."""
+    """Compute causal attention like torchtitan's compiled kernel, without document masks."""
     same = {key: options[key] for key in ("scale", "enable_gqa")}
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **same), None
 
 
 def main(folder: str) -> None:
-    """Train with a tokenizer in `folder`; check that every head is on its own sphere."""
+    """Train with a tokenizer in `folder`; check that every head is on its sphere."""
     device.device_type, device.device_module = "cpu", Host()  # before others import them
     from torchtitan.distributed import utils
     from torchtitan.hf_datasets import text_datasets

@@ -1,4 +1,5 @@
-"""Tiny models under every rule, with and without PC layers, whose update a graph can record."""
+"""Tiny models under every rule, with and without PC layers, with updates that a graph can
+record."""
 
 from typing import Any
 
@@ -21,7 +22,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"steps": 2},
     "muon_sphere": {"steps": 2, "krylov_steps": 2},
-    # early_exit as by default on a GPU; on a CPU the solver would ask the host whether to stop.
+    # early_exit as on a GPU; on a CPU the solver would read on the host whether to stop.
     "spectral_sphere": {"steps": 2, "krylov_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "krylov_steps": 2},
 }
@@ -36,7 +37,7 @@ KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("m
 def built(
     world: Groups, rule: str, pc: str, *, early_exit: bool = False, recorded: bool = True
 ) -> tuple[ParallelModel, Update]:
-    """A tiny model in bfloat16, so that masters are copies, and its update."""
+    """Return a tiny bfloat16 model, so that masters are copies, and its update."""
     group = GroupConfig(rule=rule, lr=0.02, weight_decay=0.1)
     fields = SHORT | {"spectral_sphere": SHORT["spectral_sphere"] | {"early_exit": early_exit}}
     rules = RulesConfig(**{name: RULES[name](**each) for name, each in fields.items()})
@@ -54,13 +55,13 @@ def built(
 
 
 OPTIMIZERS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
-"""Optimizers of the library that a CUDA graph is tried with."""
+"""Optimizers of the library for tests with a CUDA graph."""
 
 
 def library_optimizer(
     kind: type[SpectralOptimizer], device: str = "cpu", **fields: Any
 ) -> SpectralOptimizer:
-    """An optimizer of three matrices, two of one shape, and a vector, with gradients."""
+    """Return an optimizer of three matrices, two of one shape, and a vector, with gradients."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(8, 12), (8, 12), (12, 8), (8,)]
     parameters = [
@@ -75,7 +76,7 @@ def library_optimizer(
 
 
 def fill(model: ParallelModel, turn: int) -> None:
-    """Fill in the gradients of a turn."""
+    """Fill in the gradients of a step."""
     generator = torch.Generator().manual_seed(turn)
     for part in model.domains:
         for flat in part.buffers.gradients:

@@ -13,7 +13,7 @@ from training.rehearsal import fake_driver, processes
 def perform() -> Perform:
     """`processes.perform`, of one job at a time where pytest is beside itself.
 
-    Skips with the reason where there is no C++ compiler.
+    Skips with the reason without a C++ compiler.
     """
     try:
         fake_driver.built()

@@ -1,4 +1,4 @@
-"""Faults that a rehearsal must find: each function breaks the program of its process."""
+"""Faults that a rehearsal must find: the functions break the program of their process."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from training.step import Trainer
 
 
 def no_wait_for_weights() -> None:
-    """Forward passes begin before their weights have come."""
+    """Let forward passes start before their weights have arrived."""
     put(DomainModel, "wait", lambda self, buckets: [self.gathers.pop(b, None) for b in buckets])
 
 
 def no_wait_for_gradients() -> None:
-    """The optimizer begins before gradients are reduced."""
+    """Let the optimizer start before gradients are reduced."""
     real = collectives.Pending.wait
 
     def wait(pending: collectives.Pending) -> None:
@@ -34,19 +34,19 @@ def no_wait_for_gradients() -> None:
 
 
 def unjoined(streams: Streams, items: Sequence[Any], **_: Any) -> Iterator[Any]:
-    """What takes the place of `Streams.spread`."""
+    """Replace `Streams.spread`."""
     for i, item in enumerate(items):
         with torch.cuda.stream(streams.streams[i % len(streams.streams)]):
             yield item
 
 
 def streams_are_not_joined() -> None:
-    """Work on side streams is not waited for."""
+    """Do not wait for work on side streams."""
     put(Streams, "spread", unjoined)
 
 
 def streams_do_not_wait() -> None:
-    """Work on side streams begins before what it needs is there."""
+    """Start work on side streams before its inputs are ready."""
 
     def spread(streams: Streams, items: Sequence[Any], **_: Any) -> Iterator[Any]:
         yield from unjoined(streams, items)
@@ -57,7 +57,7 @@ def streams_do_not_wait() -> None:
 
 
 def host_looks_at_the_loss() -> None:
-    """Every step waits for its loss."""
+    """Wait for the loss in every step."""
     real = Trainer.compute_gradients
 
     def compute_gradients(trainer: Trainer, index: int) -> torch.Tensor:
@@ -69,13 +69,13 @@ def host_looks_at_the_loss() -> None:
 
 
 def batches_are_pageable() -> None:
-    """Batches come to the device from memory that the host waits for."""
-    # A copy of pinned memory is pageable.
+    """Copy batches to the device from pageable memory, for which the host waits."""
+    # a clone of pinned memory is pageable
     replace(batches.on_device, lambda tensor, device: tensor.clone().to(device, non_blocking=True))
 
 
 def pipelines_wait_for_the_device() -> None:
-    """Megatron's own choice for sends of a pipeline."""
+    """Use Megatron's default for sends of a pipeline."""
     real = dense.transformer_config
 
     def transformer_config(*arguments: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def pipelines_wait_for_the_device() -> None:
 
 
 def generators_are_not_seeded() -> None:
-    """Megatron's tracker of random states as it comes, without the states that it asks for."""
+    """Use Megatron's tracker of random states without the required states."""
     from megatron.core.tensor_parallel import random
 
     put(random, "initialize_rng_tracker", lambda *_, **__: None)
@@ -96,7 +96,7 @@ def generators_are_not_seeded() -> None:
 
 
 def loss_stays_on_the_host() -> None:
-    """A tensor of the host in a collective of NCCL."""
+    """Pass a host tensor to a collective of NCCL."""
     real = Trainer.mean_over_ranks
 
     def mean_over_ranks(trainer: Trainer, figures: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -107,17 +107,17 @@ def loss_stays_on_the_host() -> None:
 
 
 def norm_of_this_rank_alone() -> None:
-    """One all-reduce is left out."""
+    """Leave out one all-reduce."""
     put(Trainer, "mean_over_ranks", lambda trainer, figures: torch.zeros((), device="cuda"))
 
 
 def batches_stay_on_the_host() -> None:
-    """Operands of two devices."""
+    """Mix operands of two devices."""
     replace(batches.on_device, lambda tensor, device: tensor)
 
 
 def step_reads_in_a_graph() -> None:
-    """The optimizer reads a value where its step is recorded as a graph."""
+    """Read a value in an optimizer step that is recorded as a graph."""
     real = DistributedOptimizer.step
 
     def step(optimizer: DistributedOptimizer, *arguments: Any, **options: Any) -> Any:
@@ -129,11 +129,11 @@ def step_reads_in_a_graph() -> None:
 
 
 def user_wants_tf32() -> None:
-    """The forward pass in TF32; nothing else may be."""
+    """Run the forward pass in TF32; nothing else may use it."""
     torch.set_float32_matmul_precision("high")
 
 
 def optimizer_in_tf32() -> None:
-    """Products of the optimizer in the precision of the forward pass."""
+    """Run the optimizer's products in the precision of the forward pass."""
     user_wants_tf32()
     replace(ieee_products, contextlib.nullcontext)

@@ -1,4 +1,4 @@
-"""Tiny programs to rehearse, and what their rehearsals may contain."""
+"""Tiny programs to rehearse, and the allowed content of their rehearsals."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ Perform = Callable[[Sequence[Job]], list[RankReport]]
 
 @dataclass(frozen=True)
 class BrokenJob(Job):
-    """A job whose program the function `before`, if any, breaks first."""
+    """A job whose program is first broken by the function `before`, if any."""
 
     before: Callable[[], None] | None = None
 
     def perform(self) -> RankReport:
-        """Rehearse what is left of it."""
+        """Rehearse the broken program."""
         if self.before is not None:
             self.before()
         return super().perform()
@@ -33,13 +33,13 @@ class BrokenJob(Job):
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A function that is called on one pretended device, with nothing of a run around it."""
+    """A function that is called on one simulated device, without a run."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
 
     def perform(self) -> RankReport:
-        """Call it where tensors of the device have no values, and count what it launches."""
+        """Call it with device tensors without values, and count its launches."""
         trace, report = Trace(H100), RankReport(0)
         try:
             with install(trace, 1):
@@ -56,7 +56,7 @@ ALLOWED_READS = {
         "an all-to-all wants the rows of each rank in host memory: once per layer and pass"
     ),
 }
-"""Reads by the host between logging steps, by the beginning of their place, with the reason."""
+"""Allowed reads by the host between logging steps, by prefix of their place, with the reason."""
 
 SHAPE = {
     "model__hidden": 32,
@@ -85,15 +85,14 @@ def program(
 
 
 def called(perform: Perform, function: Callable[..., Any], *arguments: Any) -> RankReport:
-    """The report of a call, which must come to its end."""
+    """Return the report of a call, which must finish."""
     (report,) = perform([TracedCall(function, arguments)])  # type: ignore[list-item]
     assert report.error is None, report.error
     return report
 
 
 def plain_waits(report: RankReport) -> Counter[str]:
-    """Where the host waits for the device in a step on which nothing is due, allowed reads left
-    out."""
+    """Return the waits of the host for the device in a plain step, without allowed reads."""
     found: Counter[str] = Counter()
     for (step, name), counts in report.counts.items():
         if step == PLAIN_STEP and name in ("forward_backward", "optimizer"):
@@ -102,7 +101,7 @@ def plain_waits(report: RankReport) -> Counter[str]:
 
 
 def check_rank(report: RankReport) -> None:
-    """Fail unless a rank came to the end, in order, without waiting for its device."""
+    """Fail unless a rank finished, in order, without waiting for its device."""
     assert report.error is None, report.error
     assert report.findings == []
     assert not plain_waits(report), plain_waits(report)
@@ -111,7 +110,7 @@ def check_rank(report: RankReport) -> None:
 
 
 def sound(perform: Perform, config: Config, world: int, rank: int = 0) -> RankReport:
-    """The report of one rank, which must come to the end."""
+    """Return the report of one rank, which must finish."""
     (report,) = perform([Job(config, world, rank, H100)])
     check_rank(report)
     return report

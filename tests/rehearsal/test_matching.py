@@ -1,4 +1,4 @@
-"""Calls of several ranks that fit together, or not."""
+"""Matching and mismatching calls of several ranks."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_sends_meet_receives():
 
 
 def test_sends_towards_each_other_fit_in_one_batch_only():
-    """One after the other, both would wait for a receive that has not begun."""
+    """In separate calls, both ranks would wait for a receive that has not started."""
     there, back = replace(SEND, batch=1), replace(RECEIVE, peer=1, batch=1)
     mine = [there, back]
     theirs = [replace(SEND, peer=0, batch=1), replace(RECEIVE, batch=1)]
@@ -59,13 +59,13 @@ def test_what_one_rank_sends_to_all_the_others_must_expect():
 
 
 def passed(rank: int) -> list[Call]:
-    """What a rank of three sends to the next, and receives from the one before."""
+    """Return one of three ranks' sends to the next rank and receives from the previous rank."""
     send = replace(SEND, group=(0, 1, 2), peer=(rank + 1) % 3)
     return [send, replace(send, kind="receive", peer=(rank - 1) % 3)]
 
 
 def test_ranks_that_wait_in_a_circle_never_go_on():
-    """Each send blocks the receive behind it, which would meet another send."""
+    """Each send blocks the receive behind it, which would match another send."""
     circle = {rank: passed(rank) for rank in range(3)}
     sentences = mismatches(circle)
     assert len(sentences) == 3 and "receive at b.py:2 on rank 0 never begins" in sentences[0]

@@ -1,4 +1,4 @@
-"""Faults that no run on processors shows: each is found in a program that is broken that way."""
+"""Faults that CPU runs do not show: a rehearsal finds each in a broken program."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def broken(perform, config, mutant):
-    """The report of rank 0 of two, whose program `mutant` breaks."""
+    """Return the report of rank 0 of two, with the program broken by `mutant`."""
     (report,) = perform([BrokenJob(config, 2, 0, H100, before=getattr(mutants, mutant))])
     return report
 

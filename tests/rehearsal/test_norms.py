@@ -1,4 +1,4 @@
-"""The fused norm of a pretended GPU, against PyTorch's own on processors."""
+"""The fused norm of a simulated GPU, against PyTorch's on CPUs."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SCALES = ROWS * 4
 
 
 def normalised(device: str, gain: torch.dtype | None) -> list[Tensor]:
-    """A norm, and the gradients of its input and of its gain, if it has one."""
+    """Return a norm, and the gradients of its input and its gain, if any."""
     x = torch.ones(2, ROWS // 2, SIZE, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = None
     if gain is not None:
@@ -27,7 +27,7 @@ def normalised(device: str, gain: torch.dtype | None) -> list[Tensor]:
 
 
 def on_both(gain: torch.dtype | None) -> None:
-    """Fail unless shapes, types and the need of a gradient are those of a processor."""
+    """Fail unless shapes, dtypes and requires_grad equal a CPU's."""
     real, faked = normalised("cpu", gain), normalised("cuda", gain)
     assert [x.shape for x in faked] == [x.shape for x in real]
     assert [x.dtype for x in faked] == [x.dtype for x in real]
@@ -36,9 +36,9 @@ def on_both(gain: torch.dtype | None) -> None:
 
 
 def counted(perform, gain):
-    """Counts forward and backward."""
+    """Return the counts of forward and backward."""
     report = called(perform, on_both, gain)
-    # The first was that of the processor.
+    # The first call was on the CPU.
     return report.counts[2, "forward_backward"], report.counts[2, "optimizer"]
 
 
@@ -48,11 +48,11 @@ def test_a_norm_is_one_launch_each_way(gain, perform):
     assert forward.kernels == {"_fused_rms_norm": 1}
     assert backward.kernels == {"_fused_rms_norm_backward": 1}
     gains = 0 if gain is None else SIZE * 2
-    # Gradient, input and number of every row are read, the input's gradient is written.
+    # It reads the gradient, the input and a number per row, and writes the input's gradient.
     assert backward.elementwise_bytes == 3 * X + SCALES + 2 * gains
 
 
 def test_a_gain_of_another_type_is_several_launches(perform):
-    """PyTorch fuses types that are the same only."""
+    """PyTorch only fuses equal dtypes."""
     forward, _ = counted(perform, torch.float32)
     assert "_fused_rms_norm" not in forward.kernels and forward.launches > 3

@@ -1,5 +1,5 @@
-"""How many kernels operations on lists of tensors launch, as PyTorch's multi_tensor_apply cuts
-them, and the FLOPs of products in place and of factorisations."""
+"""Kernel launches of operations on lists of tensors, as in PyTorch's multi_tensor_apply, and the
+FLOPs of in-place products and factorisations."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         # 320 chunks of 65,536 elements at a time.
         ([[meta(320 * 65536)], [meta(320 * 65536)]], 1),
         ([[meta(320 * 65536 + 1)], [meta(320 * 65536 + 1)]], 2),
-        # Of two types, each tensor goes alone.
+        # With two dtypes, tensors are launched separately.
         ([[meta(10)] * 5, [meta(10, torch.bfloat16)] * 5], 5),
     ],
 )
@@ -39,7 +39,7 @@ def test_copies_between_types_and_fused_steps_go_together() -> None:
 
 
 def add_in_place() -> None:
-    """What a traced call does: an operation that returns nothing."""
+    """Run an operation without a result."""
     tensors = [torch.empty(8, device="cuda") for _ in range(3)]
     with torch.profiler.record_function("optimizer"):
         torch._foreach_add_(tensors, tensors)
@@ -49,11 +49,11 @@ def test_an_operation_in_place_on_lists_is_counted(perform: Perform) -> None:
     counts = called(perform, add_in_place).counts[0, "optimizer"]
     assert counts.kernels == {"_foreach_add_": 1}
     assert counts.launches == 1
-    assert counts.elementwise_bytes == 3 * 3 * 8 * 4  # both lists read, the first written
+    assert counts.elementwise_bytes == 3 * 3 * 8 * 4  # both lists are read, the first is written
 
 
 def average_in_place() -> None:
-    """What a traced call does: a kernel that reads and writes both of its tensors."""
+    """Run a kernel that reads and writes both of its tensors."""
     gradient, mean = torch.empty(2, 8, device="cuda").unbind()
     active = torch.ones((), dtype=torch.bool, device="cuda")
     from spectral.kernels.update import average_
@@ -70,7 +70,7 @@ def test_a_kernel_in_place_moves_its_tensors_twice(perform: Perform) -> None:
 
 
 def products_in_place() -> None:
-    """What a traced call does: products and factorisations that have no formula of PyTorch."""
+    """Run products and factorisations without a FLOP formula in PyTorch."""
     a, b = torch.empty(3, 8, 4, device="cuda"), torch.empty(3, 4, 6, device="cuda")
     with torch.profiler.record_function("optimizer"):
         torch.empty(3, 8, 6, device="cuda").baddbmm_(a, b)
@@ -86,7 +86,7 @@ def test_products_in_place_and_factorisations_have_flops(perform: Perform) -> No
 
 
 def factorisations() -> None:
-    """What a traced call does: small factors, and eigenvalues of two matrices."""
+    """Run small factorisations, and eigenvalues of two matrices."""
     wide = {"dtype": torch.float64, "device": "cuda"}
     with torch.profiler.record_function("optimizer"):
         torch.linalg.cholesky_ex(torch.empty(90, 512, 512, **wide))
@@ -97,8 +97,8 @@ def factorisations() -> None:
 
 def test_factorisations_are_far_slower_than_products(perform: Perform) -> None:
     report = called(perform, factorisations)
-    # At 5% of 67 TFLOP/s, and half of it in halves of the size.
+    # At 5% of 67 TFLOP/s, and half of that at half the size.
     seconds = 90 * 512**3 / 3 / 3.35e12 + 90 * 256**3 / 3 / 1.675e12
     assert report.counts[0, "optimizer"].kernel_seconds == pytest.approx(seconds, rel=0.01)
-    # The columns of one matrix after those of the other, each of which takes many kernels.
+    # The matrices' columns run in sequence, with many kernels per column.
     assert 0.4 < report.counts[0, "monitors"].kernel_seconds < 1

@@ -1,4 +1,4 @@
-"""The memory and the bytes that the planner foretells, against those of a rehearsal of the run."""
+"""The planner's memory and bytes, against a rehearsal of the run."""
 
 from collections import Counter
 from typing import Any
@@ -12,7 +12,7 @@ from training.rehearsal.rank import Job, RankReport
 from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import Call
 
-# Large enough that what the planner leaves out (a number per row or head) is small.
+# Large enough that the parts without a plan (a number per row or head) are small.
 SHAPE = {
     "model__layers": 4,
     "model__hidden": 512,
@@ -61,7 +61,7 @@ AXES = {
     "expert": (4, {"parallel__expert": 2}),
 }
 QUICK = {("llama", "pipeline")}
-"""What runs in every test run; the others go through the same code."""
+"""Cases of every test run; the others run the same code."""
 OFF = {
     ("gpt", "pipeline"): "the plan of its first stage is 6% below the peak",
     ("gemma2", "pipeline"): "the plan of its first stage is 20% above the peak",
@@ -69,7 +69,7 @@ OFF = {
 
 
 def case(family: str, axis: str) -> Any:
-    """The parameters of a test, with its marks."""
+    """Return the parameters of a test, with its marks."""
     marks = [] if (family, axis) in QUICK else [pytest.mark.slow]
     if (family, axis) in OFF:
         marks.append(pytest.mark.xfail(reason=OFF[family, axis], strict=True))
@@ -85,7 +85,7 @@ CASES = [
 
 
 def planned_kinds(config: Config, world: int, stage: int) -> Counter[str]:
-    """Bytes of a rank by kind, those of the optimizer's exchange and small sums left out."""
+    """Return planned bytes of a rank by kind, without the optimizer's exchange and small sums."""
     found: Counter[str] = Counter()
     for each in plan_run(config, world).stages[stage].traffic:
         kind = "experts" if each.kind.startswith("expert ") else each.kind
@@ -94,7 +94,7 @@ def planned_kinds(config: Config, world: int, stage: int) -> Counter[str]:
 
 
 def kind_of(call: Call, axis: str) -> str | None:
-    """The planner's name for what a rank sends by a collective of the plain step."""
+    """Return the planner's kind of a collective in a plain step."""
     inside = call.place.startswith("megatron/")
     if call.kind == "send":
         return "pipeline activations"
@@ -106,7 +106,7 @@ def kind_of(call: Call, axis: str) -> str | None:
 
 
 def counted_kinds(report: RankReport, axis: str) -> Counter[str]:
-    """Bytes that a rank sends in a step on which nothing is due, by the planner's kinds."""
+    """Return the bytes that a rank sends in a plain step, by the planner's kinds."""
     found: Counter[str] = Counter()
     for call in report.calls:
         if call.step == PLAIN_STEP and call.on_device and len(call.group) > 1 and call.size:
@@ -117,7 +117,7 @@ def counted_kinds(report: RankReport, axis: str) -> Counter[str]:
 
 
 def peak(report: RankReport) -> float:
-    """Bytes that a rank needs at most in the parts that a plan has."""
+    """Return the peak bytes of a rank in the planned parts."""
     assert report.error is None, report.error
     parts = ("forward_backward", "optimizer")
     return max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
@@ -152,7 +152,7 @@ GATED = MIXTURE | GROUPED | {"model__moe__shared_gate": True}
     [
         (2, "llama", "adamw", LARGE_BATCH, 0.05),
         (2, "llama", "muon", LARGE_BATCH, 0.05),
-        # What norms of grouped queries and gates save: 6% of an 8B mixture's memory.
+        # Saved by norms of grouped queries and by gates: 6% of an 8B mixture's memory.
         (1, "qwen3", "adamw", GROUPED, 0.02),
         (1, "moe", "adamw", GATED, 0.02),
     ],
@@ -168,12 +168,12 @@ def test_planned_memory_is_that_of_every_rule_and_option(
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"])
 def test_buffers_of_the_step_are_those_of_the_plan(rule, perform, tmp_path):
-    """What a step needs above what a rank always holds."""
+    """Compare the step's transient memory."""
     config = program(tmp_path, 2, "llama", rule, **SHAPE | {"train__global_batch": 8})
     (report,) = perform([Job(config, 2, 0, H100)])
     assert report.error is None, report.error
     memory = plan_run(config, 2).memory
     permanent = memory.weights + memory.gradients + memory.master + memory.state
     step = report.counts[PLAIN_STEP, "optimizer"].peak_memory_bytes - permanent
-    # Six copies are those of SSO, whose Gram matrices the plan leaves out; Muon has three or four.
+    # SSO has six copies, without its Gram matrices, which are not planned; Muon has three or four.
     assert 0.4 * memory.buffers < step < 1.1 * memory.buffers

@@ -1,4 +1,4 @@
-"""Families, rules and options on one rank: to the end, in order, and without waiting."""
+"""Families, rules and options on one rank finish in order and without waits."""
 
 import pytest
 
@@ -7,17 +7,17 @@ from tests.slow_cases import slow_but
 from tests.tiny_families import SETTINGS
 from training.rehearsal.scenario import PLAIN_STEP
 
-# Each with two ranks that share the optimizer's work.
+# Two ranks share the optimizer's work.
 WORLD = 2
 
 
 def plain(report, name):
-    """The counts of a part of the step on which nothing is due."""
+    """Return the counts of a part of a plain step."""
     return report.counts[PLAIN_STEP, name]
 
 
 QUICK = {"gemma2", "adamw", "spectral_sphere", "PC layers"}
-"""Families, rules and options of every test run that no other test has; the others are slow."""
+"""Families, rules and options for every test run that no other test covers; others are slow."""
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK, SETTINGS))
@@ -32,8 +32,8 @@ LAUNCHES = {
     "spectral_sphere": 541,
     "muon_plus_plus": 773,
 }
-"""Launches of the optimizer's step that a rule may take on a tiny Llama, above which a step on
-small matrices is bound by them: a tenth more than counted."""
+"""Largest number of a rule's launches per step on a tiny Llama, 10% above the count; more would
+slow steps on small matrices."""
 PASSES = 410
 """Launches of the forward and backward pass of two layers, for two micro-batches."""
 
@@ -55,7 +55,7 @@ def test_side_streams_keep_no_pool_for_stacks_that_fill_the_device(perform, tmp_
     report = sound(perform, program(tmp_path, 1, **WIDE), 1)
     heads = 4 * 12 * 64 * 1024  # bytes of q, k and v, in float32
     assert heads < report.side_pools < 10 * heads
-    # The step takes more than that for the three matrices of the feed-forward block.
+    # The three matrices of the feed-forward block alone take more.
     assert report.side_pools < 4 * 3 * WIDE["model__hidden"] * WIDE["model__ffn"]
 
 
@@ -93,14 +93,14 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(perform, tmp_pat
     for forward, backward, count in (
         ("swiglu", "swiglu_backward", calls),
         ("turned_heads", "heads_gradients", calls),
-        ("rms_norm", "rms_norm_backward", 2 * passes),  # the first, and one at the end
+        ("rms_norm", "rms_norm_backward", 2 * passes),  # the first and the last
         ("normed_sum", "sum_gradients", 3 * passes),
     ):
         names = f"compiled_{forward}", f"compiled_{backward}"
         assert [compiled.kernels[name] for name in names] == [count, count]
     assert compiled.kernels["cat"] < calls
     assert compiled.launches < single.launches and compiled.kernel_seconds < single.kernel_seconds
-    # Compiled, the gradients of gate and up each read the gate and the result's gradient.
+    # In compiled code, the gradients of gate and up both read the gate and the result's gradient.
     assert ours.kernels["gated_kernel"] == ours.kernels["heads_kernel"] == calls
     train, ffn = reports[0].scenario.config.train, reports[0].scenario.config.model.ffn
     size = train.micro_batch * train.sequence_length * ffn * 2  # bytes in 16 bits

@@ -24,9 +24,9 @@ FIGURES = {
 
 @pytest.fixture
 def rehearse(tmp_path, perform, monkeypatch):
-    """Function that rehearses the tiny config with some options, and returns the exit code.
+    """Return a function that rehearses the tiny config with options and returns the exit code.
 
-    It takes the processes of all tests: to start others takes longer than the rehearsal.
+    It uses the common processes, as starting new ones takes longer than the rehearsal.
     """
     monkeypatch.setattr(rehearsal, "perform", perform)
     shape = SHAPE | MONITORED
@@ -41,7 +41,7 @@ def rehearse(tmp_path, perform, monkeypatch):
 
 
 def test_a_run_that_would_not_break(rehearse, tmp_path, capsys):
-    # Samples of text are left out of what is rehearsed.
+    # Rehearsals leave out samples of text.
     samples = ("validation.samples_interval=2", "validation.samples_tokens=4")
     assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json"), *samples) == 0
     said, begun = capsys.readouterr()
@@ -95,7 +95,7 @@ def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_p
 
 @pytest.mark.slow
 def test_nothing_lives_on_when_it_is_stopped(tmp_path):
-    """The ranks that are being rehearsed end with the command, which SIGTERM ends."""
+    """SIGTERM ends the command and the rehearsed ranks."""
     command = [sys.executable, "pretrain.py", "--config", "configs/llama271m_sso.yaml"]
     command += ["--rehearse", "--gpus", "8", "--rank", "all", f"run.dir={tmp_path}/run"]
     with open(tmp_path / "said.txt", "w") as said:

@@ -1,4 +1,4 @@
-"""Attention within documents on simulated GPUs: what it launches, and what that costs."""
+"""Attention within documents on simulated GPUs: its launches and their cost."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_bat
 def test_a_run_would_not_break(
     family: str, layout: dict[str, int], perform: Perform, tmp_path: Path
 ) -> None:
-    """Nor does the host wait for the device."""
+    """The host does not wait for the device either."""
     config = program(tmp_path, 2, family, **MASKED, **layout, data__workers=0)
     sound(perform, config, 2, 1)
 
 
 def step_flops(perform: Perform, config: Config) -> float:
-    """FLOPs of a plain step's forward and backward pass."""
+    """Return the FLOPs of a plain step's forward and backward pass."""
     (report,) = perform([Job(config, 1, 0, H100)])
     assert report.error is None, report.error
     return report.counts[PLAIN_STEP, "forward_backward"].flops
@@ -42,7 +42,7 @@ def step_flops(perform: Perform, config: Config) -> float:
 
 @pytest.mark.slow
 def test_flops_fall_as_the_plan_says(perform: Perform, tmp_path: Path) -> None:
-    """By those of attention to hidden keys, of which a few samples have other documents."""
+    """FLOPs of attention to hidden keys disappear; a few samples have other documents."""
     mock = {"data__mock": True}
     crossed = program(tmp_path, 1, **LONG, **mock)
     masked = program(tmp_path, 1, **LONG, **mock | MASKED)
@@ -52,7 +52,7 @@ def test_flops_fall_as_the_plan_says(perform: Perform, tmp_path: Path) -> None:
     train, model = crossed.train, crossed.model
     tokens = train.global_batch * train.sequence_length
     width = model.layers * model.heads * 2 * model.head_size
-    # Two products forward and five backward, where plans and MFU count four.
+    # Two products forward and five backward; plans and MFU count four.
     hidden = 7 * tokens * width * (train.sequence_length - kept) / 2
     assert both[0] - both[1] == pytest.approx(hidden, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""All ranks of small worlds: each comes to the end, and their collectives fit together."""
+"""All ranks of small worlds finish, and their collectives match."""
 
 import pytest
 
@@ -18,7 +18,7 @@ LAYOUTS = {
         "llama",
         {**DEEP, "parallel__pipeline": 2, "parallel__virtual_pipeline": 2},
     ),
-    # The flash kernel does not take latent attention, whose heads have two sizes.
+    # The flash kernel does not support latent attention, whose heads have two sizes.
     "context 2": (2, "deepseek", {"parallel__context": 2, **ONE_BATCH}),
 }
 LARGER = {
@@ -56,7 +56,7 @@ LARGER = {
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, [*LAYOUTS, *LARGER]))
 def test_all_ranks_ask_for_the_same_collectives(layout, perform, tmp_path):
-    """What one rank of a group calls and another does not is a hang on a cluster."""
+    """A collective that only some ranks of a group call hangs on a cluster."""
     world, family, changes = (LAYOUTS | LARGER)[layout]
     config = program(tmp_path, world, family, **MONITORED, **changes)
     reports = perform([Job(config, world, rank, H100) for rank in range(world)])

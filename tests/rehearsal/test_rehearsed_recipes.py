@@ -1,5 +1,5 @@
-"""A recipe of every model at full size, on simulated GPUs, as many as it names; tests of small
-recipes have all of them."""
+"""One recipe per model at full size, on as many simulated GPUs as it names; tests of small recipes
+cover all recipes."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Every recipe and every full command of docs/papers.md that changes one, made small, on
-two simulated GPUs: each with one of the axes cut that it allows, in turn."""
+"""Every recipe, and every full command of docs/papers.md that changes one, at small size on two
+simulated GPUs, with one of its axes cut in turn."""
 
 import shlex
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_a_small_run_would_not_break(
             )
             check(config, PEERS)
             break
-        except InvalidConfigError:  # a dense model has no experts to cut, PC layers no pieces
+        except InvalidConfigError:  # dense models have no experts to cut, PC layers no pieces
             continue
     else:
         pytest.fail("no axis of this run can be cut")

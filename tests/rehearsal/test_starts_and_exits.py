@@ -1,5 +1,5 @@
-"""What a rank over NCCL does before its first step, and how it ends when its run breaks, where it
-would wait for peers."""
+"""A rank over NCCL before its first step, and its end without waiting for peers when its run
+fails."""
 
 import io
 import multiprocessing
@@ -25,7 +25,7 @@ from training.step import Trainer
 
 
 def device_error(config: Config) -> None:
-    """Fail unless a rank whose device fails has said so before it leaves its groups, without
+    """Fail unless a rank with a failing device reports it before it leaves its groups, without
     waiting for its peers."""
     happened: list[str] = []
     out, said = io.TextIOWrapper(io.BytesIO()), io.StringIO()
@@ -71,7 +71,7 @@ def dies() -> None:
 
 
 def one_group_of_the_hosts() -> None:
-    """Fail unless one group is over gloo, and all of the layout's are over NCCL."""
+    """Fail unless one group uses gloo, and all groups of the layout use NCCL."""
     layout = groups.initialize(device_type="cuda")
     backends = [dist.get_backend(group) for group in c10d._world.pg_map]
     assert backends.count("gloo") == 1 < backends.count("nccl"), backends
@@ -79,8 +79,7 @@ def one_group_of_the_hosts() -> None:
 
 
 def test_hosts_have_one_group_of_their_own(perform):
-    """Megatron makes a twin over gloo of most of its groups unless it is told not to: each is a
-    mesh of sockets of its own."""
+    """By default Megatron creates a gloo twin of most groups, each with its own mesh of sockets."""
     called(perform, one_group_of_the_hosts)
 
 

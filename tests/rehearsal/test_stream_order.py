@@ -1,4 +1,4 @@
-"""What counts as an order of accesses from several streams."""
+"""Orders of accesses from several streams."""
 
 import pytest
 
@@ -10,7 +10,7 @@ WHOLE = Part(7, 0, 100)
 
 @pytest.fixture
 def order() -> StreamOrder:
-    """An order in which stream A has written all of a storage."""
+    """Return an order in which stream A has written a whole storage."""
     found = StreamOrder()
     found.allocate(7, A)
     found.access(A, [], [WHOLE], "write", "here")

@@ -1,4 +1,4 @@
-"""A plan and a rehearsal of one config have one model of time, and count nearly the same work."""
+"""A plan and a rehearsal of one config use one model of time, and count nearly equal work."""
 
 import pytest
 

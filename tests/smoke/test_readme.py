@@ -13,13 +13,13 @@ from tests.launch import ROOT, environment
 SHORT = "train.exit_step=2 log.interval=1 validation.samples=2 validation.samples_tokens=2"
 BLOCK = re.compile(r"^```(bash|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FAST = ("make", "source", "pretrain.py", "plot.py", "prepare_data.py")
-"""What commands of README must name to be run by the fast test."""
+"""Names that README's commands must contain to run in the fast test."""
 OTHER = ("--dry-run", "--fit", "--rehearse")
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The files of the repository and an environment, as `make setup` leaves them."""
+    """The files of the repository and an environment, as after `make setup`."""
     target = tmp_path / "spectrain"
     copy_repository(target, "-co", "--exclude-standard")
     venv = target / ".venv"
@@ -32,12 +32,13 @@ def copy(tmp_path: Path) -> Path:
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Kind and text of the bash and YAML blocks of a page, in order."""
+    """Return kind and text of the bash and YAML blocks of a page, in order."""
     return BLOCK.findall((ROOT / page).read_text())
 
 
 def run(copy: Path, page: str, change: "list[tuple[str, str]] | None" = None) -> str:
-    """Run the blocks of a page, or those given, in the copy; a YAML block becomes mine.yaml."""
+    """Run the given blocks, or all blocks of a page, in the copy; a YAML block becomes
+    mine.yaml."""
     script = ["set -eo pipefail"]
     for kind, text in blocks(page) if change is None else change:
         script.append(text if kind == "bash" else f"cat > mine.yaml <<'END'\n{text}END")
@@ -55,8 +56,8 @@ def run(copy: Path, page: str, change: "list[tuple[str, str]] | None" = None) ->
 
 
 def shortened(text: str) -> str:
-    """The commands of a block that the fast test runs, with two steps of training on one rank;
-    `make test` is what runs it."""
+    """Return the commands of a block for the fast test, with two training steps on one rank;
+    without `make test`, which runs this test."""
     lines = []
     for line in text.splitlines():
         command = line.split("  #")[0].strip()
@@ -73,7 +74,8 @@ def shortened(text: str) -> str:
 
 
 def test_the_way_in_works_from_a_fresh_copy(copy: Path) -> None:
-    """README's commands up to a run on own text, with the config that prepare_data.py prints."""
+    """Run README's commands up to a run on a user's text, with the config that prepare_data.py
+    prints."""
     way_in = [
         (kind, shortened(text) if kind == "bash" else text) for kind, text in blocks("README.md")
     ]
@@ -85,7 +87,7 @@ def test_the_way_in_works_from_a_fresh_copy(copy: Path) -> None:
 
 
 def test_the_first_commands_are_those_of_ci() -> None:
-    """One sets up and runs the main job, one sets up and passes the tests, before any other."""
+    """The first command sets up and runs the main job, the second sets up and runs the tests."""
     first = blocks("README.md")[0][1]
     assert [line.split("  #")[0].strip() for line in first.splitlines()] == [
         "make train",

@@ -1,4 +1,4 @@
-"""A run under torchrun whose ranks are killed is started again, and ends as if nothing had been."""
+"""A run under torchrun with killed ranks is restarted, and ends as if undisturbed."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ esac"""
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder with the commands that a node has."""
+    """A folder with the commands of a node."""
     put(tmp_path, "scontrol", SCONTROL)
     return tmp_path
 
@@ -41,7 +41,7 @@ def job(
     output: TextIO | int = subprocess.PIPE,
     **variables: str,
 ) -> subprocess.Popen[str]:
-    """Start a batch script as SLURM would, in a session of its own."""
+    """Start a batch script like SLURM, in a separate session."""
     slurm = {
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NAME": "tiny",
@@ -68,14 +68,14 @@ def job(
 
 
 def queued(folder: Path) -> list[str]:
-    """Jobs that were put into the queue again."""
+    """Return the requeued jobs."""
     queue = folder / "queue"
     return queue.read_text().split() if queue.exists() else []
 
 
 MADE = "for i in {1..900}; do [ -e $RUN_DIR/STOP ] && break; sleep 0.1; done; [ -e $RUN_DIR/STOP ]"
 STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
-"""SLURM's signal, and a wait for the file, which ranks that are still starting remove."""
+"""SLURM's signal, and a wait for the file, which starting ranks remove."""
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
         ("exit 3", 5000, False, 3, False),
         ("exit 3", 100, False, 3, False),
         ("exit 0", 5000, False, 0, False),
-        ("exit 0", 100, False, 0, True),  # the ranks saw the end themselves
+        ("exit 0", 100, False, 0, True),  # the ranks detected the end
         ("exit 0", 100, True, 0, False),
         (f"{STOPPED}; exit 0", 5000, False, 0, True),
         (f"{STOPPED}; exit 0", 5000, True, 0, False),
@@ -130,7 +130,7 @@ def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
 @pytest.mark.parametrize("name", ["pretrain", "preflight"])
 @pytest.mark.parametrize(("asked", "given"), [({}, "48"), ({"SLURM_CPUS_PER_TASK": "12"}, "12")])
 def test_ranks_have_the_processors_of_their_node_or_those_asked_for(name, asked, given, folder):
-    """srun since 22.05 does not look at SLURM_CPUS_PER_TASK."""
+    """Since 22.05 srun ignores SLURM_CPUS_PER_TASK."""
     put(folder, "srun", "echo processors=$SRUN_CPUS_PER_TASK,$SLURM_CPUS_PER_TASK")
     with job(folder, name=name, **asked) as process:
         printed, _ = process.communicate(timeout=300)
@@ -168,7 +168,7 @@ def test_that_a_run_is_done_is_the_last_line_once(late, folder):
     event = json.dumps({"kind": "done", "text": done})
     warning = "echo torchrun: the rendezvous has failed to shut down;" if late else ""
     put(folder, "srun", f"echo '{event}' >> $RUN_DIR/events.jsonl; echo '{done}'; {warning} exit 0")
-    # As SLURM does: all output of a job goes to one file.
+    # As in SLURM, all output of a job goes to one file.
     with (folder / "job.out").open("w") as output, job(folder, output=output) as process:
         process.wait(300)
     printed = (folder / "job.out").read_text().splitlines()
@@ -177,7 +177,7 @@ def test_that_a_run_is_done_is_the_last_line_once(late, folder):
 
 
 def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
-    """Also when their end and its signal come at once, as they do to some of these jobs."""
+    """It does so even if their end and its signal arrive together, as in some of these jobs."""
     event = EVENT.replace("failed", "stopped")
     cancel = "kill -TERM $PPID"
     ends = f"echo '{event}' >> $RUN_DIR/events.jsonl; {cancel}; exit 1"
@@ -190,7 +190,7 @@ def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
 
 
 def test_output_needs_no_folder_and_examples_can_run():
-    """sbatch fails without a word if the folder of its output does not exist."""
+    """sbatch fails silently if the folder of its output does not exist."""
     script = (ROOT / "scripts" / "slurm" / "pretrain.sbatch").read_text()
     (output,) = re.findall(r"^#SBATCH --output=(.*)", script, re.MULTILINE)
     assert "/" not in output

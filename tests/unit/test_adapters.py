@@ -1,4 +1,4 @@
-"""examples/adapters: the optimizers in the set-up of other training programs."""
+"""examples/adapters: the optimizers in other training programs."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch):
 
 
 class Chunk(nn.Module):
-    """A layer with the names and shapes of Megatron's: four query heads, two of keys and values."""
+    """A layer with Megatron's names and shapes: four query heads, two of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Chunk(nn.Module):
         self.linear_fc1 = nn.Linear(WIDTH, 2 * INNER, bias=False)
 
     def loss(self) -> torch.Tensor:
-        """A loss whose gradient reaches all weights."""
+        """Return a loss whose gradient reaches all weights."""
         x = torch.randn(32, WIDTH)
         return sum(layer(x).square().mean() for layer in self.children())  # type: ignore[return-value]
 
@@ -61,7 +61,7 @@ def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
         matrices = layer.weight.detach().unflatten(0, (-1, rows))
         norms = torch.linalg.matrix_norm(matrices, 2)
         radius = (rows / WIDTH) ** 0.5
-        # A step of 1e-3 may lift another singular value by as much.
+        # A step of 1e-3 may raise another singular value by as much.
         torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=3e-3, atol=0)
 
 
@@ -75,7 +75,7 @@ def test_under_tensor_parallelism_idle_weights_stay_and_experts_are_refused(adap
     chunk.linear_qkv.weight.square().sum().backward()
     optimizer.step()
     assert torch.equal(chunk.linear_fc1.weight, before)
-    chunk.linear_fc1.weight.allreduce = False  # how Megatron marks routed experts
+    chunk.linear_fc1.weight.allreduce = False  # Megatron's mark of routed experts
     with pytest.raises(ValueError, match="routed experts"):
         megatron.build(megatron.KINDS["sso"], [group], **own)
 
@@ -83,7 +83,7 @@ def test_under_tensor_parallelism_idle_weights_stay_and_experts_are_refused(adap
 def test_megatrons_registry_builds_what_is_registered(
     adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As megatron-core 0.19.2 does: arguments of a config, and a call to begin the state."""
+    """Follow megatron-core 0.19.2: arguments of a config, and a call that creates the state."""
     registry = SimpleNamespace(_EMERGING_OPTIMIZERS={}, EmergingOptimizerEntry=SimpleNamespace)
     monkeypatch.setattr("megatron.core.optimizer.emerging_optimizers", registry, raising=False)
     megatron = adapter("megatron_registry")
@@ -100,7 +100,7 @@ def test_megatrons_registry_builds_what_is_registered(
 
 @pytest.mark.slow
 def test_torchtitans_trainer_takes_ten_steps_on_two_ranks(tmp_path) -> None:
-    """It needs torchtitan 0.3 and triton: `pip install torchtitan triton`."""
+    """The test needs torchtitan 0.3 and triton: `pip install torchtitan triton`."""
     for name in ("torchtitan", "triton"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     script = [str(ROOT / "tests" / "torchtitan_trainer.py"), str(tmp_path)]

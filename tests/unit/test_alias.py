@@ -1,4 +1,4 @@
-"""`spectrain` in a checkout."""
+"""The name `spectrain` in a checkout."""
 
 import importlib
 import sys

@@ -9,7 +9,7 @@ from tests.paths import ROOT
 
 
 def accepts(message: str) -> bool:
-    """Whether the hook accepts a message; `pygrep --multiline --negate` searches like this."""
+    """Return whether the hook accepts a message, like `pygrep --multiline --negate`."""
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = config["repos"][0]["hooks"]
     (hook,) = (hook for hook in hooks if "commit-msg" in hook.get("stages", ()))

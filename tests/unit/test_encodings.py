@@ -1,4 +1,4 @@
-"""Files of text are UTF-8 in every locale: nothing leaves their encoding to it."""
+"""Text files are UTF-8 in every locale: every call names the encoding."""
 
 import ast
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from tests.unit.test_imports import files
 
 WHOLE = ("read_text", "write_text")
 OTHERS = ("os", "tarfile", "gzip", "lzma")
-"""Modules whose `open` is of bytes by default."""
+"""Modules whose `open` is binary by default."""
 
 
 def left_to_the_locale(source: str) -> Iterator[str]:
-    """Yield each call that opens a file of text without its encoding."""
+    """Yield each call that opens a text file without an encoding."""
     for call in ast.walk(ast.parse(source)):
         if not isinstance(call, ast.Call) or any(k.arg == "encoding" for k in call.keywords):
             continue

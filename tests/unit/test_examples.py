@@ -1,4 +1,4 @@
-"""The examples train: each is started as its first lines say, and its loss falls."""
+"""The examples train: started as in their first lines, their losses fall."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from tests.launch import environment
 
 
 def losses(root: Path, folder: Path, *command: str) -> list[float]:
-    """The losses that an example prints."""
+    """Return the losses that an example prints."""
     found = re.findall(r"^step \d+ loss ([\d.]+)", printed(root, folder, *command), re.MULTILINE)
     return [float(x) for x in found]
 
 
 def printed(root: Path, folder: Path, *command: str) -> str:
-    """What Python prints in the examples' folder, with the library under the name of the wheel."""
+    """Return Python's output in the examples' folder, with the library under the wheel's name."""
     (folder / "spectrain").symlink_to(root / "spectral")
     path = os.pathsep.join(
         [str(folder), str(root / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -30,7 +30,7 @@ def printed(root: Path, folder: Path, *command: str) -> str:
 
 
 def check(found: list[float]) -> None:
-    # ln 256 = 5.55 at the start; bytes of English by their frequencies alone have 3.1.
+    # ln 256 = 5.55 at the start; byte frequencies of English alone give 3.1.
     assert found[0] > 5 and found[-1] < 3.9, found
 
 
@@ -73,11 +73,11 @@ def test_the_cells_of_the_notebook_run(root: Path, tmp_path: Path) -> None:
     for _, first, last in found:
         check([float(first), float(last)])
     assert "figures 2" in text
-    # The stored outputs are of these cells, on another processor.
+    # The stored outputs belong to these cells, from another processor.
     shown = re.findall(r"^(\w+) loss ([\d.]+) ([\d.]+)", stored, re.MULTILINE)
     assert [float(last) for *_, last in shown] == pytest.approx(
         [float(last) for *_, last in found], rel=0.05
     )
     largest = re.search(r"^SSO largest [\d.]+ ([\d.]+)", text, re.MULTILINE)
-    # On the sphere of radius sqrt(256 / 64), to what power iteration leaves after few steps.
+    # On the sphere of radius sqrt(256 / 64), up to the error of few power iterations.
     assert largest is not None and float(largest[1]) == pytest.approx(2, rel=0.02)

@@ -1,8 +1,8 @@
-"""Whatever is in a config: it is accepted or refused with a line, in bounded time. Whatever is in
-the files that a command reads: a code and lines.
+"""Any config is accepted or refused with a line, in bounded time. With any content of its files, a
+command ends with a code and lines.
 
-`FUZZ_CASES=20000 make test-all PART=fuzz` runs that many configs, by default a tenth of them, and
-damages each file of a command in a two-thousandth of so many ways.
+`FUZZ_CASES=20000 make test-all PART=fuzz` runs that many configs (default: a tenth), and damages
+each file of a command in one two-thousandth as many ways.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from training.config import check, load_config, to_yaml
 from training.errors import InputError
 
 SECONDS = 10.0
-"""What one case may take."""
+"""Time limit of one case."""
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
 """Configs; one in 40 is planned."""
 
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 @contextlib.contextmanager
 def case(what: object, seconds: float = SECONDS) -> Iterator[None]:
-    """Context of one case, which may raise InputError and must not take long."""
+    """Check within a context that a case raises at most InputError, within the time limit."""
     start = time.process_time()
     try:
         yield
@@ -55,14 +55,14 @@ def case(what: object, seconds: float = SECONDS) -> Iterator[None]:
 
 
 def run(cases: int, strategy: Any, call: Callable[[Any], None]) -> None:
-    """Call with that many examples of a strategy."""
+    """Call with `count` examples of a strategy."""
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     test = given(strategy)(lambda case: call(case))
     settings(max_examples=cases, suppress_health_check=quiet)(test)()
 
 
 def test_many_configs(folder: str) -> None:
-    """Every run that is accepted is planned, of the first cases."""
+    """Accepted runs among the first cases are planned."""
     whole = yaml.safe_load(to_yaml(tiny_config(folder, "muon", **EVERY_SECTION)))
     contents = cycle([whole, yaml.safe_load(Path(folder, "config.yaml").read_text())])
     more: list[Keys] = [("optimizer", "roles", "o"), ("data", "train", "b"), ("base",), ("nokey",)]
@@ -71,7 +71,7 @@ def test_many_configs(folder: str) -> None:
     def one(changed: dict[Keys, Any]) -> None:
         content = next(contents)
         for keys, value in changed.items():
-            with contextlib.suppress(TypeError):  # a section is a value by now
+            with contextlib.suppress(TypeError):  # a section has become a value
                 content = replaced(content, keys, value)
         path.write_text(yaml.safe_dump(content))
         with case(changed):
@@ -90,10 +90,10 @@ def test_many_configs(folder: str) -> None:
 IMPORT = ("import", "{place}", "{place}/out", "--config", "{place}/own.yaml")
 STUDY = ROOT / "studies/optimizers/results/llama_0.1m/results.json"
 PLACE = "{place}"
-"""Stands for the folder that a case has for itself."""
+"""Placeholder of a case's own folder."""
 
 Command = tuple[Callable[[Sequence[str]], int], tuple[str, ...], str]
-"""A command, its right arguments, and the folder of which it reads a copy."""
+"""A command, its right arguments, and the folder that it reads a copy of."""
 COMMANDS: dict[str, Command] = {
     "verify a run": (verify, (PLACE,), "run"),
     "verify data": (verify, (PLACE,), "data"),
@@ -147,7 +147,7 @@ def called(command: Command, place: Path, seconds: float) -> Any:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_file_of_a_command(name: str, folders: Path) -> None:
-    """One file of those that it reads is damaged, as often as it has files."""
+    """Its files are damaged one by one."""
     command = COMMANDS[name]
     source = folders / command[2]
     names = [str(p.relative_to(source)) for p in sorted(source.rglob("*")) if p.is_file()]

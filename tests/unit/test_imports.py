@@ -1,6 +1,7 @@
-"""Who may import whom: spectral <- models <- parallel <- training <- pretrain.py and scripts.
+"""Allowed imports: spectral <- models <- parallel <- training <- pretrain.py and scripts.
 
-Inside a package imports climb no floor and never go in a circle. Starting imports no compiler.
+Inside a package imports never point to a higher level or form a cycle. Starting imports no
+compiler.
 """
 
 import ast
@@ -15,7 +16,7 @@ from tests.commands import output_of
 
 LAYERS = {"spectral": 0, "models": 1, "parallel": 2, "training": 3, "scripts": 4, "pretrain": 4}
 RANKS = ("spectral/sharded/ranks.py",)
-"""Files of the library that may import torch.distributed; others name ProcessGroup alone."""
+"""Files of the library that may import torch.distributed; others only use ProcessGroup."""
 ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorboard")
 
 
@@ -48,13 +49,13 @@ FLOORS = {
         {"rehearsal"},
     ],
 }
-"""Wings and files of each package from the bottom up; those on one floor do not import each
+"""Folders and files of each package from the lowest level up; those on one level do not import each
 other."""
 
 
 @cache
 def imported(source: str, place: str = "") -> list[str]:
-    """Dotted names that `source` imports or, under torch, reaches as attributes.
+    """Return the dotted names that `source` imports or, under torch, uses as attributes.
 
     `place` is the file's path relative to the root, from which relative imports start.
     """
@@ -74,12 +75,12 @@ def imported(source: str, place: str = "") -> list[str]:
 
 
 def within(name: str, module: str) -> bool:
-    """Whether the dotted `name` is `module` or lies in it."""
+    """Return whether the dotted `name` is `module` or inside it."""
     return name == module or name.startswith(module + ".")
 
 
 def violations(place: str, source: str) -> list[str]:
-    """The imports of the file `place` (relative to the root) that its layer must not have."""
+    """Return the forbidden imports of the file `place` (relative to the root)."""
     own = place.split("/")[0].removesuffix(".py")
     found = []
     for name in imported(source, place):
@@ -107,7 +108,7 @@ def violations(place: str, source: str) -> list[str]:
 
 
 def files(root: Path) -> dict[str, str]:
-    """Source by place of every Python file of the project but its tests."""
+    """Return the source of every Python file of the project except tests, by path."""
     paths = [p for name in LAYERS for p in (root / name).rglob("*.py")]
     paths += [p for name in LAYERS if (p := root / f"{name}.py").exists()]
     return {path.relative_to(root).as_posix(): path.read_text() for path in sorted(paths)}
@@ -130,7 +131,8 @@ def test_an_optional_package_is_imported_in_one_file(root: Path, module: str) ->
 
 
 def graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """The modules that each module imports, by place; a package's `__init__` may import its own."""
+    """Return the modules that each module imports, by path; a package's `__init__` may import its
+    own."""
     names = {
         place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): place
         for place in sources
@@ -148,7 +150,7 @@ def graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def climbs(name: str, other: str) -> bool:
-    """Whether `other`, imported by the module `name`, is on its floor or above."""
+    """Return whether `other`, imported by the module `name`, is on its level or above."""
     package, _, rest = name.partition(".")
     other_package, _, other_rest = other.partition(".")
     if package != other_package or package not in FLOORS or not rest or not other_rest:

@@ -1,5 +1,5 @@
-"""Pages name what exists: files, make targets, config keys; their commands are understood and their
-snippets run."""
+"""Pages name existing files, make targets and config keys; their commands parse and their snippets
+run."""
 
 import importlib
 import re
@@ -15,13 +15,13 @@ from training.config.binding import schema_paths
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.name: page.read_text() for page in PAGES}
 READ = {name: text for name, text in TEXTS.items() if name not in ("papers.md", "configuration.md")}
-"""Pages that persons write; papers.md and configuration.md are made by programs."""
+"""Handwritten pages; papers.md and configuration.md are generated."""
 
 each_page = pytest.mark.parametrize("name", READ)
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return module and arguments of every command of ours in the indented and fenced lines."""
+    """Return module and arguments of every project command in indented and fenced lines."""
     lines = re.sub(r"\\\n\s+", "", text).splitlines()
     found = []
     for line in lines:
@@ -46,7 +46,7 @@ def test_every_command_is_understood(name: str) -> None:
         program = importlib.import_module(module)
         options = program.parse(arguments)
         path = getattr(options, "config", None)
-        # What a command before it writes is not there.
+        # The output of an earlier command does not exist.
         if isinstance(path, str) and path.startswith("configs/"):
             config = load_config(ROOT / path, options.overrides)
             if module == "pretrain" and (options.dry_run or options.rehearse):
@@ -56,7 +56,7 @@ def test_every_command_is_understood(name: str) -> None:
 @each_page
 def test_files_exist(name: str) -> None:
     folder = ROOT if name in ("README.md", "CONTRIBUTING.md") else ROOT / "docs"
-    # A paragraph with a commit speaks of the files of that time.
+    # A paragraph with a commit is about the files of that commit.
     parts = READ[name].split("\n\n")
     text = "\n\n".join(
         part for part in parts if not re.search(r"\b(?=\d*[a-f])[0-9a-f]{7}\b", part)
@@ -69,7 +69,7 @@ def test_files_exist(name: str) -> None:
     )
     links = [link.partition("#")[0] for link in re.findall(r"\]\((?!https?:)([^)\s=]+)\)", text)]
     paths = [ROOT / each for each in quoted] + [folder / each for each in links if each]
-    # Capitals stand for a name, such as NAME.py.
+    # Capitals are placeholders, such as NAME.py.
     missing = [
         path for path in paths if not re.search(r"[A-Z]{4}\.", path.name) and not path.exists()
     ]

@@ -91,7 +91,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
     )
     assert run(folder, "--config", str(overlay), "data.train.mine.path=gone/mine") == 2
     assert "comes from the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
-    # Without a vocabulary the manifest beside the first set is asked for before the set itself.
+    # Without a vocabulary, the manifest next to the first set is read before the set.
     keys = ["data.train.walk=null", "model.vocab_size=null", "data.made_by=make data"]
     assert run(folder, "--config", str(overlay), *keys) == 2
     said = capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_memory_that_cannot_be_had_is_known(take) -> None:
 
 
 def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsys):
-    """Where it is set is named; a new run alone has to change it."""
+    """The error names its place; only a new run has to change it."""
     data = prepare_text(tmp_path, "A line {i} of text, as long as it is.\n\n", 300)
     (folder / "base.yaml").write_text("base: config.yaml\nmodel: {vocab_size: 1000}\n")
     overlay = folder / "overlay.yaml"

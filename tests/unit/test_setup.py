@@ -16,7 +16,7 @@ from tests.processor_time import FIRST, ProcessorTime
 
 
 def make(folder: Path, *arguments: str) -> str:
-    """What `make --dry-run` with these arguments would run in `folder`."""
+    """Return the commands of `make --dry-run` with these arguments in `folder`."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")}
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
     return output_of(*command, folder=folder, variables=environment)
@@ -40,7 +40,7 @@ def test_setup_does_nothing_twice(checkout: Path) -> None:
 
 
 def test_every_pinned_package_runs_on_the_oldest_python(root: Path) -> None:
-    """Debian 12 has 3.11.2."""
+    """Debian 12 has Python 3.11.2."""
     text = "".join((root / "requirements" / f"{x}.txt").read_text() for x in ("cpu", "constraints"))
     pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
     needed = {
@@ -69,7 +69,7 @@ def test_parts_of_the_suite_run_by_name_and_cover_it(checkout: Path) -> None:
     assert folders == tops - {"cluster"}
     one = make(checkout, "test-all", "PYTHON=python", "PART=fuzz engine")
     assert one.count("-m pytest") == 3 and "-m slow" in one and "PYTHONPATH=.engines/" in one
-    # What a part names is ignored by the others, so that each slow test runs once.
+    # Tests named by a part are ignored by the others, so each slow test runs once.
     slow = make(checkout, "test-all", "PYTHON=python", "PART=recipes studies ranks rest")
     assert slow.count("tests/unit/recipes") == 3 and slow.count("--ignore=tests/unit/recipes") == 2
 

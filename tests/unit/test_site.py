@@ -1,4 +1,4 @@
-"""`make site`: all pages are in the menu, and links lead to pages and headings that exist."""
+"""`make site`: all pages are in the menu, and links point to existing pages and headings."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""Tables of pages have the figures of the committed files that they name."""
+"""Tables of pages contain the figures of the committed files that they name."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Rows = list[list[str]]
 
 
 def msign(content: dict[str, Any]) -> Rows:
-    """Steps and dtype, error, gains and |f|."""
+    """Return steps and dtype, error, gains and |f|."""
     return [
         [
             f"{row['steps']}{' of `simple`' * (row['schedule'] == 'simple')}, {row['dtype']}",
@@ -35,7 +35,7 @@ RULES = {
 
 
 def steps(content: dict[str, Any]) -> Rows:
-    """Milliseconds of each rule of matrices, and their ratio to Muon's."""
+    """Return milliseconds of each rule of matrices, and their ratio to Muon's."""
     (rows,) = content["models"].values()
     spent = {row["optimizer"]: row["ms"] for row in rows}
     return [
@@ -57,7 +57,8 @@ LIBRARIES = {
 
 
 def libraries(content: dict[str, Any]) -> Rows:
-    """Milliseconds of each optimizer on each set of weights, by default and with equal settings."""
+    """Return milliseconds of each optimizer on each set of weights, by default and with equal
+    settings."""
     rows = []
     for name, shown in LIBRARIES.items():
         spent = [
@@ -77,7 +78,7 @@ SHARDED = {
 
 
 def sharded_libraries(content: dict[str, Any]) -> Rows:
-    """Milliseconds and sent megabytes of each optimizer on each set of sharded weights."""
+    """Return milliseconds and sent megabytes of each optimizer on each set of sharded weights."""
     rows = []
     for name, shown in SHARDED.items():
         spent = [found[name] for found in content["figures"].values()]
@@ -87,7 +88,7 @@ def sharded_libraries(content: dict[str, Any]) -> Rows:
 
 
 def pc_layers(content: dict[str, Any]) -> Rows:
-    """Time of a step and bytes of masters and state, over those without PC layers."""
+    """Return time of a step and bytes of masters and state, relative to those without PC layers."""
     sides = {"materialized": content, "in the graph": content["variants"]["pc.evaluator=in_graph"]}
     without = content["variants"]["pc=null"]
 
@@ -109,7 +110,7 @@ TABLES: list[tuple[str, str, Callable[[dict[str, Any]], Rows]]] = [
 
 
 def recorded(name: str) -> Any:
-    """A file of benchmarks/results."""
+    """Return a file of benchmarks/results."""
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 

@@ -1,4 +1,4 @@
-"""The wheel: one import package that needs torch alone, beside whatever else a user has."""
+"""The wheel: one import package that only needs torch, next to any other packages."""
 
 import os
 import re
@@ -51,13 +51,13 @@ wrong: int = msign(nn.Linear(4, 8).weight)
 
 
 def run(*command: str | Path, folder: Path, code: int = 0) -> str:
-    """Output of a command in `folder`, which finds no other checkout."""
+    """Return the output of a command in `folder`, which finds no other checkout."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
     return output_of(*command, folder=folder, variables=environment, code=code)
 
 
 def closure(name: str) -> set[str]:
-    """Distributions that `name` needs here, with itself, as far as they are installed."""
+    """Return the installed distributions that `name` needs, including itself."""
     found, queue = set(), [name]
     while queue:
         dist = distribution(queue.pop())
@@ -71,7 +71,7 @@ def closure(name: str) -> set[str]:
 
 @pytest.fixture(scope="session")
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of what it is made of."""
+    """The wheel, built from a copy of its sources."""
     source, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
     for name in ("pyproject.toml", "LICENSE", "docs/library.md"):
         (source / name).parent.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with torch, what torch needs, and the wheel."""
+    """The interpreter of an environment with torch, its requirements, and the wheel."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder)
     python = folder / "bin" / "python"
@@ -97,7 +97,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for file in distribution(name).files or ()
         if file.parts[0] not in ("..", "__pycache__")
     }
-    for place in places:  # once each: the packages of CUDA have a folder together
+    for place in places:  # once each, as the packages of CUDA share a folder
         if place.exists():
             (packages / place.name).symlink_to(place)
     pip = [sys.executable, "-m", "pip", "--python", python]
@@ -118,7 +118,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(root: Path, wheel: Path) -
 
 
 def test_every_optimizer_steps_beside_other_packages(environment: Path, tmp_path: Path) -> None:
-    """A user's own models/, and another package that is called spectral, are not touched."""
+    """A user's own models/ and another package named spectral are not touched."""
     for name in ("models", "parallel", "training", "spectral"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('not the library')")
@@ -130,7 +130,7 @@ def test_every_optimizer_steps_beside_other_packages(environment: Path, tmp_path
 def test_another_torch_takes_the_wheel(
     python: str, wheel: Path, root: Path, tmp_path: Path
 ) -> None:
-    """With `TORCH_PYTHONS=PYTHON:PYTHON ...`, interpreters that each have a torch and no wheel."""
+    """`TORCH_PYTHONS=PYTHON:PYTHON ...` names interpreters with torch and without the wheel."""
     if python == "none":
         pytest.skip("TORCH_PYTHONS names no interpreter with another torch")
     zipfile.ZipFile(wheel).extractall(tmp_path / "packages")

@@ -1,7 +1,7 @@
-"""Initial norms, condition numbers and penalties of the recipes are those that the papers define.
+"""Initial norms, condition numbers and penalties of the recipes equal the papers' definitions.
 
-Each recipe is built at width 64. The test cuts whole matrices out of Megatron's fused weights by
-itself and decomposes them in float64, so that it shares nothing with the units of the code.
+Each recipe is built at width 64. The test cuts whole matrices out of Megatron's fused weights and
+decomposes them in float64, so it shares no code with the units.
 """
 
 import re
@@ -28,7 +28,7 @@ from training.step import Trainer
 
 
 def large(pattern: str) -> list[Any]:
-    """Parameters of the recipes whose whole names match."""
+    """Return parameters of the recipes whose full names match."""
     return [each for each in every_recipe() if re.fullmatch(pattern, str(each.values[0]))]
 
 
@@ -38,16 +38,17 @@ MAPS = {
     "adamw": (3.625, -9.261, 14.097, -10.351, 2.890),
     "muon": (2.083, -1.643, 0.560),
 }
-"""Levels 4 and 2 of the PC paper, which it uses with each optimizer."""
+"""Levels 4 and 2 of the PC paper, by optimizer."""
 
 
 def single(config: Config) -> Config:
-    """The config in float32."""
+    """Return the config in float32."""
     return replace(config, train=replace(config.train, precision="fp32"))
 
 
 def still(config: Config) -> Config:
-    """The config in float32, with all rates at zero, so that a step leaves the initial weights."""
+    """Return the config in float32 with all rates zero, so that a step keeps the initial
+    weights."""
     optimizer = config.optimizer
     return replace(
         single(config),
@@ -64,15 +65,15 @@ def still(config: Config) -> Config:
 def built(
     name: str, folder: Path, world: Groups, change: Callable[[Config], Config] = still
 ) -> tuple[Config, Trainer]:
-    """A changed recipe at width 64."""
+    """Build a changed recipe at width 64."""
     write_bytes(folder, 20_000)
     config = change(small_recipe(name, str(folder)))
     return config, build_trainer(config, world, *build_data(config))
 
 
 def matrices(config: Config, trainer: Trainer) -> Iterator[tuple[int, str, Tensor]]:
-    """Layer, role and float64 value `[out, in]` of the whole matrices of attention and dense
-    feed-forward blocks, as the papers see them."""
+    """Yield layer, role and float64 value `[out, in]` of the whole matrices of attention and dense
+    feed-forward blocks, as in the papers."""
     model = config.model
     weights = {name: w.detach().double() for name, w in trainer.model.parameters.items()}
     groups = model.query_groups
@@ -95,10 +96,10 @@ def matrices(config: Config, trainer: Trainer) -> Iterator[tuple[int, str, Tenso
 def is_normal(weight: Tensor, std: float) -> None:
     """Check the root mean square and the spectral norm of N(0, `std`^2)."""
     rows, cols = weight.shape
-    # Five standard errors of the root mean square of so many draws.
+    # Five standard errors of the root mean square of these draws.
     slack = 5 / sqrt(2 * weight.numel())
     assert weight.square().mean().sqrt().item() == pytest.approx(std, rel=slack)
-    # The edge of the spectrum fluctuates by n^(-2/3), some 6% at width 64.
+    # The edge of the spectrum fluctuates by n^(-2/3), about 6% at width 64.
     edge = std * (sqrt(rows) + sqrt(cols))
     assert torch.linalg.svdvals(weight)[0].item() == pytest.approx(edge, rel=0.15)
 
@@ -120,7 +121,7 @@ def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(
 ) -> None:
     """||W||_2 = S = sqrt(rows / cols), of whole q, k and v, and after steps of algorithm 2."""
     config, trainer = built(name, tmp_path, world, single)
-    # Draw and factor are float32; a tracked norm is good to half a percent.
+    # Draw and factor are float32; a tracked norm is accurate to half a percent.
     for slack in (1e-5, 1e-2):
         for _, role, weight in matrices(config, trainer):
             rows, cols = weight.shape

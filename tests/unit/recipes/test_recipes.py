@@ -1,4 +1,4 @@
-"""Recipes load, fit their machines and have the sizes and settings of their sources; models and
+"""Recipes load, fit their machines and use the sizes and settings of their sources; models and
 rules compose."""
 
 from math import sqrt
@@ -22,11 +22,11 @@ RULES = {
     "gram_paper_adamw": "adamw",
     "gram_paper_muon": "muon",
 }
-"""Files of configs/base that bring a rule, and the rule."""
+"""Files of configs/base that set a rule, and the rule."""
 ON_SPHERES = ("muon_sphere", "spectral_sphere", "muon_plus_plus")
 
-# A rule with a recipe, parameters with both vocabularies, those that a token uses, billions of
-# tokens and tokens of a step: of the papers, or counted from published weights.
+# A rule with a recipe, parameters with both vocabularies, active parameters, billions of tokens and
+# tokens per step, from the papers or counted in published weights.
 SIZES = {
     "llama271m": ("adamw", 271_090_688, 271_090_688, 57.7, 2_621_440),
     "llama1b": ("muon", 1_055_991_808, 1_055_991_808, 160.2, 2_621_440),
@@ -44,11 +44,11 @@ SIZES = {
     "gpt1.4b": ("muon", 1_414_108_160, 1_414_108_160, 28.280, 1_048_576),
 }
 MODELS = [*SIZES, "tiny", "tiny_moe", "tiny_deepseek"]
-"""Files of configs/base that bring a model."""
+"""Files of configs/base that set a model."""
 
 
 def rule_of(name: str) -> str:
-    """The rule of a recipe's matrices, by the end of its name."""
+    """Return the rule of a recipe's matrices, by the end of its name."""
     stem = name.removesuffix("_pc").removesuffix("_gram")
     ends = (end for end in sorted(RULES, key=len, reverse=True) if stem.endswith(f"_{end}"))
     return RULES[next(ends)]
@@ -61,11 +61,11 @@ def test_a_recipe_fits_its_machine_and_survives_writing(name: str, tmp_path: Pat
     assert (config.run.name, config.run.dir) == (name, f"runs/{name}")
     settings = config.optimizer.settings_for
     assert settings("o").rule == rule_of(name)
-    # What no paper gives to a spectral rule.
+    # Parameters that no paper assigns to a spectral rule.
     roles = FAMILIES[config.model.family].roles(config.model, config.optimizer.qkv_units, True)
     for role in {"embedding", "head", "gain", "router"} & set(roles):
         assert settings(role).rule == "adamw"
-    # On their spheres, as all models of the SSO paper are, begin those that stay there.
+    # Models that stay on their spheres, as in the SSO paper, begin there.
     if settings("o").rule in ON_SPHERES or name.startswith(("qwen3_1.7b", "deepnet", "moe_8b")):
         init = config.model.init
         assert (init.spectral, init.radius, init.radius_scaler) == (True, "spectral_mup", 1.0)
@@ -97,7 +97,7 @@ def test_a_null_routed_scale_is_the_papers(name: str, scale: float) -> None:
     [("llama1b_adamw_pc", 0.391, 0.258), ("llama1b_muon_pc", 0.235, 0.191)],
 )
 def test_pc_layers_cost_what_their_paper_counts(name: str, bound: float, exact: float) -> None:
-    """FLOPs over those of the blocks, in percent (appendix G.1): k products with the smaller Gram
+    """FLOPs relative to the blocks', in percent (appendix G.1): k products with the smaller Gram
     matrix, q power iterations, and twice as much in the backward pass."""
     config = recipe(name)
     assert config.pc is not None and config.pc.level is not None
@@ -116,7 +116,7 @@ def test_pc_layers_cost_what_their_paper_counts(name: str, bound: float, exact: 
 
 @pytest.mark.parametrize(("width", "millions"), [(256, 73), (512, 191), (1024, 558), (2048, 1820)])
 def test_the_width_sweep_is_that_of_the_sso_paper(width: int, millions: int) -> None:
-    """70M to 1.8B parameters, whose heads keep their size, and 30B tokens (A.5)."""
+    """Compare 70M to 1.8B parameters with heads of constant size, and 30B tokens (A.5)."""
     config = recipe(f"qwen3_width{width}_sso")
     model, train = config.model, config.train
     assert (model.hidden, model.heads * 128, model.ffn) == (width, width, 3 * width)
@@ -150,7 +150,7 @@ def test_roles_are_those_of_the_units(name: str, keys: list[str], units: str, sp
 
 
 def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
-    """1008 of them, and their radii: q, k, v 0.25, o 1, gate and up 1.732, down 0.577."""
+    """It has 1008 modules with these radii: q, k, v 0.25, o 1, gate and up 1.732, down 0.577."""
     model = recipe("qwen3_1.7b_sso").model
     matrices = [u for u in all_units(model) if u.is_matrix and u.role not in ("embedding", "head")]
     assert len(matrices) == 36 * 28 and model.padded_vocab == 100_352
@@ -235,7 +235,7 @@ def test_a_gram_recipe_is_its_plain_twin_with_the_papers_penalty(name: str) -> N
 
 
 def composed(folder: Path, model: str, rule: str) -> Path:
-    """The file of a user who puts a rule on a model."""
+    """Write a user's file that combines a rule and a model."""
     base = [str(Path("configs/base").resolve() / f"{name}.yaml") for name in (model, rule)]
     path = folder / "mine.yaml"
     path.write_text(
@@ -247,11 +247,11 @@ def composed(folder: Path, model: str, rule: str) -> Path:
 @pytest.mark.parametrize(
     ("model", "rule"),
     [
-        # Every model and every rule in each run, all pairs among the slow tests.
+        # Every run tests every model and every rule; slow tests cover all pairs.
         pytest.param(model, rule, marks=[] if i % len(RULES) == j else [pytest.mark.slow])
         for i, model in enumerate(MODELS)
         for j, rule in enumerate(RULES)
-        # The Gram paper's Muon has a rate of the head for each of its models.
+        # The Gram paper's Muon uses a separate rate of the head for each model.
         if rule != "gram_paper_muon" or model.startswith("gpt")
     ],
 )

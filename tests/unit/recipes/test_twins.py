@@ -1,5 +1,5 @@
-"""The tiny twins learn: each falls below the unigram entropy of the embedded corpus, and the 200
-layers of the DeepNet learn."""
+"""The tiny twins learn: their losses fall below the unigram entropy of the embedded corpus, and the
+200 layers of the DeepNet learn."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.commands import output_of
 from tests.launch import environment
 from training.report.metrics import read_metrics
 
-# Every recipe is trained, which make test does not: make test-all does.
+# make test-all trains every recipe; make test does not.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 TWINS = [
@@ -31,13 +31,13 @@ STEPS = 100
 
 @pytest.fixture(scope="module", autouse=True)
 def embedded_corpus() -> None:
-    """Prepares the corpus where the recipes look for it, as `make data` does."""
+    """Prepares the corpus at the recipes' path, like `make data`."""
     output_of(sys.executable, "scripts/prepare_data.py", "--demo", "--output", "data/demo")
 
 
 def trained(name: str, folder: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """What the first steps of a recipe say of each validation text in the end, and the
-    metrics of every step."""
+    """Return the final losses of each validation text after a recipe's first steps, and the metrics
+    of every step."""
     command = [sys.executable, "pretrain.py", "--config", f"configs/{name}.yaml"]
     changes = [f"run.dir={folder}", f"train.exit_step={STEPS}", "validation.interval=0"]
     changes += ["validation.samples=64", "log.interval=1", "monitors.interval=0"]
@@ -57,5 +57,5 @@ def test_a_twin_falls_below_the_unigram_entropy(name: str, tmp_path: Path) -> No
 def test_two_hundred_layers_learn(tmp_path: Path) -> None:
     _, metrics = trained("tiny_deepnet_sso", tmp_path / "run")
     assert metrics[-1]["optim/skipped_steps"] == 0
-    # 8.3 at first; 5.98 was measured, and single steps differ by a tenth.
+    # 8.3 at the start; 5.98 was measured, and single steps differ by 0.1.
     assert fmean(line["train/loss"] for line in metrics[-10:]) < 6.2

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, whatever else runs or is killed."""
+"""Folders that appear whole or not at all, with concurrent and killed processes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from training.errors import InputError
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """A folder to prepare, which holds an earlier preparation."""
+    """A folder to prepare, with an earlier preparation."""
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "file").write_text("old")
@@ -33,7 +33,7 @@ def beside(output: Path) -> list[str]:
 
 @pytest.mark.parametrize("place", ["s3://bucket/x", "hf://a/b", "gs:/bucket", "~/x", "$HOME/x"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
-    """Neither prepared data nor an export lies in a local folder named `s3:`."""
+    """Neither prepared data nor an export is written to a local folder named `s3:`."""
     with pytest.raises(InputError, match="the output must be (a local path|written out)"):
         new(Path(place))
 
@@ -50,7 +50,7 @@ def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> No
 
 
 def test_what_a_killed_run_left_is_removed_and_what_it_replaced_comes_back(output) -> None:
-    """It was killed after the old folder was renamed and before the new one was."""
+    """The run was killed between the renames of the old and the new folder."""
     output.rename(output.with_name("data.replaced"))
     (output.parent / "data.preparing.lock").touch()
     (output.parent / "data.preparing").mkdir()

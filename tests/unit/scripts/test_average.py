@@ -1,4 +1,5 @@
-"""scripts/average.py: the mean of checkpoints is the one by hand, and a model like another."""
+"""scripts/average.py: the mean of checkpoints equals an independent mean, and is an ordinary
+model."""
 
 import json
 import shutil
@@ -34,7 +35,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def trained(folder: Path, *names: str) -> Path:
-    """Train runs that have a checkpoint of each of three steps."""
+    """Train runs with checkpoints of three steps."""
     world = process_groups.initialize()
     try:
         for name in names:
@@ -67,7 +68,7 @@ def copied(runs: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def weights_of(folder: Path, step: int) -> dict[str, Tensor]:
-    """The weights and buffers of a checkpoint in float64, gammas of PC layers left out."""
+    """Return the weights and buffers of a checkpoint in float64, without gammas of PC layers."""
     state = state_of(folder, step)
     kinds = ("weight/", "buffer/")
     return {k: v.double() for k, v in state.items() if k.startswith(kinds) and ".gamma" not in k}
@@ -183,12 +184,12 @@ def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, c
 
 
 def unit_of(info: Any, name: str) -> Any:
-    """The unit of a checkpoint by its name."""
+    """Return a unit of a checkpoint by its name."""
     return next(unit for unit in CheckpointWeights(info).units() if unit.name == name)
 
 
 def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
-    """In float64 and once more in float32, with as much again while it is rounded."""
+    """A parameter is in float64 and float32, with as much again during rounding."""
     infos = [read_checkpoint(step_folder(runs / "sphere", step)) for step in STEPS]
     mean = Mean([CheckpointWeights(info) for info in infos], [1 / 3] * 3, on_sphere=False)
     largest = max(sum(unit.numel for unit in units) for units in mean.units.values())

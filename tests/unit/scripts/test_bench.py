@@ -1,4 +1,4 @@
-"""The benches of one process run on small models, and their figures add up."""
+"""The benchmarks of one process run on small models, and their figures are consistent."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def test_ranks_that_share_weights_send_what_the_exchange_needs(tmp_path: Path) -
     content = json.loads(file.read_text())
     times = content["figures"]["4x16x24"]
     elements = 4 * 16 * 24
-    # Each half travels to its owner, and the update back.
+    # Each half is sent to its owner, and the update back.
     assert content["ranks"] == 2 and times["adamw"]["bytes"] == 0
     assert times["muon"]["bytes"] == elements * 4
     assert times["muon, equal"]["bytes"] == elements * 2

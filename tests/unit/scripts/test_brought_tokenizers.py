@@ -1,4 +1,4 @@
-"""Tokenizers that people bring: what they lose, and what is no tokenizer.json."""
+"""Users' tokenizers: lost text, and files that are not a tokenizer.json."""
 
 import json
 import re
@@ -95,7 +95,7 @@ def test_up_to_one_percent_is_said(
 def test_loss_is_found_early(
     tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a thousandth of the documents is encoded; what comes late is sampled."""
+    """Loss is found before 0.1% of the documents is encoded; later documents are sampled."""
     monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 2000)
     source = write_jsonl(
         tmp_path / "rows.jsonl", ["the Cat"] * 1500 + [f"late {i}" for i in range(9)]
@@ -108,7 +108,7 @@ def test_loss_is_found_early(
 
 
 def sentence_piece() -> bytes:
-    """The first pieces of a SentencePiece model, as protocol buffers."""
+    """Return the first pieces of a SentencePiece model, as protocol buffers."""
     pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁the", 1), ("<0x0A>", 6)]
     content = b""
     for piece, kind in pieces:
@@ -171,7 +171,7 @@ def test_what_is_no_number_of_tokens_is_refused(text: str, capsys) -> None:
 def test_a_tokenizer_that_an_export_would_change_is_refused(
     kind: str, in_config: bool | None, in_file: bool, tmp_path: Path, capsys
 ) -> None:
-    """By transformers' own class, which takes `add_prefix_space` from tokenizer_config.json."""
+    """transformers' class would change it, by `add_prefix_space` of tokenizer_config.json."""
     source = write_jsonl(tmp_path / "rows.jsonl", PLAIN)
     home = tmp_path / "model"
     home.mkdir()

@@ -1,4 +1,4 @@
-"""Scripts agree on their arguments, errors and exit codes, as CONTRIBUTING.md says."""
+"""Scripts use the same conventions of arguments, errors and exit codes, as in CONTRIBUTING.md."""
 
 import argparse
 from pathlib import Path

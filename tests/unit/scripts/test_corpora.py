@@ -1,4 +1,4 @@
-"""Every recipe names the command that makes its data, and what that command makes is its data."""
+"""Every recipe names the command that creates its data, and the command creates this data."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_the_command_of_a_recipe_makes_its_sets(path: Path) -> None:
     ((_, validation),) = config.data.validation.items()
     assert train.path == f"{options.output}/{corpus.name}.train"
     assert validation.path == f"{options.output}/{corpus.name}.validation"
-    # No token is seen twice, and the held-out part is as long as the validation wants.
+    # No token is seen twice, and the held-out part is long enough for validation.
     length = config.train.sequence_length
     tokens = options.tokens or corpus.tokens
     held_out = tokens * corpus.validation

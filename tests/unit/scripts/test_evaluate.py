@@ -1,4 +1,4 @@
-"""Evaluation of exported models: windows of the local task, the table, wrong input."""
+"""Evaluation of exported models: windows of the local task, the table, and wrong input."""
 
 import math
 import sys
@@ -85,8 +85,8 @@ def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
     items = [(-each, size) for each, size in zip(nats, sizes, strict=True)]
     drawn = generator.integers(0, DOCUMENTS, (20_000, DOCUMENTS))
     bits = nats[drawn].sum(1) / sizes[drawn].sum(1) / math.log(2)
-    # The bootstrap's variance has n for n - 1, and 20,000 draws know it to half a percent; the
-    # ratio and the power are taken to first order.
+    # The bootstrap's variance uses n instead of n - 1, and 20,000 draws are accurate to half a
+    # percent; ratio and power are of first order.
     factor = math.sqrt(DOCUMENTS / (DOCUMENTS - 1))
     assert process_results.error_of_bits(items) == pytest.approx(bits.std() * factor, rel=0.03)
     spread = (2**bits).std() * factor
@@ -95,7 +95,7 @@ def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
 
 @pytest.mark.parametrize("nats", [(1.0, 2.0), (1.0, 2.0, 4.0, 9.0), (3.0,) * 5])
 def test_the_error_over_documents_of_one_size_is_that_of_their_mean(nats) -> None:
-    """Exactly, where the bootstrap's few percent hide the n - 1 of the variance."""
+    """The comparison is exact; the bootstrap's few percent would hide the n - 1 of the variance."""
     bits = [each / 10 / math.log(2) for each in nats]
     error = process_results.error_of_bits([(-each, 10.0) for each in nats])
     assert error == pytest.approx(stdev(bits) / math.sqrt(len(bits)), abs=1e-12)

@@ -1,4 +1,4 @@
-"""scripts/convert_hf.py export in one process: the folder, its content, and what is refused."""
+"""scripts/convert_hf.py export in one process: the folder, its content, and refusals."""
 
 import json
 import resource
@@ -144,7 +144,7 @@ def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> Non
 
 @pytest.mark.parametrize("change", ["layer more", "layer less", "wider", "renamed"])
 def test_weights_that_are_not_those_of_the_config_are_refused(change, run, tmp_path, capsys):
-    """transformers fills in random ones."""
+    """transformers would fill in random weights."""
     out = tmp_path / "out"
     assert main(["export", str(run()), str(out), "--no-verify"]) == 0
     settings, tensors = json.loads((out / "config.json").read_text()), {}
@@ -177,7 +177,7 @@ def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
 
 
 def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, capsys) -> None:
-    """The comparison of logits finds settings that no weight shows."""
+    """The comparison of logits finds settings that are not visible in weights."""
     folder, out = run(), tmp_path / "out"
     honest = exporting.config_json
 
@@ -203,7 +203,7 @@ def test_a_missing_tensor_is_noticed(run, tmp_path) -> None:
 
 
 def refused(capsys, *arguments: object) -> str:
-    """The line with which export refuses."""
+    """Return export's line of refusal."""
     assert main(["export", *map(str, arguments)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -283,7 +283,7 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
 
 
 def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, capsys) -> None:
-    """A limit on file sizes stands for a full disk: writing fails halfway."""
+    """A limit on file sizes simulates a full disk: writing fails halfway."""
     folder = run()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))

@@ -1,4 +1,4 @@
-"""Tokenizers of exports: the tokens of training, whatever a file adds, or none and that is said."""
+"""Tokenizers of exports: the training tokens for any template, or no tokenizer and a message."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SIZE = 330
 
 
 def byte_level(prefix_space: bool = False) -> Tokenizer:
-    """As GPT-2's file."""
+    """Return a tokenizer like GPT-2's file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level(prefix_space: bool = False) -> Tokenizer:
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer that puts `<s>` in front of a text."""
+    """Return a tokenizer that puts `<s>` in front of a text."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
@@ -40,7 +40,7 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def llama2() -> Tokenizer:
-    """As Llama 2's file: a normaliser marks spaces."""
+    """Return a tokenizer like Llama 2's file, with a normalizer that marks spaces."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(steps)
@@ -51,7 +51,7 @@ def llama2() -> Tokenizer:
 
 
 def bert() -> Tokenizer:
-    """Tokens on both sides of a text."""
+    """Return a tokenizer with tokens on both sides of a text."""
     tokenizer = byte_level()
     tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 1))
     return tokenizer
@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, object]]] = {
     "llama 2": (llama2, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}),
     "prefix space": (lambda: byte_level(True), {"add_prefix_space": True}),
 }
-"""A tokenizer of each kind, and what its tokenizer_config.json says."""
+"""One tokenizer of each kind, with its tokenizer_config.json."""
 
 
 def tokenizer_in(folder: Path, kind: str) -> Tokenizer:
@@ -84,7 +84,7 @@ def tokenizer_in(folder: Path, kind: str) -> Tokenizer:
 
 @pytest.fixture
 def trained(tmp_path: Path, world: Any) -> Callable[..., Path]:
-    """Trains a step on data of a kind of tokenizer, in tmp_path/NAME, which it returns."""
+    """Train a step on data of a kind of tokenizer in tmp_path/NAME, and return the folder."""
 
     def start(kind: str, name: str = "run", **keys: object) -> Path:
         if not (tmp_path / "source").exists():
@@ -118,7 +118,7 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
 
 
 def test_an_import_of_an_export_has_the_tokenizer_of_the_run(trained, tmp_path, capsys) -> None:
-    """The template that an export leaves out is no other tokenizer."""
+    """The template that an export leaves out does not change the tokenizer."""
     out, weights = tmp_path / "out", tmp_path / "imported"
     assert main(["export", str(trained("template")), str(out), "--no-verify"]) == 0
     config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
@@ -141,7 +141,7 @@ def test_an_imported_model_keeps_its_template(trained, tmp_path) -> None:
 
 
 def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> None:
-    """Neither by the base config's nor by nothing."""
+    """The base config's tokenizer is not used instead, and a message is printed."""
     out, weights, again = (tmp_path / name for name in ("out", "imported", "again"))
     assert main(["export", str(trained("template")), str(out), "--no-tokenizer"]) == 0
     assert "No tokenizer comes with it." in (out / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Model folders of others: nothing in them is executed, and nothing outside of them is read."""
+"""Other people's model folders: no code is executed, and no file outside is read."""
 
 import contextlib
 import json
@@ -25,7 +25,8 @@ class Config(PretrainedConfig):
 
 
 def foreign(folder: Path) -> Path:
-    """A model folder with code of its own, which makes the file `executed` in the folder beside."""
+    """Return a model folder with its own code, which would create the file `executed` next to
+    it."""
     model = folder / "model"
     model.mkdir()
     (model / "theirs.py").write_text(CODE.format(marker=str(folder / "executed")))
@@ -72,7 +73,7 @@ def test_a_path_that_lm_eval_would_take_for_settings_is_refused(tmp_path):
 
 
 def hub_folder(folder: Path) -> Path:
-    """A snapshot as the hub's cache has it: links to blobs beside the snapshots."""
+    """Return a snapshot like the hub's cache: links to blobs next to the snapshots."""
     snapshot, blobs = folder / "snapshots" / "abc", folder / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -142,7 +143,7 @@ def test_an_index_of_another_form_is_named(content, tmp_path):
 
 
 def test_a_pipe_is_not_read(tmp_path):
-    """Opening it would wait for ever."""
+    """Opening it would block forever."""
     (tmp_path / "source").mkdir()
     os.mkfifo(tmp_path / "source" / "tokenizer.json")
     assert copy_tokenizer(tmp_path / "source", tmp_path) == {}

@@ -1,4 +1,4 @@
-"""scripts/convert_hf.py import: the same tensors come back, and training continues with them."""
+"""scripts/convert_hf.py import: the same tensors return, and training continues with them."""
 
 import json
 import re
@@ -68,8 +68,8 @@ def tokens(shared_folder) -> Path:
 
 
 def their_model(folder: Path, config: Path, **keys: object) -> dict[str, torch.Tensor]:
-    """The tensors of a new model folder of transformers' own, random ones of a type and in shards
-    if `keys` say so; `config` is the run config to import it with."""
+    """Write a model folder with transformers: random tensors, with dtype and shards from `keys`;
+    return the tensors. `config` is the run config of the import."""
     dtype = getattr(torch, str(keys.get("dtype", "float32")))
     model = load_config(config).model
     settings = config_json(model, dtype="float32", positions=32, end_token=0)
@@ -98,7 +98,7 @@ def config_in(tmp_path: Path, tokens: Path, **keys: object) -> Path:
 
 
 PLAIN = ("llama", "qwen3", "gemma2", "deepseek", "moe", "moe softmax")
-"""Models of the fast tests; the others are among those of transformers' own making, below."""
+"""Models of the fast tests; the others are among transformers' models below."""
 
 
 @pytest.mark.parametrize("name", slow_but(PLAIN, [*MODELS]))
@@ -148,7 +148,7 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world) -> N
     source, weights = tmp_path / "theirs", tmp_path / "imported"
     their_model(source, path)
     assert main(["import", str(source), str(weights), "--config", str(path)]) == 0
-    # Updates too small to change anything, so that the loss after a step is the first one.
+    # The updates are too small for any change, so the loss after a step equals the first.
     still = ["optimizer.matrix.rule=adamw", *(f"optimizer.{group}.lr=1e-30" for group in GROUPS)]
     config = load_config(path, [f"checkpoint.initialize_from={weights}", *still])
     train(config, world)
@@ -158,7 +158,7 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world) -> N
 
 
 def their_loss(model: torch.nn.Module, tokens: Path) -> float:
-    """Mean loss of transformers' model over the run's validation windows."""
+    """Return the mean loss of transformers' model over the run's validation windows."""
     data = TokenSet("walk", tokens / "tokens", 32)
     windows = torch.stack([torch.from_numpy(data.window(i)) for i in range(5)])
     with torch.no_grad():
@@ -273,7 +273,7 @@ def test_the_section_of_the_model_is_written_from_config_json(
 
 @pytest.mark.parametrize("twice", slow_but([True], [False, True]))
 def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
-    """Gemma 2 is published with tied embeddings. Some files have the head too, the same."""
+    """Gemma 2 is published with tied embeddings. Some files also contain the equal head."""
     config = config_in(tmp_path, tokens, **GEMMA2, model__tie_embeddings=True)
     source, run, out = (tmp_path / name for name in ("theirs", "imported", "out"))
     tensors = their_model(source, config)
@@ -320,7 +320,7 @@ PUBLISHED = {
     "Qwen3 0.6B": Qwen3Config(**SMALL, rope_theta=1e6, tie_word_embeddings=True, head_dim=24),
     "Gemma 2 2B": Gemma2Config(**SMALL, head_dim=24, query_pre_attn_scalar=24, sliding_window=8),
 }  # fmt: skip
-"""Small models with the other keys of published ones, as transformers makes them."""
+"""Small models with the other settings of published ones, as created by transformers."""
 
 
 @pytest.mark.parametrize("name", slow_but(["Llama 3.2 1B", "Qwen2.5 0.5B"], [*PUBLISHED]))
@@ -362,7 +362,7 @@ def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, capsys) -
 
 @pytest.mark.parametrize("place", ["rope_parameters", "config"])
 def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path) -> None:
-    """Versions of transformers keep that share in different places."""
+    """Versions of transformers store that share under different keys."""
     wanted = model_settings(load_config(config_in(tmp_path, tokens, **MOE)).model)
     assert differences(wanted, wanted) == []
     found = dict(wanted)

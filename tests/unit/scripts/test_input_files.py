@@ -1,4 +1,4 @@
-"""Files that people bring to scripts/prepare_data.py: what is read, left out, said and refused."""
+"""Users' files for scripts/prepare_data.py: read, ignored, reported and refused."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ from training.errors import DataError
 
 
 def read(source: Path) -> list[str]:
-    """The documents of a file or folder."""
+    """Return the documents of a file or folder."""
     return list(read_documents(find_inputs(str(source)).inputs, ReadOptions()))
 
 
@@ -106,7 +106,7 @@ def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) ->
 
 
 def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where the output is below the input: a second preparation would read tokenizer.json."""
+    """If the output is below the input, a second preparation would read tokenizer.json."""
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     command = [f"web={tmp_path}", "--train-tokenizer", "257", "--output"]
     for output in ("out", "out", "sub/other"):
@@ -119,7 +119,7 @@ def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFix
     for name in ("killed.preparing", "killed.preparing.state", "killed.replaced"):
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name / "b.json", TEXTS)
-    assert len(find_inputs(str(tmp_path)).inputs) == 4  # names alone say nothing
+    assert len(find_inputs(str(tmp_path)).inputs) == 4  # names alone are not enough
     (tmp_path / "killed.preparing.lock").touch()
     assert len(find_inputs(str(tmp_path)).inputs) == 1
 
@@ -138,7 +138,7 @@ def test_files_of_save_to_disk_are_named_as_such(
         code = re.search('python -c "(.*)"', said)
         assert code is not None
         os.chdir(tmp_path)
-        exec(code[1], {})  # the line that is advised works
+        exec(code[1], {})  # the recommended line works
         assert read(tmp_path / f"{name}.parquet") == TEXTS
 
 
@@ -202,7 +202,7 @@ def test_padding_of_another_size_is_refused(tmp_path: Path, zeros: int) -> None:
 
 
 def test_xz_content_is_what_the_program_writes(tmp_path: Path) -> None:
-    """Blocks larger than a read, of several streams, as `xz -T` and `cat` make them."""
+    """Test blocks larger than a read, and several streams, as from `xz -T` and `cat`."""
     content = b"".join(b"%d " % i * 40 + b"\n" for i in range(40_000))
     assert len(content) > 1 << 22
     packed = subprocess.run(["xz", "-0", "-T2", "--block-size=65536"], input=content,
@@ -277,7 +277,7 @@ def test_what_is_no_text_is_named_with_what_to_do(tmp_path: Path, name: str) -> 
     command = re.search(r"((?:jq|iconv|gzip|sed) [-'].*?)(?:; else.*)?$", str(error.value))
     if command is None or shutil.which(command[1].split()[0]) is None:
         return
-    subprocess.run(command[1], shell=True, check=True)  # what it says works
+    subprocess.run(command[1], shell=True, check=True)  # its advice works
     (tmp_path / name).unlink()
     assert read(tmp_path) in (["text\n"], ["a"], ["a", "b"], ["aa"], ["é"])
 
@@ -293,7 +293,7 @@ def test_a_pointer_in_a_dataset_of_a_local_folder_is_named(tmp_path: Path, name:
 
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs zstd")
 def test_a_long_window_is_named_with_what_to_do(tmp_path: Path) -> None:
-    """Of a frame of unknown size the window that it asks for counts, not its content."""
+    """For a frame of unknown size, the requested window counts, not the content."""
     path = tmp_path / "rows.jsonl.zst"
     path.write_bytes(subprocess.run(["zstd", "-q", "--long=31"], input=lines(TEXTS),
                                     capture_output=True, check=True).stdout)  # fmt: skip

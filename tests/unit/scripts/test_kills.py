@@ -1,9 +1,9 @@
-"""Commands that are killed at random moments: nothing half-written is accepted, and the same
-command works afterwards and gives what it gives undisturbed.
+"""Commands that are killed at random moments: no partial output is accepted, and the same command
+works afterwards and gives the undisturbed result.
 
     pytest tests/unit/scripts/test_kills.py -m slow
 
-kills each of them as often as KILLS says.
+kills each command KILLS times.
 """
 
 import random
@@ -27,14 +27,14 @@ from tests.token_files import write_token_set
 from training.checkpoint.checkpoints import BrokenCheckpointError, problems, read_checkpoint
 from training.checkpoint.stored_checkpoint import ResumeError
 
-# In the place of what tests/launch.py names, for all files of this process.
+# Replaces the choice of tests/launch.py for all files of this process.
 FORKS.set_forkserver_preload(["training.run", "transformers", "tokenizers"])
 KILLS = 50
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, and what is asked of its output: whether it is accepted, and equals another."""
+    """A command, and checks of its output: whether it is accepted, and equals another."""
 
     main: Callable[[Sequence[str]], int]
     arguments: Callable[[Path], Sequence[str]]
@@ -43,7 +43,7 @@ class Command:
 
 
 def run(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> None:
-    """Run a command in a process of its own, which prints nothing."""
+    """Run a command in a separate process without output."""
     sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115
     sys.exit(main(arguments))
 
@@ -57,19 +57,19 @@ def start(command: Command, folder: Path) -> BaseProcess:
 
 
 def whole(command: Command, folder: Path) -> int | None:
-    """The exit code of a command that nothing disturbs."""
+    """Return the exit code of an undisturbed command."""
     process = start(command, folder)
     process.join(600)
     return process.exitcode
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Whether two folders have the same files."""
+    """Return whether two folders contain the same files."""
     return hashes(one) == hashes(other)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has a complete checkpoint, which then is sound."""
+    """Return whether a folder has a complete checkpoint, and check that it is sound."""
     try:
         found = read_checkpoint(folder)
     except (BrokenCheckpointError, ResumeError):
@@ -79,13 +79,13 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def same_import(one: Path, other: Path) -> bool:
-    """Whether two checkpoints of weights have the same tensors."""
+    """Return whether two checkpoints of weights contain the same tensors."""
     return not same_state(*(read_checkpoint(each).tensors() for each in (one, other)))
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> dict[str, Command]:
-    """The commands by name, with inputs that take them long enough."""
+    """Return the commands by name, with inputs that take long enough."""
     given = tmp_path_factory.mktemp("given")
     lines = (f"Line {i}: the cat sat on the mat {i * i} times.\n" for i in range(3000))
     (given / "text.txt").write_text("".join(lines))
@@ -127,7 +127,7 @@ NAMES = ("prepare_data", "export", "import")
 @pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_killed_command_works_when_given_again(name, kills, commands, tmp_path) -> None:
-    """Killed at `kills` random moments."""
+    """Commands are killed at `kills` random moments."""
     command, chance = commands[name], random.Random(name)
     began = time.monotonic()
     assert whole(command, tmp_path / "whole") == 0
@@ -147,7 +147,7 @@ def test_a_killed_command_works_when_given_again(name, kills, commands, tmp_path
         expected = 2 if there and command.main is convert_hf.main else 0
         assert whole(command, place) == expected, f"kill {number}"
         assert command.equal(out, tmp_path / "whole" / "out"), f"kill {number}"
-        # Nor does it remove the empty lock of a command that died between its last two calls.
+        # The empty lock of a command that died between its last two calls also remains.
         locks = {"out.preparing.lock"} if expected else set()
         assert {path.name for path in place.iterdir()} - locks == {"out"}, f"kill {number}"
         shutil.rmtree(place)

@@ -1,4 +1,4 @@
-"""The corpus out of Debian packages: what is read of one, how it is cut, what is refused."""
+"""The corpus from Debian packages: reading, cutting, and refusals."""
 
 import gzip
 import hashlib
@@ -21,7 +21,7 @@ needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="no dpk
 
 @pytest.fixture
 def deb(tmp_path: Path) -> Path:
-    """A package with three texts and a file that is none, built by Debian's own tool."""
+    """A package with three texts and another file, built by Debian's own tool."""
     tree = tmp_path / "tree"
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN" / "control").write_text(
@@ -44,7 +44,7 @@ def deb(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def description(tmp_path: Path, deb: Path) -> Path:
-    """A corpus of the package and a file of ours."""
+    """Return a corpus of the package and an additional file."""
     own = tmp_path / "own.txt.xz"
     own.write_bytes(lzma.compress(b"A\n  a\n\nB\n  b\n"))
     sources = [

@@ -1,5 +1,5 @@
-"""docs/papers.md: numbered tables and figures have rows, commands can be run, and results of tiny
-runs are what sentences quote and what verdicts rest on."""
+"""docs/papers.md: numbered tables and figures have rows, commands can run, and sentences and
+verdicts agree with results of tiny runs."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from training.config import check, load_config
 from training.run import train
 
 PAPERS = read_catalogue()
-# How many numbered figures and tables the papers have. "Towards a Principled Muon" has none.
+# Numbers of figures and tables in the papers. "Towards a Principled Muon" has none.
 NUMBERED = {
     "pc_layer": (15, 7),
     "sso": (12, 3),
@@ -88,7 +88,7 @@ def test_each_full_run_fits_its_gpus_and_has_its_hours(run: str) -> None:
     command = full_command(run, stored["gpus"])
     assert f"configs/{recipe}.yaml" in command
     if stored["gpus"] > 8:
-        # The script takes the folder from RUN_DIR, and refuses it as an override.
+        # The script reads the folder from RUN_DIR, and refuses it as an override.
         assert command[0] == "sbatch" and not any(w.startswith("run.dir=") for w in command)
         assert f"--export=ALL,RUN_DIR={config.run.dir}" in command
     else:
@@ -103,30 +103,31 @@ def test_a_dry_run_prints_commands_hours_and_numbers(capsys: pytest.CaptureFixtu
 
 
 def ends_higher(*names: str) -> Callable[..., list[bool | None]]:
-    """Whether figures end higher in the second run than in the first."""
+    """Return whether figures end higher in the second run than in the first."""
     return lambda one, two: [getattr(one, n).last < getattr(two, n).last for n in names]
 
 
 def above(variant: Any) -> bool | None:
-    """Whether a variant of a study has a higher loss; None if its interval contains 0."""
+    """Return whether a variant of a study has a higher loss; None if its interval contains 0."""
     low, high = variant.difference.low, variant.difference.high
     return None if low <= 0 <= high else low > 0
 
 
 def below(variant: Any) -> bool | None:
-    """Whether a variant of a study has a lower loss; None if its interval contains 0."""
+    """Return whether a variant of a study has a lower loss; None if its interval contains 0."""
     higher = above(variant)
     return None if higher is None else not higher
 
 
 def within(variant: Any, most: float) -> bool | None:
-    """Whether a variant's loss differs by less than `most`; None if its interval does not tell."""
+    """Return whether a variant's loss differs by less than `most`; None if its interval is too
+    wide."""
     low, high = variant.difference.low, variant.difference.high
     return False if low > most or high < -most else (-most < low and high < most) or None
 
 
 def fallen(series: Any) -> float:
-    """Return the least share of the first value."""
+    """Return the smallest share of the first value."""
     return float(series.least / series.first)
 
 
@@ -163,7 +164,7 @@ def penalty_acts(adamw: Any, adamw_penalty: Any, muon: Any, muon_penalty: Any) -
     ]
 
 
-# What the papers state, of the statistics of the runs or variants of a row.
+# The papers' statements about statistics of the runs or variants of a row.
 STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("pc_layer", "figure_5"): conditioned_better,
     ("pc_layer", "figure_6"): quantiles_higher,
@@ -253,7 +254,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
 
 
 class Figures:
-    """The statistics of the series of a run, or what its study says of a variant, by name."""
+    """The statistics of a run's series, or a study's results of a variant, by name."""
 
     def __init__(self, run: dict[str, Any]) -> None:
         if "series" in run:
@@ -266,8 +267,8 @@ class Figures:
 
 
 def verdict(statement: Callable[..., list[bool | None]], content: dict[str, Any]) -> str:
-    """The status that results give a statement: of what holds in every seed, or fails in every one,
-    of at least three, or of intervals over as many. None decides nothing."""
+    """Return the status of a statement: it must hold in every seed, or fail in every seed, of at
+    least three, or by intervals over as many seeds. None is undecided."""
     runs = [*content.values()]
     if "losses" in runs[0]:
         seeds, held = len(runs[0]["losses"]), [statement(*map(Figures, runs))]
@@ -338,7 +339,7 @@ def test_each_seed_is_a_run_of_its_own() -> None:
 
 
 def test_what_is_reproduced_rests_on_a_committed_result() -> None:
-    """On statements about a measured row, on passed checks of an experiment, or on a test."""
+    """The basis is statements about a measured row, passed checks of an experiment, or a test."""
     passed = {
         entry["name"]: entry["passed"]
         for entry in json.loads((ROOT / "benchmarks/results/reproduce.json").read_text())
@@ -377,7 +378,7 @@ def test_statistics_are_those_of_the_series() -> None:
 
 
 def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> None:
-    """Of a run with PC layers."""
+    """Test a run with PC layers."""
     keys = {"pc__level": 4, "train__steps": 3, "checkpoint__interval": 3}
     keys |= {"monitors__interval": 1, "log__interval": 1, "train__micro_batch": 8}
     train(tiny_config(folder, "muon", **keys), world)

@@ -1,4 +1,4 @@
-"""Figures show what runs and checkpoints hold."""
+"""Figures show the data of runs and checkpoints."""
 
 import json
 import re

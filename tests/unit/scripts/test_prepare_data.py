@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py on real files: what it writes, all or nothing, and its errors."""
+"""scripts/prepare_data.py on real files: its output, atomicity, and errors."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
-    """The demo preparation, made from another working directory."""
+    """The demo preparation, from another working directory."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     output_of(sys.executable, root / SCRIPT, "--demo", "--output", "data/demo", folder=elsewhere)
     return elsewhere / "data/demo"
@@ -98,7 +98,7 @@ def test_manifest_agrees_with_the_files(demo: Path) -> None:
         assert entry.dtype == "uint16"
         # EOD ends every document and occurs nowhere else.
         assert all(each[-1] == 0 and 0 not in each[:-1] for each in found)
-        assert len(IndexedDataset(str(demo / name))) == len(found)  # Megatron reads it as well
+        assert len(IndexedDataset(str(demo / name))) == len(found)  # Megatron also reads it
     assert manifest.tokenizer.sha256 == files["tokenizer.json"]
     assert manifest.tokenizer.eod_id == 0
     assert manifest.files == {
@@ -171,7 +171,7 @@ def test_every_format_gives_the_same_tokens(demo: Path, tmp_path: Path, name: st
 
 
 def test_several_sources_of_one_name_follow_each_other(demo: Path, tmp_path: Path) -> None:
-    """Whole, even if the tokenizer's file says that it cuts and pads texts."""
+    """Texts stay whole, even if the tokenizer's file enables truncation and padding."""
     cutting = Tokenizer.from_file(str(demo / "tokenizer.json"))
     cutting.enable_truncation(3)
     cutting.enable_padding()
@@ -198,7 +198,7 @@ def test_each_source_has_a_key_of_its_own(demo: Path, tmp_path: Path) -> None:
     assert texts(tmp_path / "out", "set.validation") == TEXTS[30:]
     sets = read_manifest(tmp_path / "out").sets
     assert sets["set.train"].source == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl (key body)"]
-    # A key counts among what was prepared, as the files' content does.
+    # A key belongs to the preparation's fingerprint, like the files' content.
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:9])
     rows = [{"text": text, "body": text[::-1]} for text in TEXTS]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

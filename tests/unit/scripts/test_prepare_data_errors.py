@@ -95,7 +95,7 @@ def test_ended_run_leaves_no_output_and_no_process(
         [sys.executable, root / "scripts/prepare_data.py", *command],
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background of a shell would pass on that it ignores SIGINT.
+        # A test run in the background of a shell would inherit ignoring SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     written = tmp_path / "out.preparing/set.train.bin"
@@ -118,7 +118,7 @@ def test_ended_run_leaves_no_output_and_no_process(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-ENDINGS = {  # exit code and what is said
+ENDINGS = {  # exit code and message
     "run killed": (-signal.SIGKILL, ""),
     "worker killed": (1, "error: a worker process was killed"),
     "interrupted": (130, "interrupted: nothing was written"),
@@ -157,7 +157,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 def check_error(
     arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, one line on stderr that matches, nothing left in the folder."""
+    """Check exit code 2, one matching line on stderr, and an empty folder."""
     before = sorted(folder.rglob("*"))
     assert main(arguments) == 2
     captured = capsys.readouterr()

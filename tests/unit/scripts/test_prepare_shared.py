@@ -1,4 +1,4 @@
-"""A preparation that is killed and goes on, or is shared: byte for byte that of one process."""
+"""Preparations that are killed and continued, or shared, equal one process's byte for byte."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ ROWS = 200
 
 
 def rows(seed: int, count: int = ROWS) -> list[str]:
-    """Documents of one to forty words."""
+    """Return documents of one to forty words."""
     chance = random.Random(seed)
     return [
         " ".join(chance.choices(TEXTS[3:], k=1) + [f"number {i}"] * chance.randrange(12))
@@ -74,7 +74,7 @@ def arguments(command: str, home: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
-    """The hashes of what one process writes, by command."""
+    """The hashes of one process's output, by command."""
     home, known = tmp_path_factory.mktemp("whole"), {}
 
     def hashes_of(command: str) -> dict[str, str]:
@@ -88,7 +88,7 @@ def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small chunks, small blocks, and a save after every chunk."""
+    """Use small chunks, small blocks, and a save after every chunk."""
     monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 3000)
     monkeypatch.setattr(resume_point, "SECONDS", 0.0)
     monkeypatch.setattr(plan, "BLOCK", 16)
@@ -107,7 +107,7 @@ KILLED_IN: dict[str, tuple[Any, str]] = {
 
 
 def kill_in(place: str, call: int, options: list[str]) -> None:
-    """Run the command, and end it as the power fails before a call of a function."""
+    """Run the command, and end it before a call of a function as in a power failure."""
     owner, name = KILLED_IN[place]
     original = getattr(owner, name)
     left = [call]
@@ -123,7 +123,7 @@ def kill_in(place: str, call: int, options: list[str]) -> None:
 
 
 def killed(place: str, call: int, options: list[str]) -> bool:
-    """Whether the command was killed before it was done."""
+    """Return whether the command was killed before its end."""
     process = multiprocessing.get_context("fork").Process(
         target=kill_in, args=(place, call, options)
     )
@@ -215,7 +215,7 @@ def test_killed_shards_and_a_killed_join_go_on(
 def test_shards_encode_little_more_than_their_shares(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a part of the documents, too, and what they leave is encoded by the join."""
+    """This includes partial documents; the join encodes the rest."""
     options = [f"one={inputs}/one.jsonl", f"--tokenizer={inputs}/tokenizer.json", "--workers=1"]
     options += ["--tokens", "5000", "--output", str(tmp_path / "out")]
     for number in (1, 2, 3):
@@ -256,7 +256,7 @@ def test_no_shard_is_left_out(
 def test_a_file_of_the_hub_that_fails_is_read_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From its last row on; one that fails for good is an error."""
+    """Reading continues after its last row; a permanent failure is an error."""
     failures = [3, 0, 5]  # rows before an error, of each reading
 
     class Stream:
@@ -305,7 +305,7 @@ def test_every_option_counts_in_the_fingerprint(inputs: Path, option: str) -> No
 
 
 def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: Path) -> None:
-    """Of a set that stops after a number of tokens, no more than those up to there."""
+    """For a set with a token limit, only the inputs up to the limit are listed."""
     options = [f"a={inputs}/web/[0-4].jsonl", f"--tokenizer={inputs}/tokenizer.json"]
     options += ["--workers=1", "--validation", f"a={inputs}/one.jsonl", "--tokens", "2500"]
     assert main([*options, "--output", str(tmp_path / "out")]) == 0
@@ -317,7 +317,7 @@ def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: P
     (tmp_path / "out/manifest.json").rename(tmp_path / "old")
     content = json.loads((tmp_path / "old").read_text())
     for entry in content["sets"].values():
-        del entry["inputs"]  # as manifests were before
+        del entry["inputs"]  # like earlier manifests
     (tmp_path / "out/manifest.json").write_text(json.dumps(content))
     assert read_manifest(tmp_path / "out").sets["a.train"].inputs == []
 
@@ -360,7 +360,7 @@ def test_different_and_empty_inputs_are_not(
 
 
 def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
-    """The parts' numbers of tokens count in the fingerprint, as the set's do."""
+    """The fingerprint includes the parts' numbers of tokens and the set's."""
     for part in ("dclm", "starcoder", "pes2o", "arxiv", "open-web-math", "algebraic-stack", "wiki"):
         (tmp_path / part).mkdir()
         write_jsonl(tmp_path / part / "a.jsonl", [part])

@@ -1,4 +1,4 @@
-"""scripts/prepare_task.py, tasks of scripts/evaluate.py, and both beside lm-eval where it is."""
+"""scripts/prepare_task.py, tasks of scripts/evaluate.py, and both against lm-eval if installed."""
 
 import gzip
 import importlib.util
@@ -59,7 +59,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }
-"""Rows of each format, with what its readers change."""
+"""Rows of each format, including text that readers change."""
 
 
 def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str:
@@ -70,7 +70,7 @@ def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str
 
 
 def with_lm_eval() -> Path:
-    """The interpreter of an environment that has lm-eval; skips without one."""
+    """The interpreter of an environment with lm-eval; skips without one."""
     default = ROOT / ".venv-eval" / "bin" / "python"
     if importlib.util.find_spec("lm_eval") is not None:
         default = Path(sys.executable)
@@ -99,7 +99,7 @@ def test_examples_are_those_of_lm_eval(tmp_path):
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of PC layers that scored two tasks, and its export `out`."""
+    """A folder with a PC-layer run that scored two tasks, and its export `out`."""
     folder = tmp_path_factory.mktemp("scored")
     tokens = prepare_text(folder, TEXT, 800)
     sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
@@ -113,7 +113,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logged(folder: Path) -> dict[str, float]:
-    """The last scores of the run, by task and metric."""
+    """Return the last scores of the run, by task and metric."""
     line = json_lines(folder / "run" / "metrics.jsonl")[-1]
     return {
         f"{name} {key}": line[f"task/{name}/{key}"]
@@ -123,7 +123,7 @@ def logged(folder: Path) -> dict[str, float]:
 
 
 def results(output: Path) -> dict[str, float]:
-    """The scores that scripts/evaluate.py has written, by task and metric."""
+    """Return the scores written by scripts/evaluate.py, by task and metric."""
     found = json.loads((output / "results.json").read_text())["results"]
     return {
         f"{name} {key}": found[f"file_{name}"][f"{key},none"]
@@ -143,7 +143,7 @@ def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
-    """The newest of a run, and an earlier one, which has other scores."""
+    """Score the newest checkpoint of a run, and an earlier one with other scores."""
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
     run = scored / "run"
     assert evaluate([str(run), "--tasks", *files, "--output", str(tmp_path)]) == 0
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["tokenizer", "weights"])
 def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_path, capsys):
-    """Neither another file of the tokenizer nor a flipped bit of the weights goes unnoticed."""
+    """A changed tokenizer file and a flipped bit of the weights are detected."""
     if part == "tokenizer":
         file, rule = scored / "d" / "tokenizer.json", "is not the tokenizer of the run"
     else:
@@ -192,7 +192,7 @@ def test_what_a_run_cannot_be_scored_on_is_refused(options, rule, tmp_path, caps
 
 
 def test_rows_become_examples(tmp_path, capsys):
-    """Of plain text, compressed and Parquet; other keys than a format's are left out."""
+    """Test plain text, compressed files and Parquet; keys outside the format are left out."""
     plain = {"id": 7, "context": "one", "choices": ["a", "é"], "answer": 1}
     arc = written(tmp_path, ROWS["arc"])
     output = tmp_path / "tasks" / "arc.jsonl"

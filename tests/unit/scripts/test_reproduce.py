@@ -1,9 +1,9 @@
-"""The papers' experiments run at a small size, and a wrong number fails, and every wrong variant of
-their methods.
+"""The papers' experiments run at a small size; wrong numbers and wrong variants of their methods
+fail.
 
-An experiment that a wrong method passes says nothing. A variant replaces one function of the method
-by a wrong one while the experiment runs at its small size, where only statements of the papers and
-theory are checked, no recorded number.
+An experiment that a wrong method passes is worthless. A variant replaces one function of the method
+by a wrong one while the experiment runs at its small size, which checks only statements of the
+papers and theory, not recorded numbers.
 """
 
 import json
@@ -87,7 +87,7 @@ def test_a_wrong_published_number_fails_at_the_published_size(
     monkeypatch.setattr(pi_bound.experiment, "__kwdefaults__", {"shapes": shapes})
     result = perform("pi_bound", tmp_path, seed=None, small=False, suffix=".svg")
     assert {check.series for check in result.checks if not check.passed} == {"stable_rank"}
-    # Another seed has no published numbers.
+    # Published numbers do not apply to another seed.
     other = perform("pi_bound", tmp_path, seed=5, small=False, suffix=".svg")
     assert not [check for check in other.checks if check.source == "recorded"]
 
@@ -102,22 +102,22 @@ def test_published_numbers_hold(name: str, tmp_path: Path) -> None:
 
 Function = Callable[..., Any]
 Wrong = Callable[[Any], Any]
-"""From what is right to what is wrong."""
+"""A function from the right value to a wrong one."""
 Owner = ModuleType | type
 
 
 def root_of(measure: Function) -> Function:
-    """The square root of a measure of `[..., rows, cols]`: a power too low."""
+    """Return the square root of a measure of `[..., rows, cols]`, a wrong power."""
     return lambda w: measure(w).sqrt()
 
 
 def swapped(measure: Function) -> Wrong:
-    """Take `measure` in place of the right one."""
+    """Use `measure` instead of the right one."""
     return lambda right: measure
 
 
 def direction(change: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
-    """Take the direction `change(gradient, direction)`, both `[batch, rows, cols]`."""
+    """Use the direction `change(gradient, direction)`, both `[batch, rows, cols]`."""
 
     def replaced(right: Function) -> Function:
         def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
@@ -138,38 +138,38 @@ DESCENT: dict[str, Wrong] = {
 
 
 def block_scale(right: Function) -> Function:
-    """Euclidean layers with the scale of spectral ones, n / |A|_F^2."""
+    """Give Euclidean layers the scale of spectral layers, n / |A|_F^2."""
     return lambda self, layer, a: a.shape[0] / float(a.square().sum())
 
 
 def one_step_ahead(right: Function) -> Function:
-    """The gradient in closed form, one step too late."""
+    """Compute the closed-form gradient one step too late."""
     return lambda task, times: right(task, [t + 1 for t in times])
 
 
 def last_too_large(level: odd_polynomial.Level) -> odd_polynomial.Level:
-    """The polynomial whose last coefficient is one percent too large."""
+    """Return the polynomial with a last coefficient that is 1% too large."""
     ((*first, last),) = odd_polynomial.stages(level)
     return (*first, 1.01 * last)
 
 
 def composite(stages: tuple[odd_polynomial.Stage, ...]) -> Wrong:
-    """Take other stages for the over-flattening composite."""
+    """Use other stages for the over-flattening composite."""
     return lambda right: {**right, "over_flattening": stages}
 
 
 def no_rescaling(right: Function) -> Function:
-    """Algorithm 1 in place of algorithm 2."""
+    """Use algorithm 1 instead of algorithm 2."""
     return lambda self, weight, sigma, state, active: {"norm": sigma}
 
 
 def biased_correlation(w: Tensor) -> Tensor:
-    """mean^2 / mean square, without the correction for the diagonal."""
+    """Compute mean^2 / mean square, without the correction for the diagonal."""
     return w.mean((-2, -1)).square() / w.square().mean((-2, -1))
 
 
 def no_multiplier(right: Function) -> Function:
-    """msign(M), not tangent."""
+    """Use msign(M), which is not tangent."""
 
     def wrong(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Any:
         found = right(m, u, v, **options)
@@ -251,7 +251,7 @@ BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
         }
     },
 }
-"""What takes the place of which attribute: at least two per experiment."""
+"""Replacements of attributes, at least two per experiment."""
 
 WRONG_VARIANTS = [
     pytest.param(experiment, owner, name, wrong, id=f"{experiment}: {what}")
@@ -262,7 +262,7 @@ WRONG_VARIANTS = [
 
 
 def run_small(name: str) -> Sequence[Check]:
-    """The checks of an experiment at its small size."""
+    """Return the checks of an experiment at its small size."""
     return outcome_of(name, SEEDS[name], small=True).checks
 
 

@@ -1,4 +1,4 @@
-"""Figures of runs from their lines: time by steps, and what orders runs."""
+"""Figures of runs from their lines: time by steps, and the order of runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from scripts.plots.run_data import RunData
 
 
 def run_of(*lines: dict[str, Any], vocabulary: int = 100) -> RunData:
-    """A run with these lines of metrics."""
+    """Return a run with these lines of metrics."""
     train = {"global_batch": 1, "sequence_length": 8}
     config = {"model": {"vocab_size": vocabulary}, "train": train}
     return RunData(Path("run"), list(lines), [], config, [])
 
 
 def test_time_is_that_of_steps_not_of_lines() -> None:
-    """Lines of step times are unevenly far apart, and some lines have no time."""
+    """Intervals between lines with step times vary, and some lines have no time."""
     times = {1: 2.0, 10: 0.5, 12: None, 20: 1.0, 100: 0.25}
     lines = [
         {"step": step} | ({} if time is None else {"perf/step_time_s": time})
@@ -31,7 +31,7 @@ def test_time_is_that_of_steps_not_of_lines() -> None:
 
 
 def test_monitored_steps_have_their_own_tokens() -> None:
-    """Also between logged steps and after the last, where a ramp has another batch."""
+    """This holds between logged steps and after the last, where a ramp has another batch."""
     monitors = [{"step": step, "tokens": tokens} for step, tokens in ((4, 8), (8, 40), (12, 72))]
     run = replace(run_of({"step": 10, "progress/tokens": 56}), monitors=monitors)
     assert [run.tokens(line) for line in monitors] == [8, 40, 72]
@@ -42,7 +42,7 @@ def test_monitored_steps_have_their_own_tokens() -> None:
     ("bits", "vocabularies", "expected"),
     [
         ((1.0, 1.1), (100, 200), BITS),
-        ((1.0, None), (100, 200), LOSS),  # not ranked by what one of them lacks
+        ((1.0, None), (100, 200), LOSS),  # not ranked by a metric that one of them lacks
         ((None, None), (100, 200), LOSS),
         ((1.0, 1.1), (100, 100), LOSS),
     ],

@@ -1,4 +1,4 @@
-"""Figures of runs and the page about a run show what the run logged, without a network."""
+"""Figures of runs and the page about a run show the logged data without a network."""
 
 import json
 import os
@@ -25,8 +25,8 @@ from training.run import train
 
 @pytest.fixture(scope="module")
 def folder(shared_folder):
-    """A run with PC layers, monitors and a penalty, stopped and continued, one without, and one
-    that fails."""
+    """A stopped and continued run with PC layers, monitors and a penalty, a run without, and a
+    failing run."""
     folder = shared_folder
     world = process_groups.initialize()
     common = {"train__steps": 6, "train__micro_batch": 4, "log__interval": 1}
@@ -74,7 +74,7 @@ def test_curves_are_what_was_logged(folder):
 
 
 def test_one_monitored_step_is_drawn(folder, tmp_path):
-    """As bars and points: a curve or an area of one step would be an empty panel."""
+    """It is drawn as bars and points: a curve or an area of one step would be empty."""
     copy = shutil.copytree(folder / "pc", tmp_path / "run")
     for name, lines in (("metrics", 2), ("monitors", 1)):
         path = copy / f"{name}.jsonl"
@@ -96,12 +96,12 @@ def test_one_monitored_step_is_drawn(folder, tmp_path):
 
 
 def ids(page: str) -> list[str]:
-    """The ids of a page."""
+    """Return the ids of a page."""
     return re.findall(r'\bid="([^"]+)"', page)
 
 
 def fetched(page: str) -> list[str]:
-    """What a page would fetch."""
+    """Return the URLs that a page would fetch."""
     links = re.findall(r'\b(?:src|href|srcset|data)="(?!#|data:)([^"]+)"', page)
     return links + re.findall(r"<(?:script|iframe|object|embed)\b|@import|url\((?!#)", page)
 
@@ -132,7 +132,7 @@ def test_the_page_says_why_it_has_no_spectra(folder, tmp_path):
 
 
 def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
-    """As of a rule in a package of its user; a figure that is always 0 is left out."""
+    """Test a rule in a user's package; a figure that is always 0 is left out."""
     copy = shutil.copytree(folder / "plain", tmp_path / "run")
     lines = json_lines(copy / "metrics.jsonl")
     for line in lines:
@@ -187,7 +187,7 @@ def test_the_status_of_a_run(folder, tmp_path):
     failed = run_status(read_run(folder / "deep" / "failed"))
     assert (failed.kind, failed.reason) == ("failed", "the disk is full")
     assert failed.text == "failed, step 2 of 6"
-    # Without its last event it still runs, as this process, which its lock names, does.
+    # Without its last event it counts as running, like this process, which its lock names.
     running = copied("deep/failed")
     cut = (running / "events.jsonl").read_text().splitlines(keepends=True)[:-1]
     (running / "events.jsonl").write_text("".join(cut))
@@ -197,11 +197,11 @@ def test_the_status_of_a_run(folder, tmp_path):
     lock = json.loads((running / "lock").read_text())
     (running / "lock").write_text(json.dumps(lock | {"pid": gone.pid}))
     assert run_status(read_run(running)).reason == "The run was killed, or its node failed."
-    # Another process may have the number by now: this one, or the first of the machine.
+    # Another process may have the id by now: this one, or the first of the machine.
     for other in (os.getpid(), 1):
         (running / "lock").write_text(json.dumps(lock | {"pid": other, "began": "boot 1"}))
         assert run_status(read_run(running)).kind == "failed"
-    # Of another host only the heartbeat is known.
+    # For another host only the heartbeat is known.
     (running / "lock").write_text(json.dumps({"host": "elsewhere", "pid": 1}))
     for age, kind in ((10, "running"), (1000, "failed"), (-1000, "failed"), (-10, "running")):
         (running / "heartbeat.json").write_text(json.dumps({"time": time.time() - age}))

@@ -24,7 +24,7 @@ STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.rea
 
 @pytest.fixture
 def study_file(minimal, folder, tmp_path) -> Path:
-    """A study of one-step runs."""
+    """Write a study of one-step runs."""
     config = yaml.safe_load(minimal.read_text())
     sets = {"walk": {"path": str(tmp_path / "tokens")}}
     config["data"] = {"train": sets, "validation": deepcopy(sets)}
@@ -59,7 +59,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     assert len(plain["losses"]) == 2 and len(set(plain["losses"] + other["losses"])) == 4
     last = json_lines(output / "lr-2" / "metrics.jsonl")[-1]
     assert last["val/walk/loss"] == other["losses"][1]
-    # Records outlive the runs' folders, and a line that was not finished counts as not written.
+    # Records outlive the runs' folders, and an unfinished line does not count.
     rmtree(output / "plain-1")
     records = output / "runs.jsonl"
     kept = records.read_text().splitlines(keepends=True)
@@ -70,7 +70,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"lr-2: {other['losses'][1]:.4f}" in printed and "-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
-    # Records are of these tokens, which no manifest names.
+    # The records belong to these tokens, which have no manifest.
     write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
     assert main([str(study_file), str(output)]) == 2
     message = capsys.readouterr().err
@@ -139,7 +139,7 @@ def test_an_override_of_a_study_is_no_option_of_pretrain(option, study_file, tmp
 
 @pytest.fixture
 def tuned_file(study_file) -> Path:
-    """The study with a search, whose third rate is beyond all bounds."""
+    """Write the study with a search whose third rate is far too large."""
     study = yaml.safe_load(study_file.read_text())
     rates = {"rate": {"grid": {"optimizer.matrix.lr": [1e-7, 3e-3, 1e38]}}}
     study["full"] = {"train.steps": 4}
@@ -174,10 +174,10 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
     result = json.loads((tmp_path / "out" / "results.json").read_text())
     assert result["budget"] == {"plain": 3.0, "lr": 3.0}
     trials = [trial for trial in result["trials"] if trial["variant"] == "plain"]
-    assert trials[2]["loss"] is None  # it broke off
+    assert trials[2]["loss"] is None  # it failed
     winner = min(trials[:3], key=lambda trial: trial["loss"] or 99)
     assert result["chosen"]["plain"] == winner["candidate"]
-    # The search had the first seed and the full length: that run is the first of the row.
+    # The search used the first seed and the full length, so its run is the first of the row.
     assert result["rows"][0]["losses"][0] == winner["loss"]
     assert [point["share"] for point in result["points"]] == [0.5]
     records = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
@@ -187,7 +187,7 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
     better = min(means, key=lambda name: means[name])
     moved = replace(read_study(tuned_file), tuned_in=TunedIn(results=str(tmp_path / "out"), best=1))
     taken, start = begin(moved, tmp_path)
-    assert set(taken.variants) == {better, "plain"}  # what it is compared against comes along
+    assert set(taken.variants) == {better, "plain"}  # with its reference
     assert start == {name: result["chosen"][name] for name in taken.variants}
     other = {"more": replace(moved.variants["plain"], tuned_as=better)}
     everyone = TunedIn(results=str(tmp_path / "out"))

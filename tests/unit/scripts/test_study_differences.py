@@ -1,4 +1,4 @@
-"""A study names the keys in which its variants differ beside those that it tunes or sets."""
+"""A study names the keys in which its variants differ, other than keys that it tunes or sets."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +19,7 @@ ADAMW, SSO = "configs/tiny_adamw.yaml", "configs/tiny_sso.yaml"
 
 
 def found_in(folder: Path, variants: dict[str, Any], **keys: Any) -> dict[str, dict[str, Any]]:
-    """The differences of a study's variants, and each in a sentence of its own."""
+    """Return the differences of a study's variants, one sentence each."""
     path = folder / "study.yaml"
     content = {"title": "t", "seeds": [1], "variants": variants} | keys
     path.write_text(yaml.safe_dump(content, sort_keys=False))
@@ -34,7 +34,7 @@ def searched(key: str) -> dict[str, Any]:
 
 
 def test_other_keys_than_those_that_are_tuned_are_named(tmp_path):
-    """The initialisation, which each recipe has; not the rate, nor what one rule alone has."""
+    """The recipes' initialisation is named, but not the rate, nor settings of a single rule."""
     variants = {
         "AdamW": {"config": ADAMW, "search": searched("optimizer.matrix.lr")},
         "SSO": {"config": SSO, "against": "AdamW", "search": searched("optimizer.matrix.lr")},
@@ -61,7 +61,7 @@ def test_keys_that_the_study_sets_or_declares_are_meant(tmp_path):
 
 
 def test_settings_of_one_name_under_two_rules_are_named(tmp_path):
-    """The recipes give two momenta; `differs` declares the difference, an equal one ends it."""
+    """The recipes set two momenta; `differs` declares the difference, an equal value removes it."""
     muon = {"config": "configs/tiny_muon.yaml"}
     sso = {"config": SSO, "against": "Muon", "differs": ["model.init", "optimizer.matrix"]}
     key = "optimizer.rules.spectral_sphere.momentum"
@@ -101,7 +101,7 @@ def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
 
 
 def test_the_screen_and_the_table_say_so(tmp_path, capsys):
-    """Before the first run."""
+    """They name the differences before the first run."""
     path = tmp_path / "study.yaml"
     variants = {"AdamW": {"config": ADAMW}, "SSO": {"config": SSO, "against": "AdamW"}}
     path.write_text(yaml.safe_dump({"title": "t", "seeds": [1], "variants": variants}))

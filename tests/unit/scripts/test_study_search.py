@@ -1,4 +1,4 @@
-"""Successive halving finds the best candidate at the cost that the study says, and no other."""
+"""Successive halving finds the best candidate at exactly the study's cost."""
 
 from collections import Counter
 from itertools import permutations
@@ -37,7 +37,8 @@ BEST = {"a": 0.04, "b": 0.01}
 
 
 def landscape(trained: list):
-    """Losses of a made-up world: convex in the rate, w = 0.1 helps, and 0.08 breaks off for b."""
+    """Return losses of an invented landscape: convex in the rate, w = 0.1 helps, and 0.08 fails for
+    b."""
 
     def train(runs):
         runs = list(runs)
@@ -99,7 +100,7 @@ def test_a_stage_multiplies_what_was_tuned_elsewhere():
 
 @pytest.mark.parametrize("tuned", [*permutations("xyz")], ids="".join)
 def test_the_best_are_those_with_the_losses_of_what_they_were_tuned_as(tuned):
-    """Also where a variant has the name of another one of that study."""
+    """This holds even if a variant has the name of another variant of that study."""
     losses = {"x": 2.0, "y": 1.0, "z": 3.0}
     content = {
         "variants": {name: {"against": None, "search": {}} for name in losses},

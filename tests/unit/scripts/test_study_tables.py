@@ -1,4 +1,4 @@
-"""The tables of a study say what its losses say, and nothing from the end of a grid."""
+"""The tables of a study follow from its losses, without conclusions from the end of a grid."""
 
 import json
 import math
@@ -16,7 +16,7 @@ RESULTS = sorted(ROOT.glob("studies/**/results.json"))
 
 
 def study(a, b, *, search=None, **more):
-    """The results of two variants with these losses."""
+    """Return the results of two variants with these losses."""
     variants = {
         "a": {"against": None, "search": search or {}},
         "b": {"against": "a", "search": search or {}},
@@ -76,7 +76,7 @@ def trial(name, lr, beta, loss, share=0.5):
 
 
 def searched(chosen):
-    """A search of both variants over lr and beta, with these settings chosen."""
+    """Return a search of both variants over lr and beta with these choices."""
     trials = [
         trial(name, lr, beta, abs(lr - 2) + beta)
         for name in ("a", "b") for lr in (1, 2, 4) for beta in (0.3, 0.5, 0.9)
@@ -96,7 +96,7 @@ def searched(chosen):
     ],
 )
 def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended):
-    """Neither of the variant itself nor of one that is compared with it."""
+    """This holds for the variant itself and for variants that are compared with it."""
     results = searched({"a": a, "b": b})
     assert grid_ends(results) == ended
     verdict = comparison(results)["verdict"][1]
@@ -113,7 +113,7 @@ def test_losses_by_a_key_are_the_best_over_the_others():
 
 
 def test_tokens_to_a_loss_are_found_on_the_curve():
-    """The loss of `a` falls by 1 for each doubling; beyond the curve nothing is said."""
+    """The loss of `a` falls by 1 per doubling; outside the curve there is no result."""
     points = [{"share": 0.5, "losses": [4.0, 4.0]}, {"share": 2.0, "losses": [2.0, 2.0]}]
     results = study([3.0, 3.0], [2.5, 2.5], points=points, curve={"variant": "a"})
     frame = tokens_to_loss(results, comparison(results))
@@ -124,7 +124,7 @@ def test_tokens_to_a_loss_are_found_on_the_curve():
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
 def test_committed_tables_are_those_of_the_committed_results(path):
-    """No seed is left out, and every loss is that of a recorded run."""
+    """No seed is missing, and every loss belongs to a recorded run."""
     results = json.loads(path.read_text())
     assert path.with_name("table.md").read_text() == markdown(results)
     lines = json_lines(path.with_name("runs.jsonl"))

@@ -1,4 +1,5 @@
-"""Training a tokenizer takes bounded time, whatever the text, and long runs change nothing else."""
+"""Training a tokenizer takes bounded time for any text, and long runs of characters change nothing
+else."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Files that a run can do without end no run, and a disk that fails once costs no steps."""
+"""Failures of optional files do not end a run, and a disk that fails once costs no steps."""
 
 import os
 import resource
@@ -40,7 +40,8 @@ END = 6
 
 @pytest.fixture
 def run(folder, world, tmp_path) -> Callable[..., Any]:
-    """Function that trains in the folder `run`, or another `name`, and returns the outcome."""
+    """Return a function that trains in the folder `run`, or another `name`, and returns the
+    outcome."""
     tiny_config(folder, "muon")
 
     def trained(name: str = "run", *, on_step: Any = ignore, **keys: Any) -> Any:
@@ -51,7 +52,7 @@ def run(folder, world, tmp_path) -> Callable[..., Any]:
 
 
 def check_equal(folder: Path, name: str = "run") -> None:
-    """Fail unless a run ended as the run `whole` did."""
+    """Fail unless a run ended like the run `whole`."""
     ours, theirs = folder / name, folder / "whole"
     assert same_state(state_of(ours, END), state_of(theirs, END)) == []
     assert metrics_of(ours) == metrics_of(theirs)
@@ -59,7 +60,7 @@ def check_equal(folder: Path, name: str = "run") -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Context in which no file of this process can grow beyond `size` bytes."""
+    """Limit the files of this process to `size` bytes within a context."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -70,9 +71,9 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [0, 10, 12, 17, 30])
 def test_lines_that_the_disk_refuses_are_written_with_the_next(size, tmp_path, capsys):
-    """Also the rest of a line of which the disk took a part."""
+    """This includes the rest of a partly written line."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st')  # as a killed run leaves it
+    path.write_text('{"step": 1}\n{"st')  # as after a killed run
     with closing(LogFile(path)) as log:
         with largest_file(size):
             for step in (2, 3):
@@ -103,7 +104,7 @@ def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):
 
 
 def test_plain_values_on_a_full_disk_are_an_error_of_the_system(tmp_path):
-    """torch's own writer raises a RuntimeError."""
+    """torch's own writer would raise a RuntimeError."""
     with largest_file(1000), pytest.raises(OSError, match="too large"):
         write_plain(tmp_path / "rng.pt", [torch.zeros(10_000)])
 
@@ -137,7 +138,7 @@ def test_a_watchdog_that_cannot_write_warns_once(tmp_path, monkeypatch, capsys):
 
 
 def test_output_on_a_full_disk_is_dropped_while_a_run_trains(monkeypatch):
-    """Not before: a config that --print-config could not print must not look printed."""
+    """Before training it is not dropped: --print-config must not appear to have printed."""
     with LastingFile("/dev/full", "w") as file:
         with pytest.raises(OSError, match="No space left"):
             file.write(b"line")
@@ -147,7 +148,7 @@ def test_output_on_a_full_disk_is_dropped_while_a_run_trains(monkeypatch):
 
 @pytest.mark.parametrize("failing", [1, 4, 8, 11, "all of step 4"])
 def test_a_save_that_fails_once_is_made_again(failing, run, tmp_path, monkeypatch, capsys):
-    """And one that fails twice ends the run, which continues from the one before."""
+    """A save that fails twice ends the run, which continues from the previous checkpoint."""
     run("whole")
     sync, done = os.fsync, [0]
 
@@ -175,7 +176,7 @@ def test_a_save_that_fails_once_is_made_again(failing, run, tmp_path, monkeypatc
 
 
 def test_ranks_wait_for_no_disk_while_they_train(run, monkeypatch):
-    """All that is synced is synced by other threads and processes."""
+    """Only other threads and processes sync files."""
     sync, waited = os.fsync, []
 
     def noted(descriptor: int) -> None:
@@ -190,7 +191,7 @@ def test_ranks_wait_for_no_disk_while_they_train(run, monkeypatch):
 
 
 def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeypatch):
-    """Of a program that reports, here the one that prints."""
+    """The error is in the reporting code, here in printing."""
     run("whole")
 
     def fail(metrics: Any, *, step: int, total_steps: int) -> str:
@@ -209,7 +210,7 @@ def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeyp
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_run_whose_folder_was_moved_makes_no_new_one(replaced, run, tmp_path):
-    """Nor does it remove a checkpoint."""
+    """It does not remove a checkpoint either."""
 
     def move(step: int, result: StepResult) -> None:
         if step == 5:

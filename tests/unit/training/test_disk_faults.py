@@ -1,4 +1,5 @@
-"""Every call of a run to its files fails, once or for good: docs/running.md says what follows."""
+"""Every call of a run to its files fails, once or permanently, with the results in
+docs/running.md."""
 
 import errno
 import re
@@ -37,7 +38,7 @@ SETTINGS = [
     "validation.samples=2",
 ]
 ERRORS = {"stat": errno.ESTALE, "write": errno.ENOSPC}
-"""By kind of call, the error that is tried; EIO for others."""
+"""The tested error by kind of call; EIO for others."""
 CHANGING = (("-[0-9a-f]{8}(?=/|$)", ""), (r"\.writing-\d+", ".writing"), (r"step_\d+", "step"))
 """Parts of paths that differ between saves and between runs."""
 
@@ -46,7 +47,7 @@ Case = tuple[str, int, str, bool]
 
 
 class Runs:
-    """Runs of one config that meet faults, and one that meets none."""
+    """Runs of one config with faults, and one without."""
 
     def __init__(self, folder: Path, disk: FailingDisk) -> None:
         self.disk = disk
@@ -73,7 +74,7 @@ class Runs:
                 yield kind, number, path, training
 
     def problems(self, case: Case, *, always: bool) -> Iterator[str]:
-        """Yield what is wrong with a run that meets a fault, and with what continues it."""
+        """Yield the problems of a run with a fault, and of the run that continues it."""
         kind, number, path, training = case
         name = f"{kind}{number}{always}"
         run_dir = self.disk.runs / name
@@ -88,7 +89,7 @@ class Runs:
         saved = max(steps(run_dir) if run_dir.exists() else [], default=0)
         if training and not always and (code != ("DONE" in path) or saved < END):
             yield f"was ended by one failed call: {said}"
-        elif code and taken - saved > (2 * INTERVAL if always else 0):  # one save was under way
+        elif code and taken - saved > (2 * INTERVAL if always else 0):  # one save was running
             yield f"lost {taken - saved} steps: {said}"
         if code or saved < END:
             again, said = self.disk.run(name, self.arguments)
@@ -98,7 +99,7 @@ class Runs:
         yield from self.differences(run_dir, exact=not always)
 
     def differences(self, run_dir: Path, *, exact: bool) -> Iterator[str]:
-        """Yield what differs from the undisturbed run; lines may be lost unless `exact`."""
+        """Yield differences from the undisturbed run; lines may be lost unless `exact`."""
         if different := same_state(state_of(run_dir, END), self.state):
             yield f"{len(different)} tensors differ"
         ours, theirs = metrics_of(run_dir), self.metrics
@@ -111,13 +112,13 @@ class Runs:
 
 
 def without_monitors(line: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a line that do not compare with an earlier step."""
+    """Return the metrics of a line without comparisons with an earlier step."""
     return {name: value for name, value in line.items() if not name.startswith("monitor/")}
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory) -> Iterator[FailingDisk]:
-    """A disk with a config and a token set that do not fail."""
+    """A disk with a config and a token set that never fail."""
     folder = tmp_path_factory.mktemp("disk")
     write_token_set(folder / "tokens", tokens=2_000, vocab=120, seed=0)
     tiny_config(str(folder), "adamw")
@@ -141,12 +142,12 @@ def test_what_fails_costs_no_more_than_the_table_says(kind, always, runs):
 
 
 def stall(said: str) -> float:
-    """The longest time of a step, in seconds."""
+    """Return the longest time of a step, in seconds."""
     return max(float(ms) / 1000 for ms in re.findall(r"\| (\d+) ms", said))
 
 
 def test_ranks_wait_for_no_slow_disk(disk, runs):
-    """Syncs of 3 s each, of which a save has 15; at the end the run waits for its last save."""
+    """A sync takes 3 s, a save has 15 syncs; only at the end the run waits for its last save."""
     seconds = 3.0
     began = time.monotonic()
     code, said = disk.run(

@@ -1,4 +1,4 @@
-"""Runs on documents that share sequences: their loss, their resume, and what they refuse."""
+"""Runs on documents that share sequences: loss, resume, and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ MASKED = {"data__document_mask": True, "data__first_token_loss": False}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A folder with the set `tokens`, whose first part has long documents and whose second part
-    those of one to three tokens."""
+    """A folder with the set `tokens`: long documents in its first part, documents of one to three
+    tokens in its second."""
     generator = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{tmp_path}/tokens.bin", dtype=np.uint16)
     for length in [*generator.integers(20, 90, 40), *generator.integers(1, 4, 1000)]:
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def raw_losses(batch: Batch) -> LossFunction:
-    """Losses of tokens as they are, `[b, s]`."""
+    """Return unweighted token losses `[b, s]`."""
     return lambda losses: (losses.mean(), {"losses": losses.detach().clone()})
 
 
@@ -55,8 +55,8 @@ def raw_losses(batch: Batch) -> LossFunction:
 def test_every_counted_token_has_the_same_weight(
     micro_batch: int, folder: str, world: Groups
 ) -> None:
-    """The loss of a step is the mean over the counted tokens of its global batch, however unequal
-    their number is in its micro-batches."""
+    """The loss of a step is the mean over the counted tokens of its global batch, with any numbers
+    in its micro-batches."""
     config = tiny_config(folder, **MASKED, train__micro_batch=micro_batch)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
@@ -95,13 +95,12 @@ def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) ->
         config = tiny_config(folder, **MASKED, train__micro_batch=micro_batch)
         trainer = build_trainer(config, world, *build_data(config))
         norms.append(trainer.step(0).norm.total.item())
-    # float32 sums of another order
+    # float32 sums in another order
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
 def test_a_batch_without_counted_tokens_is_no_step(folder: str, world: Groups) -> None:
-    """Its mean loss does not exist, so that it is skipped, counted and named like any other that is
-    not finite."""
+    """Its mean loss is undefined, so it is skipped, counted and named like any nonfinite step."""
     config = tiny_config(folder, **MASKED)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
@@ -131,7 +130,7 @@ def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, worl
         windows[0, : len(written)] = written
         return next_tokens(trainer.model, world, windows, place, 120, [firsts])[0].item()
 
-    # As if the tokens before the last document were not there.
+    # As if the tokens before the last document did not exist.
     assert token(prompt, firsts, 4) == token(prompt[3:], None, 1)
     other = prompt.clone()
     other[:3] = 119 - other[:3]
@@ -152,7 +151,7 @@ def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
 
 
 def test_mfu_counts_visible_keys(folder: str, world: Groups) -> None:
-    """The FLOPs of a step are those of the plan, on the same sets."""
+    """The FLOPs of a step equal the plan's on the same sets."""
     flops = {}
     for name, keys in {"masked": MASKED, "crossed": {}}.items():
         config = tiny_config(folder, **keys, log__interval=1, train__exit_step=1)
@@ -232,7 +231,7 @@ def test_transformer_engine_is_refused(folder: str) -> None:
 
 
 def test_a_plan_counts_the_documents_of_all_phases(folder: str, tmp_path: Path) -> None:
-    """Half of the steps read short documents alone, half long ones."""
+    """Half of the steps read only short documents, half only long ones."""
     for name, documents in (("short", 1_000), ("long", 20)):
         write_token_set(tmp_path / name, tokens=8_000, vocab=120, seed=0, documents=documents)
     sets = {f"data__train__{name}__path": tmp_path / name for name in ("short", "long")}

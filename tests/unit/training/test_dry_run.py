@@ -1,5 +1,5 @@
-"""Every shipped recipe fits the GPUs it names, and its plan fits one screen; --fit writes a config
-that a run takes."""
+"""Every recipe fits its GPUs, and its plan fits one screen; --fit writes a config that a run
+accepts."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     share, seconds = planned["monitors"]["share"], planned["step_seconds"] * config.train.steps
     assert planned["gpu_hours"] == pytest.approx(seconds * planned["gpus"] / 3600 * (1 + share))
     assert f"{planned['gpu_hours']:,.0f} GPU-hours" in printed
-    # Of its largest matrices a rank has three or four.
+    # A rank has three or four of its largest matrices.
     assert ("for the busiest, which has 1.42 times" in printed) == (name == "llama70b_sso")
     for word in ("== units", "== run", "== memory per rank", "== step, modelled"):
         assert word in printed
@@ -68,7 +68,7 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
 
 
 def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch):
-    """What an override refers to is looked up again when the file is read."""
+    """An override's references are resolved again when the file is read."""
     monkeypatch.setenv("TOKENS", "here")
     written = tmp_path / "mine.yaml"
     arguments = ["--config", str(ROOT / "configs" / "tiny_muon.yaml"), "--fit", "--gpus", "2"]

@@ -1,4 +1,4 @@
-"""What is said of an error: with its file, by the rank that has it, and to torchrun."""
+"""Reports of errors: with the file, by the failing rank, and to torchrun."""
 
 import json
 import socket
@@ -58,7 +58,7 @@ def test_a_failure_is_an_event(folder: str, tmp_path: Path, world) -> None:
 
 
 def test_one_rank_writes_the_event_of_what_several_fail_with() -> None:
-    """And a rank writes that of what it fails with alone."""
+    """A rank writes the event of an error that only it has."""
     left = CollectiveError("all-reduce failed", {0: "n1", 2: "n2"})
     assert [reports(left, rank) for rank in (1, 3)] == [True, False]
     unknown = CollectiveError("all-reduce failed")

@@ -1,4 +1,4 @@
-"""The library of the rehearsal is loaded from a folder that nobody else can write to."""
+"""The rehearsal's library is loaded from a folder that no other user can write to."""
 
 import os
 import tempfile
@@ -18,7 +18,7 @@ def link(folder: Path) -> None:
 
 
 def open_to_all(folder: Path) -> None:
-    """Make `folder` one that everybody can write to."""
+    """Make `folder` writable for everybody."""
     folder.mkdir()
     folder.chmod(0o777)
 
@@ -33,7 +33,7 @@ def of_another(folder: Path) -> None:
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch) -> Path:
-    """The folder of temporary files, where the user's cache cannot be written to."""
+    """The folder of temporary files, if the user's cache is not writable."""
     (tmp_path / "cache").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()

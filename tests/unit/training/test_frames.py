@@ -1,4 +1,4 @@
-"""How many of our functions stand between the loop and a matrix product of a rule."""
+"""Number of project functions between the loop and a matrix product of a rule."""
 
 import traceback
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_few_functions_stand_between_the_loop_and_a_product(rule, folder, world,
         return product(*operands, **options)
 
     with monkeypatch.context() as patched:
-        for name in ("mm", "bmm", "addmm", "baddbmm"):  # of one matrix and of several
+        for name in ("mm", "bmm", "addmm", "baddbmm"):  # of one and of several matrices
             patched.setattr(torch, name, partial(watched, getattr(torch, name)))
         train(tiny_config(folder, rule, train__exit_step=1), world)
     forms = {name for calls in seen for name in calls if "form_" in name}

@@ -1,4 +1,4 @@
-"""Whatever is put in at whatever place, weights stay finite, and the event is counted and named."""
+"""With any value injected at any place, weights stay finite, and the event is counted and named."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -34,12 +34,12 @@ PC: dict[str, dict[str, Any]] = {
 
 
 def places(trainer: Trainer) -> dict[str, Tensor]:
-    """One tensor of each kind that a step reads, by kind."""
+    """Return one tensor of each kind that a step reads, by kind."""
     found: dict[str, Tensor] = {}
     for domain in trainer.optimizer.domains:
         for region in domain.regions:
             kind = "matrix" if region.assigned.rule.whole_matrix else "elementwise"
-            if kind == "matrix":  # an elementwise rule's state is guarded by the loss alone
+            if kind == "matrix":  # only the loss guards an elementwise rule's state
                 found |= {f"{kind} {name}": value for name, value in region.state.items()}
             found[f"{kind} weight"] = region.of(domain.buffers.masters)
         for stack in domain.stacks:
@@ -55,7 +55,7 @@ def places(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def weights(trainer: Trainer) -> Iterator[Tensor]:
-    """Everything that the optimizer steps, and what the model reads."""
+    """Return everything that the optimizer steps, and the model's weights."""
     for domain in trainer.optimizer.domains:
         yield from domain.buffers.masters
         yield from domain.buffers.parameters
@@ -65,7 +65,7 @@ def weights(trainer: Trainer) -> Iterator[Tensor]:
 
 
 def memory(trainer: Trainer) -> list[Tensor]:
-    """Everything that outlives a step."""
+    """Return everything that outlives a step."""
     found = list(weights(trainer))
     for domain in trainer.optimizer.domains:
         found += [value for region in domain.regions for value in region.state.values()]
@@ -98,13 +98,13 @@ def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> 
                 trainer.spectral.record(results[-1].active)
             trainer.model.wait_for_weights()
             for each, was in zip(weights(trainer), finite, strict=True):
-                # A weight that is made NaN is read as NaN, and no other.
+                # A weight set to NaN is read as NaN, and no other weight.
                 spread = (~each[was].isfinite()).sum()
                 assert spread <= (place.endswith(("weight", "gamma"))), (place, poison)
             metrics = trainer.spectral.refusals.summary()
             refused = trainer.spectral.refusals.total - before
-            # A step with infinite variance is none at all; a count of steps, and what is tracked
-            # and found anew, are repaired unseen; and what is finite may be large.
+            # An infinite variance makes a zero step; step counts and tracked vectors are repaired
+            # silently; finite values may be large.
             unseen = ("step", "u", "v", "nearby")
             unseen += ("correlation", "rescaled")  # not read by the default algorithm
             unseen += ("variance",) if poison == float("inf") else ()

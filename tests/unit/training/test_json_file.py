@@ -1,4 +1,4 @@
-"""JSON that is damaged or made to do harm is a ValueError, and what has another shape is named."""
+"""Damaged or malicious JSON is a ValueError, and values of another shape are named."""
 
 from pathlib import Path
 

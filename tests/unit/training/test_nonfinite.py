@@ -1,4 +1,4 @@
-"""The guard against losses and gradients that are not finite."""
+"""The guard against nonfinite losses and gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The Gram penalty in training: its gradient, when it acts, and what is logged."""
+"""The Gram penalty in training: its gradient, schedule, and metrics."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ ROLES = ("v", "o", "down")
 
 
 def local(model: ParallelModel, unit: Unit) -> torch.Tensor:
-    """The whole matrix of a unit of a one-process model."""
+    """Return the whole matrix of a unit of a one-process model."""
     return unit.view(model.parameters[unit.parameter].detach()).reshape(unit.shape)
 
 

@@ -1,4 +1,4 @@
-"""Samples of text while a run trains: what they are, when they come, and what is refused."""
+"""Samples of text during training: content, steps, and refusals."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
     train(config, world)
     found = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in found if "sample/walk/text" in line] == [3, 6]
-    assert "train/loss" not in found[1]  # step 3 is not logged otherwise
+    assert "train/loss" not in found[1]  # step 3 is otherwise not logged
     out = tmp_path / "out"
     export(tmp_path / "run", out, Options())
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -46,7 +46,7 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
     last = found[-1]
     prompt = tokenizer(last["sample/walk/prompt"], return_tensors="pt", add_special_tokens=False)
     assert prompt["input_ids"].shape == (1, 16)
-    # An end of a document does not end a sample.
+    # The end of a document does not end a sample.
     written = model.generate(**prompt, max_new_tokens=9, do_sample=False, eos_token_id=-1)
     assert tokenizer.decode(written[0, 16:]) == last["sample/walk/text"] != ""
 

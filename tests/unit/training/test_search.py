@@ -1,4 +1,4 @@
-"""The search for a layout finds the fastest, and bounds are below plans."""
+"""The search finds the fastest layout, and bounds are below plans."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ SMALL = ["model.hidden=256", "model.heads=8", "model.kv_heads=4"]
 
 
 def layouts_of(recipe, gpus, *overrides, **device):
-    """Variants of a tiny recipe, on H100s with some figures replaced."""
+    """Return variants of a tiny recipe, on H100s with some figures replaced."""
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", [*KEYS, *SMALL, *overrides])
     machine = replace(DEVICES["h100"], **device)
     return Layouts(config, gpus, machine)

@@ -1,4 +1,4 @@
-"""How it is said that ranks differ."""
+"""Messages about ranks that differ."""
 
 from parallel.comm.collectives import differing
 

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: what the traces have, what is said, and that no failure ends a run."""
+"""Profiles of chosen steps: traces, notes, and failures that do not end a run."""
 
 import gzip
 import json
@@ -43,12 +43,12 @@ def trained(folder: str, world: Groups, **keys: Any) -> Path:
 
 
 def said(run: Path, kind: str = "profile") -> list[str]:
-    """The texts of the run's events of a kind."""
+    """Return the texts of the run's events of a kind."""
     return [line["text"] for line in json_lines(run / "events.jsonl") if line["kind"] == kind]
 
 
 def spans(path: Path) -> Counter[str]:
-    """How often each name is in a trace."""
+    """Return the count of each name in a trace."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
     return Counter(each["name"] for each in trace["traceEvents"] if each.get("ph") == "X")
 
@@ -98,7 +98,7 @@ def test_a_start_says_which_steps_it_profiles(after, last, text, folder):
 
 @pytest.mark.slow
 def test_a_start_past_the_steps_profiles_the_rest(folder, world):
-    """Past all of them, within them, and where the run ends before or within them."""
+    """Test a start past all steps, within them, and a run that ends before or within them."""
     tiny_config(folder, "adamw")
     run = trained(folder, world, train__exit_step=1)
     assert said(run) == ["profile: none, as steps 2 to 3 come after step 1, the run's last"]
@@ -125,7 +125,7 @@ def test_a_run_that_is_stopped_within_them_writes_what_there_is(folder, world):
 
 
 def test_no_failure_ends_the_run(folder, world, capsys):
-    """A full disk, a file in the folder's place, and a profiler that another program ends."""
+    """Test a full disk, a file in place of the folder, and a profiler ended by other code."""
     tiny_config(folder, "adamw")
 
     def failed(name: str, on_step: Any = ignore) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run does about bad losses, the end of a job, and a folder or disk that fails."""
+"""Reactions of a run to bad losses, the end of a job, and a failing folder or disk."""
 
 import os
 import shutil
@@ -49,15 +49,15 @@ def folder(folder, tmp_path) -> Path:
 
 
 def config_of(folder: Path, **keys: Any) -> Any:
-    """The config of a run in FOLDER/run."""
+    """Return the config of a run in FOLDER/run."""
     return read_config(str(folder), **{**KEYS, **keys})
 
 
 @pytest.fixture
 def poisoned(monkeypatch) -> Callable[..., list[int]]:
-    """Make the weights of the next trainer NaN after given steps, once each, and return the list
-    of the steps that it takes. `change(trainer)` is called before the first step, and may return
-    another `on_step`."""
+    """Set the weights of the next trainer to NaN after given steps, once each, and return the list
+    of its steps. `change(trainer)` is called before the first step, and may return another
+    `on_step`."""
 
     def poison(*steps: int, change: Callable[[Any], Any] = lambda trainer: None) -> list[int]:
         taken: list[int] = []
@@ -77,8 +77,8 @@ def poisoned(monkeypatch) -> Callable[..., list[int]]:
 
 
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, capsys):
-    """Steps 6 and 7 are not finite; steps 5, 6, ... are taken again, and the samples of the two
-    (40 to 55) are read in neither."""
+    """Steps 6 and 7 are not finite; steps 5, 6, ... are repeated without the samples of the two (40
+    to 55)."""
     monitors = {"monitors__interval": 1, "monitors__groups": "[weights]"}
     config = config_of(folder, spikes__rewinds=1, **monitors)
     data, _ = build_data(config)
@@ -110,7 +110,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     assert all(line["train/loss"] is not None for line in lines)
     assert checkpoints.steps(folder / "run") == [2, 4, 6, 8, 10]
     assert "step 6 is not saved: " in printed and " is not finite" in printed
-    # It is in the checkpoints: the next start leaves them out as well.
+    # Checkpoints contain it: the next start leaves them out as well.
     progress = read_checkpoint(folder / "run").meta["progress"]
     assert progress["left_out"] == [[40, 56]] and progress["sample"] == 8 * 12
 
@@ -128,7 +128,7 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, pois
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisoned):
-    """Nor does the run end as if it were complete."""
+    """The run does not end as if it were complete either."""
     poisoned(10)
     with pytest.raises(CheckpointError, match="the last step, 10, could not be saved: its"):
         train(config_of(folder), world)
@@ -139,7 +139,7 @@ def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisone
 
 
 def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, poisoned):
-    """The row of the embedding is of a token that no batch has, so that no loss shows it."""
+    """The embedding row belongs to a token in no batch, so no loss shows it."""
     write_token_set(folder / "tokens", tokens=8_000, vocab=100, seed=0)
 
     def poison_row(trainer: Any) -> Callable[[int, StepResult], None]:
@@ -186,7 +186,7 @@ def test_a_spike_is_what_lies_above_the_last_losses():
 def test_a_spike_is_skipped_the_same_after_a_resume(folder, world):
     keys = {"spikes__deviations": 0.3, "spikes__window": 2, "train__max_skipped_steps": 5}
     keys |= {"validation__interval": 1}  # every start ends with one
-    # Nothing is learned, so that losses go up and down.
+    # Nothing is learned, so losses fluctuate.
     keys |= {f"optimizer__{group}__lr": 1e-9 for group in ("matrix", "embedding", "head", "scalar")}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     for stop in (3, 7, 10):
@@ -226,7 +226,7 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
 
 
 def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(folder, world, monkeypatch):
-    """One from before the start does not."""
+    """A file from before the start does not."""
     (folder / "run").mkdir()
     (folder / "run" / "STOP").touch()
     os.utime(folder / "run" / "STOP", (time.time() - 60, time.time() - 60))
@@ -253,7 +253,7 @@ def test_a_closed_terminal_stops_a_run_but_under_nohup(before, reason, tmp_path)
 
 
 def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world):
-    """Waiting for a save drops the exchange of stop requests that is under way."""
+    """Waiting for a save drops the running exchange of stop requests."""
 
     def stop(step: int, result: StepResult) -> None:
         if step == 3:
@@ -264,7 +264,7 @@ def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world):
 
 
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
-    """It is interrupted, and the next start makes all of it."""
+    """It is interrupted, and the next start repeats it."""
     keys = {"validation__interval": 3, "validation__samples": 40}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
@@ -285,7 +285,7 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
 
 
 def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
-    """The checkpoint itself is good, and continued."""
+    """The checkpoint itself is sound, and the run continues from it."""
     train(config_of(folder, train__exit_step=2), world)
     latest = folder / "run" / "checkpoints" / "latest"
 
@@ -303,7 +303,7 @@ def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
 
 
 def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatch, capsys):
-    """They are removed after a later save, half-removed ones too."""
+    """They are removed after a later save, including half-removed ones."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -331,7 +331,8 @@ TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | 
 
 
 def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> None:
-    """Its lock, which it holds over its saves, was removed by hand, and the other made one."""
+    """Its lock, which it holds over its saves, was removed by hand, and the other run created
+    one."""
     lock, taken = folder / "run" / "lock", []
 
     def take(step: int, result: StepResult) -> None:

@@ -1,5 +1,4 @@
-"""Scores on multiple-choice tasks in training: what they equal, what they leave alone, and what is
-refused."""
+"""Scores on multiple-choice tasks in training: references, unchanged training, and refusals."""
 
 import json
 import math
@@ -44,7 +43,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def keys(tokens: Path, tmp_path: Path) -> dict[str, Any]:
-    """Overrides of a run on the prepared tokens that scores two tasks at steps 2, 4 and 6."""
+    """Return overrides of a run on the prepared tokens that scores two tasks at steps 2, 4 and
+    6."""
     sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
             for kind in ("train", "validation")}  # fmt: skip
     return task_keys(
@@ -59,9 +59,9 @@ def keys(tokens: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def independent(folder: Path, file: str) -> list[list[float]]:
-    """Log-likelihoods of each example's choices by transformers, one at a time, as lm-eval defines
-    them: spaces at the end of a context belong to the choice, and what a window cannot hold is cut
-    from the left."""
+    """Return log-likelihoods of each example's choices by transformers, one at a time, as in
+    lm-eval: spaces at the end of a context belong to the choice, and requests longer than a window
+    are cut from the left."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -89,7 +89,7 @@ def independent(folder: Path, file: str) -> list[list[float]]:
 
 
 def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
-    """Log-likelihoods by transformers, and the accuracies that follow from them."""
+    """Compare with transformers' log-likelihoods, and the resulting accuracies."""
     config = tiny_config(str(tmp_path), "adamw", **keys)
     train(config, world)
     printed = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
 
 
 def test_training_is_the_same_bit_for_bit(keys, world, tmp_path):
-    """Of a mixture of experts, whose routers count the tokens that they see."""
+    """Test a mixture of experts, whose routers count tokens."""
     tiny_config(str(tmp_path), "adamw")
     keys, states = keys | MIXTURE, []
     for name in ("with", "without"):
@@ -142,7 +142,7 @@ def test_training_is_the_same_bit_for_bit(keys, world, tmp_path):
 
 @pytest.mark.slow
 def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
-    """The report of the step follows when the run goes on."""
+    """The step's report follows when the run continues."""
     tiny_config(str(tmp_path), "adamw")
     stop = tmp_path / "run" / "STOP"
     config = read_config(str(tmp_path), **keys)
@@ -156,7 +156,8 @@ def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
 
 @pytest.mark.slow
 def test_another_file_is_another_task(keys, world, tmp_path, capsys):
-    """A run refuses to go on with it, as with other validation data; a task may come or go."""
+    """A run refuses to continue with it, as with other validation data; tasks may be added or
+    removed."""
     first = {k: v for k, v in keys.items() if not k.endswith("digits")}
     train(tiny_config(str(tmp_path), "adamw", **first, train__exit_step=3), world)
     capsys.readouterr()
@@ -171,7 +172,7 @@ def test_another_file_is_another_task(keys, world, tmp_path, capsys):
 
 
 def test_made_tokens_score_made_tasks(world, folder, capsys):
-    """Without the files, which a rehearsal or a plan may not have."""
+    """No files are needed, as a rehearsal or a plan may not have them."""
     files = task_keys({"far": "/nowhere/far.jsonl"}, data__mock="true", train__exit_step=1)
     train(tiny_config(folder, **files), world)
     assert "of random tokens, as data.mock is true" in capsys.readouterr().out
@@ -233,7 +234,7 @@ def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
 
 
 def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
-    """Sequences as they are padded, and that files or a tokenizer are not there."""
+    """It counts padded sequences, and reports missing files or a missing tokenizer."""
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     files = write_tasks(tmp_path)
     config = tiny_config(str(tmp_path), **keys, **task_keys(files, tasks__interval=10))
@@ -248,7 +249,7 @@ def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
 
 
 def test_a_task_of_a_base_can_be_left_out(tokens, tmp_path):
-    """One by its name, or all of them."""
+    """Test one task by name, and all tasks."""
     files = write_tasks(tmp_path)
     tiny_config(str(tmp_path))
     base = tmp_path / "config.yaml"
@@ -270,7 +271,8 @@ def test_the_files_of_recipes_are_tasks(root):
 
 
 def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
-    """One of the same size in its place, with which tasks and bytes would be of other text."""
+    """With a tokenizer of the same size in its place, tasks and bytes would belong to other
+    text."""
     data = shutil.copytree(tokens, tmp_path / "data")
     file = data / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -281,7 +283,7 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
     with pytest.raises(DataError, match=r"must be the tokenizer of the tokens beside it, of sha"):
         build_data(tiny_config(str(tmp_path), **keys, data__validation="null"))
     build_data(tiny_config(str(tmp_path), **keys, data__validation="null", data__verify="none"))
-    own = {"data__tokenizer": f"{tokens}/tokenizer.json"}  # the one in its place has no part
+    own = {"data__tokenizer": f"{tokens}/tokenizer.json"}  # the replacement is not used
     build_data(tiny_config(str(tmp_path), **keys, data__validation="null", **own))
 
 
@@ -310,7 +312,7 @@ def test_only_the_first_examples_are_scored(tokens, tmp_path):
 
 
 def test_scoring_twice_gives_the_same(keys: dict[str, Any], world: Groups, tmp_path: Path) -> None:
-    """Whatever the tokens of a pass."""
+    """The tokens per pass do not matter."""
     config = tiny_config(str(tmp_path), "adamw", **keys)
     trainer = build_trainer(config, world, *build_data(config))
     requests = build_tasks(config)[0].requests

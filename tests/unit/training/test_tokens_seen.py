@@ -1,4 +1,4 @@
-"""The tokens that a run says it has seen are those that its batches held."""
+"""The reported tokens of a run equal the tokens in its batches."""
 
 import json
 from pathlib import Path

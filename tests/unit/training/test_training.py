@@ -26,14 +26,14 @@ from training.validation import mean_loss, mean_over_sets
 
 
 def lines(folder: str, name: str) -> list[dict]:
-    """The objects of a .jsonl file of the run."""
+    """Return the objects of a .jsonl file of the run."""
     return json_lines(Path(folder) / "run" / name)
 
 
 @pytest.mark.parametrize("who", ["TORCHELASTIC", pytest.param("SLURM", marks=pytest.mark.slow)])
 def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, capsys):
-    """`--resume none` holds for a command's first start, and for another command's. A job has its
-    id from SLURM, and torchrun another at each start."""
+    """`--resume none` applies to a command's first start, and to another command's. SLURM's id
+    identifies a job; torchrun's id differs at each start."""
     keys = {"log__interval": 1, "checkpoint__interval": 2, "train__micro_batch": 8}
 
     def start(command: str, restarts: int, exit_step: int) -> list[int]:
@@ -58,7 +58,8 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, ca
 
 @pytest.mark.parametrize(("interval", "chosen"), [("null", 100), ("2", 2), ("0", 0)])
 def test_a_run_says_how_often_it_is_monitored(interval, chosen, folder, world, capsys):
-    """In its first lines, and as a number in its events, by which a log is verified."""
+    """It prints the interval in its first lines, and as a number in its events, which verify a
+    log."""
     keys = {"monitors__interval": interval, "train__exit_step": 1}
     train(tiny_config(folder, "adamw", **keys), world)
     started = lines(folder, "events.jsonl")[0]
@@ -80,7 +81,7 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
     assert [row["step"] for row in metrics] == [5, 10]
     assert metrics[-1]["progress/tokens"] == 10 * 8 * 32
     assert {"train/loss", "lr/matrix", "optim/grad_norm", "val/walk/bpb"} - metrics[-1].keys() == {
-        "val/walk/bpb"  # no manifest beside the token set: the bytes of its text are unknown
+        "val/walk/bpb"  # no manifest next to the token set, so the bytes of its text are unknown
     }
     printed = capsys.readouterr().out
     assert "step 10/10 | loss" in printed and "its unigram entropy" in printed
@@ -103,7 +104,7 @@ def test_a_role_begins_and_stays_on_the_sphere_of_its_own_radius(steps, folder, 
         weight = unit.view(trainer.model.parameters[unit.parameter]).double()
         rows, cols = unit.shape
         radius = radii.get(unit.role, 1.0) * math.sqrt(rows / cols)
-        # A step leaves the sphere by the second order of its length.
+        # A step leaves the sphere to second order in its length.
         assert torch.linalg.matrix_norm(weight, 2).item() == pytest.approx(
             radius, rel=0.01 if steps else 1e-6
         )
@@ -127,7 +128,8 @@ def test_validation_is_the_mean_over_every_window(folder, world):
 
 
 def test_a_z_loss_is_a_figure_of_its_own(folder, world):
-    """It moves the weights; `train/loss` and validation are those of the same weights without."""
+    """It changes the weights; `train/loss` and validation equal those of the same weights without
+    it."""
     first, steps = {}, {}
     for z_loss in (0.0, 0.1):
         config = tiny_config(
@@ -153,7 +155,7 @@ def test_a_z_loss_is_a_figure_of_its_own(folder, world):
 
 
 def first_batches(trainer):
-    """The micro-batches of the first step."""
+    """Return the micro-batches of the first step."""
     batches = trainer.make_batches(Progress())
     return [
         as_batch(next(batches), trainer.groups, trainer.data.borders)
@@ -179,7 +181,7 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
         matrices = [r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix]
         assert {region.state["momentum"].dtype for region in matrices} == {expected}
         assert {g.dtype for d in trainer.model.domains for g in d.buffers.gradients} == {expected}
-    # 8 bits of mantissa move a loss of about 4 in the third digit at most.
+    # 8 bits of mantissa change a loss of about 4 in the third digit at most.
     assert curves["bf16"] == pytest.approx(curves["fp32"], rel=1e-2)
     assert curves["bf16"] != curves["fp32"]
 
@@ -231,7 +233,7 @@ def test_a_run_that_learns_nothing_is_warned_of(folder, world, capsys):
 
 
 def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folder, world):
-    """After a rewind the gradient of the step before is that of a step that was dropped."""
+    """After a rewind the previous gradient belongs to a dropped step."""
     keys = {"monitors__interval": 1, "monitors__groups": "[gradients]"}
     config = tiny_config(folder, "muon", **keys)
     trainer = build_trainer(config, world, *build_data(config))
@@ -244,7 +246,7 @@ def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folde
 
 
 def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
-    """In the first steps of a warm-up, in which all are different."""
+    """Test the first steps of a warm-up, whose rates all differ."""
     peaks_of = enumerate(GROUPS, 1)
     keys: dict[str, Any] = {f"optimizer__{group}__lr": 0.01 * i for i, group in peaks_of}
     keys |= {"schedule__warmup_steps": 3, "train__steps": 6, "log__interval": 1}
@@ -270,7 +272,7 @@ def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
 
 
 def test_a_resume_keeps_the_number_of_consecutive_skipped_steps(folder, world):
-    """Also the samples of those before the resume are named."""
+    """The samples of steps before the resume are named as well."""
     config = tiny_config(folder, "muon", train__max_skipped_steps=2)
     bad = torch.tensor(False)
     first, second = (build_trainer(config, world, *build_data(config)) for _ in range(2))

@@ -1,5 +1,5 @@
-"""What may change when a run continues is said, and what changes numbers is refused, tokens without
-hashes included."""
+"""Allowed changes of a continued run are reported, and changes of results are refused, including
+changed tokens without hashes."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def run(folder: str, tmp_path: Path, world):
 
 @pytest.fixture
 def tokens(tmp_path: Path, run) -> Path:
-    """The file of the run's tokens, which are 2 MB without a manifest."""
+    """The file of the run's tokens: 2 MB without a manifest."""
     write_token_set(tmp_path / "tokens", tokens=1_000_000, vocab=120, seed=0)
     return tmp_path / "tokens.bin"
 
@@ -66,7 +66,7 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
 
 
 def overwrite_between_samples(path: Path) -> None:
-    """Overwrite what lies between 64 evenly spaced blocks of 4 KiB."""
+    """Overwrite the bytes between 64 evenly spaced blocks of 4 KiB."""
     tokens = np.memmap(path, np.uint16, "r+")
     starts = [(2 * len(tokens) - 4096) * block // 63 // 2 for block in range(64)]
     for first, second in zip(starts, starts[1:], strict=False):

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: a resumed run equals one that never stopped; damage is noticed."""
+"""Checkpoints in one process: a resumed run equals one that never stopped; damage is detected."""
 
 import hashlib
 import io
@@ -63,7 +63,7 @@ def run(tokens, world, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tokens) -> Path:
-    """A run of four steps that was never stopped."""
+    """A run of four steps without a stop."""
     world = process_groups.initialize()
     keys = {"validation__samples": 4, **SAVED, "run__dir": f"{tokens}/whole"}
     train(tiny_config(tokens, "adamw", **keys), world)
@@ -73,7 +73,7 @@ def whole(tokens) -> Path:
 
 @pytest.fixture
 def saved(whole, tmp_path) -> Path:
-    """The checkpoints of a copy of that run, with which `run` goes on."""
+    """The checkpoints of a copy of that run, which `run` continues."""
     return Path(shutil.copytree(whole, tmp_path / "run")) / "checkpoints"
 
 
@@ -83,7 +83,7 @@ CASES = {*FAST, ("adamw", "in_graph"), *product(RULES, (None, "materialized"))}
 
 @pytest.mark.parametrize(("rule", "layers"), slow_but(FAST, sorted(CASES, key=str)))
 def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
-    """With plain layers, experts and their biases, and PC layers of each evaluator."""
+    """Test plain layers, experts with biases, and PC layers of each evaluator."""
     keys: dict[str, Any] = {"validation__interval": 1}
     if layers == "experts":
         keys |= ROUTED | {"model__moe__global_aux_loss": 0.01}
@@ -190,7 +190,7 @@ def damage_size(folder: Path) -> None:
 
 
 def poison(key: str, value: float = torch.nan):
-    """What makes a number of a tensor `value`, and all hashes right."""
+    """Return a function that sets a number of a tensor to `value`, with right hashes."""
 
     def change(folder: Path) -> None:
         stored = read_index(folder / "state").storage_data
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_removed(tmp_path):
 
 
 class Payload:
-    """Payload that makes a folder when it is unpickled."""
+    """Payload that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -305,7 +305,7 @@ class Payload:
 
 
 def forge(folder: Path, name: str, content: bytes) -> None:
-    """Replace a file of a checkpoint so that all hashes are right."""
+    """Replace a file of a checkpoint, with right hashes."""
     (folder / name).write_bytes(content)
     meta = json.loads((folder / "meta.json").read_text())
     del meta["format"]
@@ -322,7 +322,7 @@ def forge(folder: Path, name: str, content: bytes) -> None:
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change meta.json so that its hash is right."""
+    """Change meta.json, with a right hash."""
     meta = json.loads((folder / "meta.json").read_text())
     change(meta)
     text = json.dumps(meta)
@@ -331,7 +331,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, tmp_path):
-    """Not passed over for the one before it, as a broken one is."""
+    """It is not skipped in favour of an earlier one, unlike a broken checkpoint."""
     folder = saved / "step_00000004"
     config = (folder / "config.yaml").read_text()
     forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())
@@ -352,7 +352,7 @@ def test_a_pickle_payload_executes_nothing(name, run, saved, tmp_path):
     folder = saved / "step_00000002"
     executed = tmp_path / "executed"
     if name == "state/__0_0.distcp":
-        # The file's first entry, which like all is what torch.save wrote for one tensor.
+        # The file's first entry, like all entries, is torch.save's output for one tensor.
         payload = pickle.dumps(Payload(executed))
         content = payload + (folder / name).read_bytes()[len(payload) :]
     elif name.endswith(".pt"):
@@ -369,7 +369,7 @@ def test_a_pickle_payload_executes_nothing(name, run, saved, tmp_path):
         with pytest.raises(BrokenCheckpointError):
             read_checkpoint(folder).tensors("")
     assert not executed.exists()
-    # The payload works: read carelessly, it is executed.
+    # The payload works: an unsafe read executes it.
     if name.endswith(".pt"):
         torch.load(folder / name, weights_only=False)
     else:

@@ -1,4 +1,5 @@
-"""Every entry of a checkpoint matters: with another value a resumed run differs, or is refused."""
+"""Every entry of a checkpoint has an effect: with another value a resumed run differs or is
+refused."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from training.restore import restore
 from training.run import train
 
 WIDE = {"model__hidden": 96, "model__ffn": 128}
-"""Sides above 64, whose singular vectors start from those of the last step on a CPU, too."""
+"""Sides above 64, for which a CPU also starts singular vectors from the last step's."""
 PC = {"pc__level": 4, "pc__norm_recovery": True, "gram_penalty__horizon": 1.0}
 RUNS: dict[str, dict[str, Any]] = {
     "spectral_sphere": MIXTURE | WIDE | {"model__moe__expert_bias_rate": 0.01},
@@ -44,7 +45,7 @@ ELSEWHERE = {
     "optimizer/rescaled": "the same",
     "progress.read": "for another mixture; tests/unit/training/data",
 }
-"""Entries without an effect on the next steps of this run, and what holds them."""
+"""Entries without an effect on the next steps of this run, and the tests that cover them."""
 
 
 @pytest.mark.parametrize("rule", slow_but(["adamw"], list(RUNS)))
@@ -56,7 +57,7 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
     info = read_checkpoint(config.run.dir)
 
     def after(info: CheckpointInfo, change: Callable[[Any], None] = lambda parts: None) -> Any:
-        """The two steps that follow: metrics, counts, and the sum of every tensor."""
+        """Return the next two steps' metrics, counts, and sums of all tensors."""
         load = states._load
 
         def loaded(folder, index, parts) -> Iterator[str]:
@@ -83,7 +84,7 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
         return metrics, progress["unreported"], sums
 
     expected = after(info)
-    assert after(info) == expected  # so that a difference is that of the entry
+    assert after(info) == expected  # so that a difference comes from the entry
     kinds = {kind(name) for name in info.tensors("")}
     assert len(kinds) > 5
     for each in sorted(kinds - ELSEWHERE.keys()):
@@ -94,13 +95,13 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
 
 
 def kind(name: str) -> str:
-    """What a tensor is, without its unit: `weight`, `optimizer/u`, `buffer/expert_bias`."""
+    """Return a tensor's kind without its unit: `weight`, `optimizer/u`, `buffer/expert_bias`."""
     first, unit, *rest = name.split("/")
     return "/".join([first, *(rest or ([unit.rpartition(".")[2]] if first == "buffer" else []))])
 
 
 def changed(wanted: str, factor: int) -> Callable[[Any], None]:
-    """Multiply every tensor of a kind after it is loaded."""
+    """Multiply every tensor of a kind after loading."""
 
     def change(parts: Any) -> None:
         for part in parts.values():
@@ -111,7 +112,7 @@ def changed(wanted: str, factor: int) -> Callable[[Any], None]:
 
 
 def entries(meta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every value that a run continues with, by its place, and another one."""
+    """Yield the path of every value that a run continues with, and another value."""
     for section in ("progress", "trainer"):
         for place, value in leaves(meta[section], section):
             match value:
@@ -128,7 +129,7 @@ def entries(meta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(content: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """The values of a mapping that are no mappings, and mappings that are empty."""
+    """Yield the values of a mapping that are not mappings, and empty mappings."""
     if isinstance(content, dict) and content and place not in ELSEWHERE:
         for key, value in content.items():
             yield from leaves(value, f"{place}.{key}")
@@ -137,7 +138,7 @@ def leaves(content: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def with_value(info: CheckpointInfo, place: str, value: Any) -> CheckpointInfo:
-    """The checkpoint with another value."""
+    """Return the checkpoint with another value."""
     meta = copy.deepcopy(info.meta)
     *path, last = place.split(".")
     section = meta
@@ -148,7 +149,7 @@ def with_value(info: CheckpointInfo, place: str, value: Any) -> CheckpointInfo:
 
 
 def test_entries_that_earlier_versions_saved_of_sso_are_left_out(folder, world, monkeypatch):
-    """The multiplier and the slope of the last step, which no step read."""
+    """These are the last step's multiplier and slope, which no step read."""
     config = tiny_config(folder, checkpoint__interval=2, train__exit_step=2)
     begin = SpectralSphereRule.init_state
     with monkeypatch.context() as patch:

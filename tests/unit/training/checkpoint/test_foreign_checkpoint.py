@@ -1,4 +1,4 @@
-"""A checkpoint of somebody else: it names no file outside its folder and reads no environment."""
+"""Another person's checkpoint: it uses no file outside its folder and reads no environment."""
 
 import dataclasses
 import hashlib
@@ -58,7 +58,7 @@ def test_a_file_outside_is_refused(name: str, checkpoint: Path) -> None:
     "name", ["config.yaml", "rng.pt", "state/.metadata", "state/common.pt", ""]
 )
 def test_what_is_not_listed_is_refused(name: str, checkpoint: Path) -> None:
-    """Nothing listed means nothing compared."""
+    """Unlisted files would not be compared."""
     reseal(checkpoint, lambda meta: meta["files"].pop(name) if name else meta.update(files={}))
     with pytest.raises(BrokenCheckpointError, match=f"does not list {name or 'config.yaml'}"):
         read_checkpoint(checkpoint)
@@ -108,7 +108,7 @@ def test_wrong_fields_with_right_hashes_are_a_line(case, saved, checkpoint, tmp_
 
 
 def refused(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a run says that cannot continue from the checkpoint."""
+    """Return the message of a run that cannot continue from the checkpoint."""
     keys = [f"run.dir={tmp_path}/run", "checkpoint.interval=1", "train.exit_step=2"]
     assert pretrain.main(["--config", f"{saved}/config.yaml", *keys]) == 2
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run may begin with the weights of another."""
+"""Runs that begin with the weights of another run."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ from training.run import train
 
 @pytest.fixture
 def configured(folder, tmp_path):
-    """The config of a run in tmp_path/NAME; keywords are its keys."""
+    """Return the config of a run in tmp_path/NAME; keywords are its keys."""
 
     def make(name: str, rule: str = "muon", **keys: Any) -> Config:
         common = {"train__steps": 3, "checkpoint__interval": 3, "validation__samples": 4}
@@ -51,7 +51,7 @@ def test_the_new_model_computes_what_the_old_one_did(configured, world, tmp_path
     begin = configured("new", checkpoint__initialize_from=str(tmp_path / "old"), **shape)
     weights = initial_weights(begin)
     trainer = build_trainer(begin, world, *build_data(begin), weights=weights)
-    # PC(W) is computed anew from the checkpoint; without PC layers nothing is.
+    # PC(W) is computed from the checkpoint; without PC layers nothing is computed.
     tolerance = 1e-5 if "pc__level" in keys else 0
     for name, loss in Loop(trainer).evaluate().items():
         assert loss == pytest.approx(outcome.validation[name], rel=tolerance)
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     assert f"weights of step 3 from {tmp_path / 'old'}" in capsys.readouterr().out
     origin = read_checkpoint(tmp_path / "parts").meta["initialized_from"]
     assert origin["step"] == 3 and len(origin["sha256"]) == 64
-    # Once it has its own checkpoints it does not read the other run.
+    # With its own checkpoints it does not read the other run.
     step_folder(tmp_path / "old", 3).rename(tmp_path / "moved")
     train(configured("parts", **keys), world)
     longer = "to train on, raise train.steps and set checkpoint.allow_change=[schedule]; to start"
@@ -88,7 +88,7 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
     with pytest.raises(ResumeError, match=r"another model: ffn was 96, is 64"):
         train(configured("new", model__ffn=64, **source), world)
-    # How weights are drawn does not matter.
+    # The draw of weights has no effect.
     assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None
     begin = configured("new", data__tokenizer=str(tmp_path / "y"), **source)
     with pytest.raises(ResumeError, match=r"another tokenizer: sha256 was .*allow_change="):

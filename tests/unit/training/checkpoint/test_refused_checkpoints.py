@@ -1,4 +1,4 @@
-"""A command that is refused changes nothing in the run folder, whatever refuses it."""
+"""A refused command changes nothing in the run folder, for any refusal."""
 
 import os
 import shutil
@@ -104,7 +104,7 @@ def prepend(path: Path, line: bytes) -> None:
 
 
 def test_damaged_logs_do_not_stop_a_run(finished, run_dir, capsys):
-    """Lines that cannot be read are dropped and counted; the others are kept."""
+    """Unreadable lines are dropped and counted; the others are kept."""
     logs = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
     for line in LINES.values():
         for name in logs:

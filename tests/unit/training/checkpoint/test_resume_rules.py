@@ -1,4 +1,4 @@
-"""The identity of a run, which new keys in the config schema do not change."""
+"""The identity of a run, which does not depend on new keys in the config schema."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ EVERY_SECTION: dict[str, dict[str, Any]] = {
     "model": {"family": "moe"},
     "model__moe": {"experts": 4, "top_k": 2, "expert_ffn": 32, "dense_layers": 1},
 }
-"""Overrides with which every section is there but those of latent attention."""
+"""Overrides that enable every section except latent attention."""
 
 
 def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """`content` as a version would have written it that did not know the key at `path`."""
+    """Return `content` as written by a version without the key at `path`."""
     first, *rest = path
     if not rest:
         return {key: value for key, value in content.items() if key != first}
@@ -40,14 +40,14 @@ def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path)
 
 
 def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
-    """It is one although all its keys are at their defaults."""
+    """It is a difference although all its keys are at their defaults."""
     before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
     found = differences(settings(before), settings(now), ())
     assert list(found) == ["model"] and "pc.level was absent, is 2" in found["model"]
 
 
 def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
-    """A dtype by its name or by default, and a set that is dated or has hashes by now."""
+    """Test a dtype by name or by default, and a set with a date or with new hashes."""
     keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
     before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
     assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
@@ -55,7 +55,7 @@ def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beginning", ["after_share: 0.5", "with_decay: true"])
 def test_a_phase_that_begins_at_another_step_is_other_data(beginning, tmp_path: Path) -> None:
-    """Although the key that says where is the same."""
+    """The key of the beginning is the same."""
     keys = {"schedule__kind": "wsd", "schedule__cooldown_fraction": 0.5}
     keys["data__phases"] = f"[{{{beginning}, weights: {{walk: 1}}}}]"
     facts: dict[str, Any] = {"data": {}, "tokenizer": {}}
@@ -101,7 +101,7 @@ ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initializ
     ids=str,
 )
 def test_what_is_offered_can_be_done(before, now, offer, tmp_path):
-    """A role that is given the rule that it already has is no difference."""
+    """Assigning a role its present rule is not a difference."""
     ours, theirs = (tiny_config(str(tmp_path), "spectral_sphere", **keys) for keys in (now, before))
     different = differences(settings(theirs), settings(ours), ())
     said = refusal("step_1", different, ours.pc is not None)

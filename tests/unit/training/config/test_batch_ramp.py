@@ -1,4 +1,4 @@
-"""A batch ramp equals the run that is cut by hand where its batch grows, however it is stopped."""
+"""A batch ramp, with any stops, equals a run that is cut by hand where its batch grows."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ from training.step import Trainer
 
 LENGTH = 32
 RAMP = "[{batch: 2, until_steps: 3}, {batch: 4, until_tokens: 700}]"
-"""Of 3 steps with 192 tokens, 4 with 512 (700 are reached in the last), then 8 sequences a step."""
+"""3 steps with 192 tokens, 4 with 512 (the last reaches 700), then 8 sequences per step."""
 BATCHES = [2] * 3 + [4] * 4 + [8] * 5
 COMMON: dict[str, Any] = {
     "train__steps": 12,
@@ -67,7 +67,7 @@ def equal(folder: str, one: str, other: str, steps: int = 12) -> None:
     lines, others = (metrics_of(Path(folder) / name) for name in (one, other))
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line in (*lines, *others):
-        del line["progress/pct"]  # of `train.steps`, which runs by hand change
+        del line["progress/pct"]  # of `train.steps`, which manually cut runs change
     assert lines == others
     states = [state_of(Path(folder) / name, steps) for name in (one, other)]
     assert same_state(*states) == []
@@ -91,7 +91,7 @@ def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: lis
 
 @pytest.mark.slow
 def test_by_tokens_it_is_a_run_cut_by_hand(config_folder: str, world) -> None:
-    """The config of each part states the same 64 sequences, warm-up over 8 and decay over 32."""
+    """Each part's config has the same 64 sequences, warm-up over 8 and decay over 32."""
     ramp = "[{batch: 2, until_steps: 4}, {batch: 4, until_steps: 8}]"
     common = {**TOKENS, "train__steps": 13, "schedule__warmup_steps": 1}
     trained(config_folder, "ramp", world, 13, **{**common, "train__batch_ramp": ramp})
@@ -104,7 +104,7 @@ def test_by_tokens_it_is_a_run_cut_by_hand(config_folder: str, world) -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sequences of each micro-batch that runs read."""
+    """Record the sequences of each micro-batch of runs."""
     read: list[int] = []
     batches = build.training_batches
 
@@ -137,7 +137,7 @@ def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) 
 
 def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, monkeypatch) -> None:
     """Steps 4 and 5 are not finite: the run returns to step 2, and their samples 6 to 13 are left
-    out; the steps that follow have the batches of their numbers."""
+    out; the next steps have the batches of their step numbers."""
     read: list[list[int]] = []
     source = TrainingData.__getitem__
     monkeypatch.setattr(
@@ -184,7 +184,7 @@ def test_the_rate_by_tokens_is_that_by_steps_without_a_ramp() -> None:
 
 
 def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
-    """Warm-up ends after as many tokens as of full steps, decay with the last token."""
+    """Warm-up ends after the tokens of its full steps, decay with the last token."""
     ramp = (RampStage(batch=2, until_steps=6), RampStage(batch=4, until_steps=10))
     config = TrainConfig(
         steps=20, global_batch=8, micro_batch=2, sequence_length=32, batch_ramp=ramp
@@ -201,7 +201,7 @@ def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
 
 
 def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
-    """Steps of each batch are those of a run that has that batch from its start."""
+    """Steps with a batch take as long as in a run with that batch from the start."""
     ramp = "train.batch_ramp=[{batch: 4, until_steps: 30}, {batch: 8, until_tokens: 15000}]"
     keys = ["model.vocab_size=512", "train.global_batch=32", "train.micro_batch=2"]
     config = load_config(minimal, [*keys, ramp])
@@ -248,7 +248,8 @@ WRONG = [
 
 
 def test_stages_that_are_over_limit_no_layout(minimal) -> None:
-    """A run that began on one rank goes on after the stage where its batch would be too small."""
+    """A run from one rank continues on more ranks after the stage whose batch would be too
+    small."""
     config = load_config(minimal, ["train.batch_ramp=[{batch: 2, until_steps: 3}]"])
     check(config, 2, step=3, tokens=192)
     check(config, 2, step=config.train.steps)

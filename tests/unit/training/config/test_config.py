@@ -1,4 +1,4 @@
-"""Run configs: what binds, what is refused, and with which message."""
+"""Run configs: accepted values, refusals and messages."""
 
 import re
 from dataclasses import replace
@@ -161,7 +161,7 @@ def test_all_problems_come_at_once(minimal: Path) -> None:
 
 
 def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) -> None:
-    """A section that could be bound is checked by itself and beside the others that could be."""
+    """Sections that could be bound are checked separately and against each other."""
     found = problems(
         minimal,
         "optimizer.head.lr=-1",
@@ -189,7 +189,7 @@ def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) 
     minimal.write_text("seed: 3")
     assert all(" is required (" in line for line in problems(minimal))
     minimal.write_text(MINIMAL)
-    # The family is unknown, so there is nothing to say about its roles.
+    # The family is unknown, so its roles are not checked.
     found = problems(minimal, "model.family=lama", "optimizer.roles.gat.lr=1")
     assert [line.split(" ")[0] for line in found] == ["model.family"]
 
@@ -337,7 +337,7 @@ def test_an_empty_gram_penalty_section_is_the_papers_choice(
 
 @pytest.fixture
 def overlay(minimal: Path, tmp_path: Path) -> Path:
-    """A config with a set beside that of its base."""
+    """Write a config with a set in addition to its base's."""
     path = tmp_path / "overlay.yaml"
     path.write_text(f"base: {minimal}\ndata:\n  train:\n    mine: {{path: data/mine}}\n")
     return path

@@ -1,4 +1,4 @@
-"""What a mixture of experts or a DeepSeek cannot be is refused, by key and kind."""
+"""Impossible settings of mixtures of experts and DeepSeek are refused, by key and kind."""
 
 import pytest
 

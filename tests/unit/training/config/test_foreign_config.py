@@ -1,4 +1,4 @@
-"""Configs that come from somebody else: they read nothing, run nothing, and take bounded time."""
+"""Other people's configs: they read nothing, run nothing, and take bounded time."""
 
 import os
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_nothing_in_a_saved_config_refers_to_anything(tmp_path: Path, value: str
 
 @pytest.mark.parametrize("base", ["/proc/kmsg", "/proc/self/environ", "/sys/kernel/notes"])
 def test_a_base_that_the_kernel_makes_is_not_read(base: str, tmp_path: Path) -> None:
-    """Also through a link; to read /proc/kmsg waits for the next message."""
+    """This holds through a link too; reading /proc/kmsg waits for the next message."""
     (tmp_path / "link.yaml").symlink_to(base)
     for name in (base, "link.yaml"):
         (tmp_path / "config.yaml").write_text(f"base: {name}\n")
@@ -69,7 +69,7 @@ def test_text_is_what_it_was_after_escaping(parts: list[str]) -> None:
 
 
 def fan_out(folder: Path) -> None:
-    """Thirty files, each of which names the next one twice: a billion to read."""
+    """Write thirty files that name the next one twice: a billion to read."""
     for number in range(30):
         following = f"{number + 1}.yaml"
         (folder / f"{number}.yaml").write_text(f"base: [{following}, {following}]\n")
@@ -78,20 +78,20 @@ def fan_out(folder: Path) -> None:
 
 
 def aliases(folder: Path) -> None:
-    """A list of ten of a list of ten ... of names."""
+    """Return nested lists of ten lists of ten ... names."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     (folder / "config.yaml").write_text("\n".join(lines))
 
 
 def written(text: str | bytes) -> Callable[[Path], None]:
-    """What writes a config."""
+    """Return a function that writes a config."""
     content = text if isinstance(text, bytes) else text.encode()
     return lambda folder: (folder / "config.yaml").write_bytes(content) and None
 
 
 def endless_base(folder: Path) -> None:
-    """A base that nobody writes to."""
+    """A pipe as base without a writer."""
     os.mkfifo(folder / "fifo")
     (folder / "config.yaml").write_text("base: fifo\n")
 
@@ -195,7 +195,7 @@ def test_a_saved_config_may_contain_a_key_that_is_gone(minimal: Path) -> None:
 def test_a_run_needs_the_packages_of_the_rules_that_it_uses(
     minimal: Path, old: str, new: str
 ) -> None:
-    """Settings of rules that were installed beside them are no obstacle."""
+    """Settings of other rules that were installed are not an obstacle."""
     config = load_config(minimal)
     text = to_yaml(config).replace("  rules:\n", "  rules:\n    elsewhere: {strength: 2}\n")
     minimal.write_text(text)

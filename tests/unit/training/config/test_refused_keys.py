@@ -1,5 +1,5 @@
-"""Keys that are refused: absurd numbers, before anything loops or allocates as they ask; settings
-without effect, which would make a run another one than its config says."""
+"""Refused keys: absurd numbers, before any loop or allocation uses them, and settings without
+effect, with which a run would differ from its config."""
 
 import re
 import time
@@ -54,7 +54,7 @@ def test_many_matrices_in_all_layers_together_are_too_many(minimal: Path) -> Non
 
 # --- keys without effect ------------------------------------------------------------------------
 
-# For each: what leaves a key without effect, the key, its default, and another value.
+# For each: the cause of a key without effect, the key, its default, and another value.
 CASES = [
     ("pc.polynomial.kind=over_flattening", "pc.level", "null", 2),
     ("pc.polynomial.kind=fitted", "pc.level", "null", 2),
@@ -78,7 +78,7 @@ def test_a_key_without_effect_must_keep_its_default(
     [
         ["pc={level: 2, gamma_lr: 0.1, gamma_weight_decay: 0.1, steps: 5, norm_recovery: false}"],
         ["model.init={spectral: false, std: 0.1, depth_scaled: true, depth_scaling: layer}"],
-        # Switched off on purpose, as by an override: its other settings wait until it is on again.
+        # A feature that is disabled, for instance by an override, keeps its other settings.
         ["checkpoint={interval: 0, keep_last: 5}"],
     ],
     ids=str,
@@ -88,7 +88,7 @@ def test_a_key_with_an_effect_may_be_changed(minimal: Path, overrides: list[str]
 
 
 def test_what_an_earlier_version_let_pass_can_still_be_read(minimal: Path) -> None:
-    """Otherwise its checkpoints could be neither continued nor exported."""
+    """Otherwise its checkpoints could neither be continued nor exported."""
     config = load_config(minimal)
     minimal.write_text(to_yaml(config).replace("std: 0.02\n", "std: 0.03\n", 1))
     assert problems(minimal)[0].startswith("model.init.std must keep its default 0.02")

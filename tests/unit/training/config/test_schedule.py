@@ -22,7 +22,7 @@ def linear(optimizer: torch.optim.Optimizer, steps: int, ratio: float) -> LRSche
 
 
 def torch_rates(reference: Reference, steps: int, ratio: float) -> list[float]:
-    """The rates of torch's scheduler for `steps` steps and the first one after, from peak 1."""
+    """Return the rates of torch's scheduler for `steps` steps and the next one, from peak 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = reference(optimizer, steps, ratio)
     rates = []
@@ -42,7 +42,7 @@ def test_equals_torch_after_the_warm_up(
     total = 120
     schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, min_ratio=ratio)  # type: ignore[arg-type]
     ours = [learning_rate_factor(step, total, schedule) for step in range(warmup, total + 1)]
-    # torch multiplies its rate on from step to step, which rounds at each of 120 steps.
+    # torch multiplies its rate from step to step, which rounds at each of 120 steps.
     assert ours == pytest.approx(
         torch_rates(reference, total - warmup, ratio), rel=1e-12, abs=1e-14
     )

@@ -29,7 +29,7 @@ def prefixes(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Read]:
-    """Trains to a step under weights by set and returns what this start has read."""
+    """Trains to a step under weights by set and returns the samples that this start has read."""
     for i, (name, tokens) in enumerate(mixtures.SIZES.items()):
         write_token_set(tmp_path / name, tokens=tokens, vocab=120, seed=i)
     write_token_set(tmp_path / "tokens", tokens=1_000, vocab=120, seed=9)

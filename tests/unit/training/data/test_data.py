@@ -40,7 +40,7 @@ def test_permutation_hits_every_element_once(size: int, key: str) -> None:
 
 
 def test_order_is_the_same_for_ever() -> None:
-    """A changed order would break the resume of every run in progress."""
+    """A changed order would break the resume of every running run."""
     permutation = Permutation(1000, "1234/0/kjv")
     assert [permutation[i] for i in range(8)] == GOLDEN_ORDER
 
@@ -50,7 +50,7 @@ GOLDEN_ORDER = [918, 24, 522, 555, 854, 436, 485, 51]
 
 @pytest.mark.parametrize("weights", [[1.0], [0.6, 0.3, 0.1], [5, 1e-3, 2, 2, 2], [1 / 3] * 3])
 def test_blend_follows_the_evenly_spaced_order(weights: list[float]) -> None:
-    """The same as a slow reference in exact fractions, in which the most overdue set is next."""
+    """It equals a slow reference in exact fractions, in which the most overdue set is next."""
     blend = build_blend({str(i): weight for i, weight in enumerate(weights)})
     quotas = [int(quota) for quota in blend.quotas]
     assert sum(quotas) == BLEND_PERIOD
@@ -72,7 +72,7 @@ def test_weights_are_honoured_after_any_number_of_samples(
 ) -> None:
     used = build_blend({str(i): weight for i, weight in enumerate(weights)}).used(samples)
     shares = np.array(weights) / sum(weights)
-    # The bound that Blend states, and the rounding of the shares to whole samples per period.
+    # Blend's bound, plus the rounding of shares to whole samples per period.
     bound = (1 + shares * len(weights)) / 2 + samples / BLEND_PERIOD + 1e-6
     assert used.sum() == samples
     assert (np.abs(used - shares * samples) <= bound).all()
@@ -110,7 +110,7 @@ def test_sample_is_the_window_it_claims_in_any_order_of_access(prefixes: dict[st
         expected = raw[data.sets[chosen].name][8 * window : 8 * window + 9]
         assert data[k].dtype == torch.int64
         assert data[k].tolist() == expected.tolist() == samples[k].tolist()
-    assert data[10**12].shape == (9,)  # any sample at once, without going through those before
+    assert data[10**12].shape == (9,)  # any sample directly, without the samples before
 
 
 def test_every_epoch_visits_every_window_once_in_another_order(
@@ -161,7 +161,7 @@ def test_fingerprint_tells_what_decides_the_order(
     for name, prefix in prefixes.items():
         for suffix in (".bin", ".idx"):
             (moved / f"{name}{suffix}").write_bytes(Path(f"{prefix}{suffix}").read_bytes())
-    assert training_data(copies).fingerprint() == base  # neither place nor order of the sets
+    assert training_data(copies).fingerprint() == base  # neither path nor order of the sets
     assert training_data(prefixes, seed=2).fingerprint() != base
     assert training_data(prefixes, length=9).fingerprint() != base
     other = TrainingData(
@@ -274,6 +274,6 @@ def test_bytes_are_estimated_from_the_manifest_or_unknown(
 
 
 def test_windows_left_out_in_any_order_are_all_left_out() -> None:
-    """The first of them moves the batch into the other."""
+    """The first window moves the batch into the second."""
     assert batch_start(0, 4, ((4, 8), (0, 4))) == 8
     assert batch_start(0, 4, ((8, 12), (4, 8))) == 0

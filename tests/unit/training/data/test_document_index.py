@@ -1,4 +1,4 @@
-"""Where documents begin in a window, which sets are refused, and what first tokens cost."""
+"""Starts of documents in a window, refused sets, and the loss of first tokens."""
 
 import math
 from pathlib import Path
@@ -23,8 +23,7 @@ UNCOUNTED = Borders(first_token_loss=False)
 
 
 def write(prefix: Path, documents: list[list[int]]) -> Path:
-    """Write documents, each of sequences of so many tokens; token k of the stream is k modulo
-    200."""
+    """Write documents as sequences of given lengths; token k of the stream is k modulo 200."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     first = 0
     for lengths in documents:
@@ -36,7 +35,7 @@ def write(prefix: Path, documents: list[list[int]]) -> Path:
 
 
 def expected_firsts(documents: list[list[int]], window: int) -> list[int]:
-    """Token by token: the place in the window where its document begins, 0 if it is earlier."""
+    """Return for each token the start of its document in the window, 0 if it is earlier."""
     document_of = [i for i, lengths in enumerate(documents) for _ in range(sum(lengths))]
     begin = window * LENGTH
     found = []
@@ -146,7 +145,7 @@ def test_documents_out_of_order_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_path: Path) -> None:
-    """However many windows there are: the last target may be a first token."""
+    """This holds for any number of windows: the last target may be a first token."""
     prefix = write(tmp_path / "set", SETS[name])
     document_of = [i for i, lengths in enumerate(SETS[name]) for _ in range(sum(lengths))]
     lengths = torch.arange(200, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A mixture that changes in mid-run: each set goes on at its own count."""
+"""A mixture that changes during a run: each set continues at its own count."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ THEN = {"big": 0.1, "middle": 0.9, "small": 0.1}
 
 
 def test_each_set_goes_on_at_its_own_count(start, tmp_path: Path, capsys) -> None:
-    """Two changes, the second of which leaves a set out, and a stop inside each phase."""
+    """Test two changes, the second of which removes a set, and a stop inside each phase."""
     change = {"checkpoint__allow_change": "[data]"}
     read = start(5, FIRST) + start(8, FIRST)
     read += start(12, THEN, **change)
@@ -61,7 +61,7 @@ def test_a_stop_after_a_change_is_as_if_the_run_had_not_stopped(start, tmp_path:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """The logged losses by step."""
+    """Return the logged losses by step."""
     return {line["step"]: line["train/loss"] for line in read_metrics(folder)}
 
 
@@ -84,7 +84,7 @@ def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(
 
 
 def test_windows_of_another_length_begin_after_as_many_tokens(prefixes: dict[str, Path]) -> None:
-    """In each set's own order of the new windows, over the ends of epochs too."""
+    """Windows follow each set's order of the new windows, also across epochs."""
     read = training_data(prefixes, length=8).read(100)
     longer = training_data(prefixes, length=16)
     alone = [longer.source(sample) for sample in range(400)]
@@ -101,7 +101,7 @@ def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(
 ) -> None:
     read = start(4, FIRST)
     path = checkpoints.read_checkpoint(tmp_path / "run").path
-    for key in ("read", "phase"):  # as a version that did not keep them has written it
+    for key in ("read", "phase"):  # as written by a version without them
         reseal(path, lambda meta, key=key: meta["progress"].pop(key))
     with pytest.raises(ResumeError, match="does not state what was read of each set"):
         start(6, THEN, checkpoint__allow_change="[data]")

@@ -1,4 +1,4 @@
-"""Random tokens in the place of files."""
+"""Random tokens instead of files."""
 
 import numpy as np
 import pytest
@@ -26,14 +26,14 @@ def test_tokens_are_of_the_vocabulary_and_as_frequent_as_said(vocabulary: int) -
     window = tokens.window(0)
     assert 0 <= window.min() <= window.max() < vocabulary
     shares = np.bincount(window, minlength=vocabulary) / len(window)
-    # The most frequent token's share, of 20,000 draws, is known to five standard deviations.
+    # The most frequent token's share in 20,000 draws, to five standard deviations.
     expected = np.log(2) / np.log(vocabulary + 1)
     assert shares[0] == pytest.approx(expected, abs=5 * np.sqrt(0.25 / len(window)))
     assert tokens.unigram_entropy() <= np.log(vocabulary) + 1e-9
 
 
 def test_a_run_keeps_the_names_of_its_sets(tmp_path) -> None:
-    config = tiny_config(str(tmp_path), data__mock=True)  # no file of tokens is there
+    config = tiny_config(str(tmp_path), data__mock=True)  # there is no token file
     train, validation = build_data(config)
     assert [each.name for each in train.sets] == ["walk"]
     assert [(each.name, each.samples) for each in validation] == [("walk", 5)]

@@ -70,7 +70,7 @@ def test_replace_leaves_out_the_sets_of_the_base(folder):
     config = load_config(mine)
     assert list(config.data.train) == ["mine"] and list(config.data.validation) == ["mine"]
     assert config.run.name == "test"
-    # A base that replaces does so for what lies below it, not for what lies above.
+    # A base with `replace` replaces the levels below it, not the levels above.
     (folder / "more.yaml").write_text(
         "base: mine.yaml\ndata:\n  train:\n    more: {path: mine/more}\n"
     )

@@ -1,4 +1,4 @@
-"""A run with phases of data equals the runs that are cut by hand where its mixture changes."""
+"""A run with phases of data equals runs that are cut by hand where its mixture changes."""
 
 import json
 import re
@@ -28,12 +28,12 @@ PHASES = [
     (8, {"big": 0.2, "middle": 0.3, "small": 0.5}),
     (15, {"small": 1.0}),
 ]
-"""Steps before each phase, and weights; the last reads one set alone, several times."""
+"""Steps before each phase, and weights; the last phase reads only one set, repeatedly."""
 BY_HAND = {8: FIRST, 15: PHASES[0][1], 22: PHASES[1][1]}
 
 
 def phases(*beginnings: str) -> str:
-    """The key `data.phases`, with other beginnings if given."""
+    """Return the key `data.phases`, with other beginnings if given."""
     given = beginnings or tuple(f"after_steps: {step}" for step, _ in PHASES)
     parts = [
         f"{{{beginning}, weights: {{{', '.join(f'{k}: {v}' for k, v in weights.items())}}}}}"
@@ -46,13 +46,13 @@ COMMON = {
     "train__steps": 22,
     "train__global_batch": 32,
     "data__phases": phases(),
-    "validation__interval": 1,  # as the last step of a start is validated in any case
+    "validation__interval": 1,  # as the last step of a start is always validated
     "validation__samples": 2,
 }
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
-    """The metrics of a run without the counts that only runs with phases log."""
+    """Return the metrics of a run without the counts that only runs with phases log."""
     return [
         {key: value for key, value in line.items() if not key.startswith("data/")}
         for line in metrics_of(folder)
@@ -167,10 +167,10 @@ def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(
     batches = [read[i : i + 32] for i in range(0, len(read), 32)]
     assert len(batches) == 10 + 16
     once = batches[:6] + batches[10:]
-    assert once[6:8] == batches[6:8]  # steps 7 and 8, taken again
+    assert once[6:8] == batches[6:8]  # steps 7 and 8, repeated
     names = [{name for name, _ in batch} for batch in once]
     assert names[:8] == [{"big", "middle"}] * 8 and names[15:] == [{"small"}] * 7
-    # What the skipped steps read counts as read, and is not read again.
+    # Samples of the skipped steps count as read, and are not read again.
     for name in SIZES:
         seen = windows_of(sum([*batches[:10], *batches[12:]], []), name)
         assert seen == expected(name, len(seen))
@@ -184,7 +184,7 @@ def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(
 
 @pytest.mark.slow
 def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path: Path) -> None:
-    """The decision to anneal comes late: the run equals one that knew of it from the start."""
+    """After a late decision to anneal, the run equals one with the phase from the start."""
     whole = start(12, FIRST, **COMMON)
     shutil.rmtree(tmp_path / "run")
     one = {name: weight for name, weight in FIRST.items() if weight}

@@ -1,4 +1,4 @@
-"""Sets of a run that hold the same text."""
+"""Sets of a run with the same text."""
 
 import re
 import shutil

@@ -98,7 +98,8 @@ def test_an_empty_normalizer_changes_nothing(
 def test_bytes_of_the_windows_that_were_read_are_counted(
     tmp_path: Path, samples: int | None, with_manifest: bool
 ) -> None:
-    """For a tokenizer of words with spaces; the reference are the places of tokens in the text."""
+    """Test a tokenizer of words with spaces; the positions of tokens in the text are the
+    reference."""
     texts = [f"x{'é' * (i % 5)} the cat {'abcdefgh'[: i % 7]} {i}" for i in range(60)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -124,7 +125,7 @@ def test_bytes_of_the_windows_that_were_read_are_counted(
 
 
 def test_a_tokenizer_that_the_kernel_makes_is_not_read():
-    """To read it waits for the next message of the kernel."""
+    """Reading it waits for the next message of the kernel."""
     with pytest.raises(DataError, match="Not a file on a disk"):
         token_byte_lengths("/proc/kmsg")
     with pytest.raises(DataError, match="Not a file on a disk"):

@@ -1,5 +1,5 @@
-"""Token sets and manifests: what they read, and that corrupt files are refused and damaged tokens
-noticed, at the start or when they are first read."""
+"""Token sets and manifests: reading, refusal of corrupt files, and detection of damaged tokens at
+the start or at their first use."""
 
 import math
 import shutil
@@ -93,7 +93,7 @@ def test_entropy_and_largest_token_agree_with_counting(prefixes: dict[str, Path]
         tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16).tolist()
         shares = [n / len(tokens) for n in Counter(tokens).values()]
         found = TokenSet(name, prefix, 8)
-        # Two sums of a few hundred terms of order 1: equal up to float64 rounding.
+        # Two sums of a few hundred terms of order 1, equal up to float64 rounding.
         assert found.unigram_entropy() == pytest.approx(
             math.fsum(-p * math.log(p) for p in shares), rel=1e-12
         )
@@ -191,7 +191,7 @@ def test_a_flipped_bit_is_noticed_when_it_is_first_read(
 ) -> None:
     monkeypatch.setattr("training.data.token_set.SPREAD", 2)  # first and last block
     path = prepared / "tokens.train.bin"
-    place = BLOCK  # of the last token of the window before as well
+    place = BLOCK  # also of the last token of the previous window
     patch(path, place, bytes([path.read_bytes()[place] ^ 1]))
     tokens = opened(prepared)
     tokens.window(0)
@@ -209,7 +209,7 @@ def test_each_block_is_hashed_once(prepared: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hashes, "block_hash", lambda content: calls.append(content))
     for index in range(len(tokens)):
         tokens.window(index)
-    assert calls == []  # there are fewer blocks than are compared at the start
+    assert calls == []  # the set has fewer blocks than the start compares
 
 
 def test_no_block_is_read_beyond_the_bytes_that_are_asked_for(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_index_and_hashes_are_compared_themselves(prepared: Path, suffix: str) -
 def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As sets are that an earlier version prepared."""
+    """Earlier versions prepared such sets."""
     manifest = prepared / "manifest.json"
     blocks = read_manifest(prepared).sets["tokens.train"].sha256["blocks"]
     text = manifest.read_text()
@@ -267,7 +267,7 @@ def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
 def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(
     tmp_path: Path, workers: int
 ) -> None:
-    """Also where the manifest does not know of it, and in a process that reads ahead."""
+    """This holds without an entry in the manifest, and in a prefetching process."""
     tokens = np.arange(100, dtype=np.uint16) % 50
     tokens[40] = 77
     prefix = write_stream(tmp_path / "set", tokens)
@@ -307,7 +307,7 @@ def test_verify_names_what_is_damaged(prepared, damage, said, capsys):
 
 @pytest.mark.parametrize("place", [0, 500, -1])
 def test_a_negative_id_is_found_at_the_start(tmp_path: Path, place: int) -> None:
-    """In the scan of a set without a manifest, not when its window is read."""
+    """The scan of a set without a manifest finds it, before its window is read."""
     tokens = np.arange(1000, dtype=np.int32) % 50
     tokens[place] = -7
     token_set = TokenSet("a", write_stream(tmp_path / "a", tokens), 8)

@@ -1,4 +1,4 @@
-"""The garbage collector runs at fixed steps of a run, on whatever rank."""
+"""The garbage collector runs at fixed steps of a run, on any rank."""
 
 import gc
 

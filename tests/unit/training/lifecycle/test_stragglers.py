@@ -1,4 +1,4 @@
-"""Which ranks are named as stragglers, and when."""
+"""Ranks that are reported as stragglers, and the time of the report."""
 
 from training.lifecycle.pace import Stragglers
 

@@ -1,4 +1,4 @@
-"""Which device a rank trains on, and what is said of one on which kernels do not start."""
+"""The choice of a rank's device, and errors about a device on which kernels do not start."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_a_gpu_that_is_there_but_cannot_be_used_stops_the_run(wanted, gpus, rank
 
 @pytest.fixture
 def as_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A table of kernels that has this device."""
+    """Provide a table of kernels with this device."""
     monkeypatch.setattr(dispatch, "TABLE", tmp_path / "table.json")
     dispatch.TABLE.write_text('{"devices": {"cpu": {"measured": null, "entries": []}}}')
     dispatch.forget()

@@ -1,4 +1,4 @@
-"""What a run wants of its environment, and what it is made with."""
+"""The environment variables of a run, and its versions."""
 
 import os
 import resource
@@ -48,7 +48,7 @@ def test_what_the_user_has_set_stays(tmp_path):
 
 
 def test_the_compiler_starts_as_many_workers_as_were_set(tmp_path, monkeypatch):
-    """It has read its environment before the run sets it."""
+    """The compiler has read its environment before the run sets it."""
     monkeypatch.setattr(inductor, "compile_threads", 32)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")  # so that it is put back
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")

@@ -1,4 +1,4 @@
-"""Nothing asks for CUDA before the run has set what CUDA reads when it starts."""
+"""No code uses CUDA before the run has set CUDA's environment variables."""
 
 import json
 import os
@@ -32,7 +32,7 @@ try:
 finally:
     open(OUTPUT, "w").write(json.dumps(calls))
 """
-"""Runs a script and writes every call that asks for CUDA, with the value of a variable then."""
+"""Runs a script and writes every CUDA query, with the value of a variable at that time."""
 
 
 def test_environment_is_set_before_cuda_is_asked_for(folder: str) -> None:

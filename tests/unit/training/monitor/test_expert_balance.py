@@ -14,7 +14,7 @@ from training.step import Trainer
 
 
 def trainer_of(folder: str, world: Groups, **overrides) -> Trainer:
-    """A trainer of a tiny mixture of experts."""
+    """Return a trainer of a tiny mixture of experts."""
     config = tiny_config(folder, **MIXTURE, train__exit_step=5, **overrides)
     return build_trainer(config, world, *build_data(config))
 
@@ -35,7 +35,7 @@ def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups)
 def test_balancing_losses_are_logged_as_their_papers_define_them(
     folder: str, world: Groups
 ) -> None:
-    """From the logits of all four micro-batches of two sequences of 32 tokens."""
+    """The reference uses the logits of all four micro-batches of two sequences of 32 tokens."""
     coefficients = {"sequence_aux_loss": 1e-2, "global_aux_loss": 3e-3, "z_loss": 1e-3}
     trainer = trainer_of(
         folder, world, **{f"model__moe__{name}": value for name, value in coefficients.items()}
@@ -50,7 +50,7 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(
 
     router.routing = keep
     trainer.step(0)
-    # Even shares before the first step, of mean scores that sum to 1.
+    # Equal shares before the first step, of mean scores that sum to 1.
     assert trainer.experts.metrics(trainer.microbatches)["moe/global_aux_loss"] == pytest.approx(
         1.0, rel=1e-6
     )
@@ -66,7 +66,7 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(
     assert found["moe/sequence_aux_loss"] == pytest.approx(
         torch.stack([imbalance(each) for each in sequences]).mean().item(), rel=1e-5
     )
-    # The scores of the step are compared with the load of the one before.
+    # The scores of the step are combined with the load of the previous step.
     scores = torch.cat([each.flatten(0, 1) for each in logits])
     expected = imbalance(scores, before).item()
     assert found["moe/global_aux_loss"] == pytest.approx(expected, rel=1e-5)
@@ -96,8 +96,8 @@ def test_a_step_that_is_not_taken_leaves_the_load(folder: str, world: Groups) ->
 
 
 def imbalance(logits: Tensor, load_of: Tensor | None = None) -> Tensor:
-    """Experts times the sum over experts of (share of the load) x (mean score), of logits
-    `[tokens, experts]`; 1 for an even load. The load is that of the logits `load_of`."""
+    """Return experts times the sum over experts of (share of the load) x (mean score), of logits
+    `[tokens, experts]`; 1 for an equal load. The load is from the logits `load_of`."""
     source = logits if load_of is None else load_of
     chosen = source.sigmoid().topk(2, dim=1).indices
     share = torch.bincount(chosen.flatten(), minlength=4) / chosen.numel()

@@ -1,4 +1,4 @@
-"""Figures from sums over blocks are those of whole matrices."""
+"""Figures from sums over blocks equal those of whole matrices."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SHAPES = [(2, 30, 7), (2, 7, 30), (1, 9, 9), (3, 1, 5), (3, 5, 1)]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of a few rows, the last one shorter."""
+    """Use blocks of a few rows, with a shorter last block."""
     monkeypatch.setattr(moments, "BLOCK", 40)
 
 
@@ -23,7 +23,7 @@ def test_weight_figures_are_those_of_whole_matrices(shape):
     weight = torch.randn(shape)
     wide, values = weight.double(), torch.linalg.svdvals(weight.double())
     found = figures.weight_figures(weight)
-    # A Gram matrix in float64 has the squares of singular values to 1e-16 of the largest.
+    # A float64 Gram matrix gives squares of singular values to 1e-16 of the largest.
     close = {"rtol": 1e-9, "atol": 1e-7}
     torch.testing.assert_close(found["spectral_norm"], values[:, 0], **close)
     torch.testing.assert_close(found["stable_rank"], measures.stable_rank_of(values), **close)

@@ -1,4 +1,4 @@
-"""Monitors in whole runs of one process: they change nothing and write a line per step."""
+"""Monitors in whole runs of one process change nothing and write a line per step."""
 
 import math
 from pathlib import Path
@@ -25,14 +25,14 @@ from training.step import Trainer
 
 
 def losses(config: Config, world) -> list[float]:
-    """The loss of every step of a run."""
+    """Return the loss of every step of a run."""
     found: list[float] = []
     train(config, world, on_step=lambda _, result: found.append(result.loss.item()))
     return found
 
 
 def lines(folder: str, name: str = "monitors.jsonl") -> list[dict]:
-    """The lines of a file of the run."""
+    """Return the lines of a file of the run."""
     return json_lines(Path(folder) / "run" / name)
 
 
@@ -81,7 +81,7 @@ def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
     ids=str,
 )
 def test_condition_numbers_are_of_whole_matrices_of_which_each_weighs_the_same(keys, folder, world):
-    """The heads of q, k and v are parts, experts are matrices of one role and layer."""
+    """Heads of q, k and v are parts of one matrix, experts are matrices of one role and layer."""
     config = tiny_config(folder, "adamw", monitors__interval=1, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     logs: dict[tuple, float] = {}
@@ -102,7 +102,7 @@ def test_condition_numbers_are_of_whole_matrices_of_which_each_weighs_the_same(k
 
 
 def mean_logs(trainer: Trainer) -> dict[tuple, float]:
-    """Mean logarithm of the condition numbers of the matrices of each layer and role."""
+    """Return the mean logarithm of the condition numbers of each layer's and role's matrices."""
     in_graph = {unit.name: weight for unit, weight, *_ in trainer.model.effective_in_graph()}
     parts: dict[tuple, list] = {}
     for unit in trainer.model.units:
@@ -121,7 +121,7 @@ def mean_logs(trainer: Trainer) -> dict[tuple, float]:
 
 @pytest.mark.parametrize(("rule", "decay"), [("muon", 2.0), ("muon_sphere", 0.0), ("adamw", 9.0)])
 def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, folder, world):
-    """In the first of two steps of warm-up; the update is without weight decay."""
+    """Test the first of two warm-up steps; the update excludes weight decay."""
     keys = {"monitors__interval": 1, "monitors__groups": "[spectra,updates]"}
     config = tiny_config(folder, rule, **keys, optimizer__matrix__weight_decay=decay)
     trainer = build_trainer(config, world, *build_data(config))
@@ -152,12 +152,12 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, f
 
 
 def matrix(trainer: Trainer, unit) -> torch.Tensor:
-    """The present weight of a unit, float64."""
+    """Return the present weight of a unit, float64."""
     return unit.view(trainer.model.parameters[unit.parameter]).detach().double()
 
 
 def deciles_of(weight: torch.Tensor) -> list[float]:
-    """The deciles of the singular values of a matrix."""
+    """Return the deciles of the singular values of a matrix."""
     return np.quantile(torch.linalg.svdvals(weight).numpy(), np.linspace(0, 1, 11)).tolist()
 
 
@@ -194,13 +194,13 @@ def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
             assert record["noise_samples"] == 3
             for figure in ("snr", "signal_share", "top_share"):
                 value = getattr(expected, figure).item()
-                # A signal is the difference of two nearly equal numbers.
+                # The signal is the difference of two nearly equal numbers.
                 close = pytest.approx(value, rel=1e-4, abs=1e-6)
                 assert record[f"gradient_{figure}"] == close, (unit.name, figure)
 
 
 def test_alignment_is_that_of_the_gradients_of_successive_steps(folder, world):
-    """Which the buffers no longer hold: the second step has written over the first's."""
+    """The buffers no longer contain the first gradients, which the second step overwrites."""
     config = tiny_config(folder, "muon", monitors__interval=2, monitors__groups="[gradients]")
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
@@ -208,7 +208,7 @@ def test_alignment_is_that_of_the_gradients_of_successive_steps(folder, world):
     steps: list[dict[str, torch.Tensor]] = []
     measure = trainer.monitors.after_backward
 
-    def after_backward() -> None:  # before anything is clipped
+    def after_backward() -> None:  # before clipping
         parameters = trainer.model.parameters.items()
         steps.append({name: p.main_grad.double().clone() for name, p in parameters})
         measure()
@@ -260,7 +260,7 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
         if "radius_error" in record:
             sigma = np.linalg.svd(before[name].double().flatten(0, -2).numpy(), compute_uv=False)[0]
             assert record["radius_error"] == pytest.approx(sigma / record["radius"] - 1, abs=1e-9)
-    # AdamW's first step is the sign of the gradient, which rows of absent tokens do not have.
+    # AdamW's first step is the sign of the gradient; rows of absent tokens have none.
     gradient = trainer.model.parameters["embedding"].main_grad
     share = (gradient != 0).double().mean().item()
     assert units["embedding"]["update_rms"] == pytest.approx(share**0.5, rel=1e-3)
@@ -280,10 +280,10 @@ PLACES = {
     "mlp.experts.local_experts.2.linear_fc1": ("experts.2.gate", "experts.2.up"),
     "mlp.experts.local_experts.2.linear_fc2": ("experts.2.down",),
 }
-"""Modules of a layer, and units whose weights they have."""
+"""Modules of a layer, and the units of their weights."""
 
 
-# torch.compile asks every input for its gradient, also those that are no leaves.
+# torch.compile reads the gradient of every input, also of non-leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     "keys",
@@ -363,7 +363,7 @@ def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
             "residual": outputs[place],
             "attention_output": outputs[f"{place}.self_attention"],
             "ffn_output": outputs[f"{place}.mlp"],
-            # Compiled norms are called on the terms of the sum before.
+            # Compiled norms are called on the terms of the preceding sum.
             "residual_after_attention": [
                 k[0] for k in inputs[f"{place}.pre_mlp_layernorm"] if len(k) == 1
             ],
@@ -383,7 +383,7 @@ def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
 
 
 def logit(kept: list) -> float:
-    """The largest causal score of one micro-batch's queries and keys `[s, b, heads, d]`."""
+    """Return the largest causal score of one micro-batch's queries and keys `[s, b, heads, d]`."""
     q, k = (x.double() for x in kept)
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) / q.shape[-1] ** 0.5
@@ -392,7 +392,7 @@ def logit(kept: list) -> float:
 
 @pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
 def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator, folder, world):
-    """With u, v and W as they were saved at the end of the step before."""
+    """The reference uses u, v and W saved at the end of the previous step."""
     config = tiny_config(
         folder,
         "adamw",
@@ -426,15 +426,15 @@ def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator
     assert metrics["monitor/pc_norm_error/max"] == worst
 
 
-# Short sequences, so that inspection needs more memory than forward and backward.
+# Short sequences make inspection need more memory than forward and backward.
 SMALL = {"train__sequence_length": 16, "train__micro_batch": 1, "train__global_batch": 4}
-# Else the buffers of an optimizer's step are larger than what so small a model is monitored with.
+# Otherwise an optimizer step's buffers exceed the monitors' memory for this small model.
 FEW_BUFFERS = {"optimizer__distributed__step_groups": 4}
 SINGLE = {"monitors__inspection_gib": 1e-9}
 
 
 def test_a_budget_spreads_inspection_over_rounds(folder, world):
-    """Every matrix has the figures that it has if all are inspected together, in less memory."""
+    """All figures equal those of a joint inspection, in less memory."""
     found, peaks = [], []
     for keys in ({}, {"monitors__inspection_gib": 3e-4}, SINGLE):
         config = tiny_config(folder, "muon", monitors__interval=2, **SMALL, **FEW_BUFFERS, **keys)

@@ -1,9 +1,9 @@
-"""Rules of stable ranks at initialisation, in whole models, by SVD in float64.
+"""Rules of stable ranks at initialisation in whole models, by float64 SVD.
 
 They are table 1 of "When do spectral gradient updates help in deep learning?". The theorems of its
-section 3 bound the stable rank after a block by a constant times that before it, and the chance of
-Gaussian weights by (1 + e) / (1 - e). e = 1/4 is for the 64 to 512 rows here: norms of Gaussian
-matrices of k rows deviate by a multiple of k^-0.5.
+section 3 bound the stable rank after a block by a constant times the stable rank before it, and the
+effect of Gaussian weights by (1 + e) / (1 - e). e = 1/4 is for the 64 to 512 rows here: norms of
+Gaussian matrices of k rows deviate by a multiple of k^-0.5.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def column_norms(matrix: Tensor) -> Tensor:
-    """Squared norms of the tokens' vectors."""
+    """Return squared norms of the tokens' vectors."""
     return matrix.double().square().sum(0)
 
 
 @pytest.fixture(params=["relu2", "swiglu"])
 def forward(request, world, folder) -> tuple[str, Kept, dict[str, Tensor]]:
-    """Activation function, `[features, tokens]` before and after each module of one forward pass
-    at Gaussian initialisation, and the weights."""
+    """Return the activation function, `[features, tokens]` before and after each module of one
+    forward pass at Gaussian initialisation, and the weights."""
     keys = GPT | {"model__kv_heads": 4, "model__ffn": 4 * HIDDEN, "model__layers": LAYERS}
     init = {"model__init__spectral": False, "model__init__std": "null"}
     config = tiny_config(folder, "adamw", **keys | init | {"model__activation": request.param})
@@ -63,12 +63,12 @@ def forward(request, world, folder) -> tuple[str, Kept, dict[str, Tensor]]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """`[..., features]` as `[features, tokens]`."""
+    """Reshape `[..., features]` to `[features, tokens]`."""
     return x.detach().reshape(-1, x.shape[-1]).T.clone()
 
 
 def test_a_linear_map_keeps_the_stable_rank(forward) -> None:
-    """Theorem 3.1, of q, k and v together and of up (and gate)."""
+    """Test theorem 3.1 for q, k and v together and for up (and gate)."""
     _, kept, _ = forward
     places = [name for name in kept if name.endswith(("linear_qkv", "linear_fc1"))]
     assert len(places) == 2 * LAYERS
@@ -78,7 +78,7 @@ def test_a_linear_map_keeps_the_stable_rank(forward) -> None:
 
 
 def test_a_norm_keeps_it_up_to_the_spread_of_column_norms(forward) -> None:
-    """Theorem 3.2, which holds for every matrix."""
+    """Test theorem 3.2, which holds for every matrix."""
     _, kept, _ = forward
     places = [n for n in kept if n.endswith(("input_layernorm", "pre_mlp_layernorm"))]
     assert len(places) == 2 * LAYERS
@@ -92,7 +92,7 @@ def test_a_norm_keeps_it_up_to_the_spread_of_column_norms(forward) -> None:
 
 
 def test_a_residual_connection_keeps_the_least(forward) -> None:
-    """Theorem 3.5, of the attention's and the feed-forward block's outputs."""
+    """Test theorem 3.5 for the outputs of attention and the feed-forward block."""
     _, kept, weights = forward
     seen = 0
     for layer in range(LAYERS):
@@ -105,7 +105,7 @@ def test_a_residual_connection_keeps_the_least(forward) -> None:
         ):
             h, added = kept[linear]
             torch.testing.assert_close(x + added, after, rtol=1e-4, atol=1e-5)
-            # The theorem's W has variance 1 / k for h of k rows; another scale is one of h.
+            # The theorem's W has variance 1 / k for h of k rows; another scale is a scale of h.
             scale = weights[f"{linear}.weight"].double().std()
             first, second = singular_values(x) / len(x) ** 0.5, singular_values(h) * scale
             total = first.square().sum() + second.square().sum()
@@ -116,8 +116,8 @@ def test_a_residual_connection_keeps_the_least(forward) -> None:
 
 
 def test_an_activation_function_bounds_it(forward) -> None:
-    """Squared ReLU, whose mean is not 0: by E f^2 / (E f)^2 = 6 (section 2.2); SwiGLU: by
-    kappa^-2 st(X) (theorem 3.8), with kappa = E silu(g) = 0.2066 of Gaussian gates."""
+    """The bound is E f^2 / (E f)^2 = 6 for squared ReLU, whose mean is not 0 (section 2.2), and
+    kappa^-2 st(X) for SwiGLU (theorem 3.8), with kappa = E silu(g) = 0.2066 of Gaussian gates."""
     activation, kept, _ = forward
     for layer in range(LAYERS):
         place = f"decoder.layers.{layer}.mlp"
@@ -129,8 +129,8 @@ def test_an_activation_function_bounds_it(forward) -> None:
 
 
 def test_what_feeds_the_blocks_stays_below_the_token_indicators(forward) -> None:
-    """Corollary 5.2: from the embedding on, the stable rank is that of the tokens up to constants,
-    and does not grow with the depth."""
+    """Test corollary 5.2: from the embedding on, the stable rank equals the tokens' up to
+    constants, and does not grow with the depth."""
     activation, kept, _ = forward
     inputs = [kept[f"decoder.layers.{i}.self_attention.linear_qkv"][0] for i in range(LAYERS)]
     ranks = [stable_rank(each) for each in inputs]

@@ -1,4 +1,4 @@
-"""Monitors cost at most a hundredth of a run by default, by the model of plans."""
+"""By default monitors cost at most 1% of a run, by the model of plans."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Every metric of a run against a computation of its own, or the test that has one."""
+"""Every metric of a run against an independent computation here or in another test."""
 
 import math
 import re
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 def rate(line: Line, group: str, config: Config) -> float:
-    """The rate of a step: two steps of warm-up, then a cosine to a tenth."""
+    """Return the rate of a step: two steps of warm-up, then a cosine to a tenth."""
     index = line["step"] - 1
     if index < 2:
         factor = (index + 1) / 2
@@ -29,8 +29,8 @@ def rate(line: Line, group: str, config: Config) -> float:
 
 
 def flops_per_token(config: Config) -> float:
-    """Six FLOPs for each active weight of a product, of the vocabulary padded to 128, and causal
-    attention."""
+    """Return six FLOPs per active weight of a product, with the vocabulary padded to 128, plus
+    causal attention."""
     model = config.model
     width, head = model.hidden, model.hidden // model.heads
     attention = width * head * (2 * model.heads + 2 * model.kv_heads)
@@ -54,7 +54,7 @@ CHECKED: dict[str, Callable[[Line, re.Match[str], Config], float]] = {
     r"val/loss": lambda line, *_: 0.75 * line["val/a/loss"] + 0.25 * line["val/b/loss"],
     r"moe/max_vio": lambda line, *_: line["moe/max_vio/1"],  # of the only layer with experts
 }
-"""The value of a metric, by its name."""
+"""Values of metrics by name."""
 
 ELSEWHERE = {
     r"train/loss|val/\w+/loss": "parity/, on the same weights",
@@ -64,7 +64,7 @@ ELSEWHERE = {
     r"moe/global_aux_loss": "distributed/test_gradients.py",
     r"monitor/.*": "unit/training/monitor/",
 }
-"""What compares other metrics, or their unit."""
+"""Tests of other metrics, or their unit."""
 
 
 def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
@@ -74,7 +74,7 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
             keys[f"data__{kind}__{name}__path"] = f"{folder}/tokens"
         keys[f"data__{kind}__walk"] = "null"
     keys |= {"data__train__a__weight": 3, "data__train__b__weight": 1}
-    # Of several steps each, as a figure of one step is no other one's by chance.
+    # Several steps of each, as a single figure may agree by chance.
     keys |= {"log__interval": 3, "monitors__interval": 5, "validation__interval": 10}
     config = tiny_config(folder, "muon", optimizer__clip__max_norm=CLIP, **keys)
     train(config, world)

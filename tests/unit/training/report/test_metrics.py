@@ -1,4 +1,4 @@
-"""Metrics: every line of the file is JSON, and the console line has what is known."""
+"""Metrics: every line of the file is JSON, and the console line contains the known values."""
 
 import json
 import math
@@ -17,7 +17,7 @@ def refuse(constant: str) -> None:
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The lines of a metrics file, by a parser that refuses NaN and Infinity."""
+    """Return the lines of a metrics file, by a parser that refuses NaN and Infinity."""
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
@@ -32,7 +32,7 @@ def test_every_line_is_json_and_floats_come_back_exactly(
         {"step": i} | {n: v if math.isfinite(v) else None for n, v in row.items()}
         for i, row in enumerate(rows)
     ]
-    # Split at the newline alone: JSON escapes it, but not the other line separators of Unicode.
+    # Split only at newlines: JSON escapes them, but not Unicode's other line separators.
     lines = writer.path.read_text(encoding="utf-8").split("\n")[:-1]
     assert [json.loads(line, parse_constant=refuse) for line in lines] == expected
 
@@ -48,7 +48,7 @@ def test_a_second_run_appends_and_an_unfinished_line_goes(tmp_path: Path) -> Non
 
 
 def test_performance_of_a_known_case() -> None:
-    """A 1B model (6 FLOPs per parameter and token) at 40% of 8 H100s."""
+    """Test a 1B model (6 FLOPs per parameter and token) at 40% of 8 H100s."""
     figures = {"devices": 8, "flops_per_token": 6e9, "peak": 989e12}
     rate = 0.4 * 8 * 989e12 / 6e9
     metrics = performance(tokens=1000, seconds=1000 / rate, **figures)

@@ -14,13 +14,13 @@ from training.run import train
 
 
 class Recorder:
-    """Stand-in for the package that keeps what each of its runs was given."""
+    """Stand-in for the package that records the arguments of its runs."""
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
 
     def init(self, **settings: Any) -> SimpleNamespace:
-        """A run of wandb."""
+        """Start a run of wandb."""
         run: dict[str, Any] = {**settings, "logged": [], "axes": {}, "finished": False}
         self.runs.append(run)
         return SimpleNamespace(
@@ -40,7 +40,7 @@ def service(monkeypatch) -> Recorder:
 
 @pytest.fixture
 def config(folder):
-    """A short run's config; keywords are its keys."""
+    """Return a short run's config; keywords are its keys."""
 
     def make(*trackers: str, **keys: Any) -> Config:
         common = {"train__steps": 4, "log__interval": 2, "validation__samples": 4}
@@ -76,7 +76,7 @@ def test_a_continued_run_is_the_same_one(config, world, service):
 
 
 def test_the_folder_of_a_later_start_offline_has_all_steps(config, world, service, monkeypatch):
-    """`wandb sync` lets it replace the folders of the starts before."""
+    """In `wandb sync` it replaces the folders of earlier starts."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     keys = {"checkpoint__interval": 1, "log__interval": 1}
     for stop in (1, 3, 4):
@@ -105,7 +105,7 @@ def test_a_failing_service_is_left_out_and_the_run_goes_on(
     monkeypatch.setattr(service, "init", fail if when == "init" else broken)
     assert train(config("wandb"), world).step == 4
     text = "warning: wandb no longer gets metrics: no route"
-    # Said again at the end, far below the first, unless the end is where it failed.
+    # Repeated at the end, far below the first, unless it failed at the end.
     assert capsys.readouterr().out.count(f"{text}\n") == (1 if when == "finish" else 2)
     warnings = [e for e in json_lines(tmp_path / "run/events.jsonl") if "wandb" in e["text"]]
     step = {"init": 0, "log": 2, "finish": 4}[when]
@@ -119,7 +119,7 @@ def test_event_files_hold_what_was_reported(config, world, tmp_path):
 
     keys = {"checkpoint__interval": 2, "log__interval": 1, "monitors__interval": 1}
     train(config("tensorboard", train__exit_step=3, **keys), world)
-    # As if killed after step 3 was logged but before it was saved.
+    # As if killed between the log and the save of step 3.
     last = tmp_path / "run/checkpoints/step_00000003"
     last.rename(tmp_path / "lost")
     train(config("tensorboard", **keys), world)
