@@ -51,6 +51,7 @@ def run(tokens, world, tmp_path) -> Callable[..., Path]:
             "validation__samples": 2,
             "train__steps": 3,
             "train__exit_step": 1,
+            "train__micro_batch": 8,
             "checkpoint__interval": 1,
             "run__dir": str(folder),
             **keys,

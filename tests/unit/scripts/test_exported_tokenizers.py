@@ -93,7 +93,7 @@ def trained(tmp_path: Path, world: Any) -> Callable[..., Path]:
             write_stream(tmp_path / "tokens", np.concatenate(ids).astype(np.uint16))
         common = {"model__vocab_size": SIZE, "data__tokenizer": tmp_path / "source"}
         common |= {"train__exit_step": 1, "checkpoint__interval": 1, "validation__samples": 2}
-        common |= {"run__dir": tmp_path / name, "log__interval": 1}
+        common |= {"run__dir": tmp_path / name, "log__interval": 1, "train__micro_batch": 8}
         train(tiny_config(str(tmp_path), "adamw", **{**common, **keys}), world)
         return tmp_path / name
 

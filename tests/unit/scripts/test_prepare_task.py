@@ -106,7 +106,8 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for kind in ("train", "validation")}  # fmt: skip
     keys = task_keys(write_tasks(folder, examples=40), **sets, model__vocab_size=300, pc__level=2)
     world = process_groups.initialize()
-    train(tiny_config(str(folder), train__steps=6, checkpoint__interval=3, **keys), world)
+    keys |= {"train__steps": 6, "train__micro_batch": 8, "checkpoint__interval": 3}
+    train(tiny_config(str(folder), **keys), world)
     process_groups.shutdown()
     export(folder / "run", folder / "out", Options())
     return folder

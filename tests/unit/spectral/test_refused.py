@@ -37,7 +37,7 @@ def gradient(step: int) -> Tensor:
     return torch.randn(BATCH, ROWS, COLS, generator=generator)
 
 
-def run(rule: Rule, place: str, poison: float, at: int, steps: int = 4) -> tuple[Tensor, Tensor]:
+def run(rule: Rule, place: str, poison: float, at: int, steps: int = 3) -> tuple[Tensor, Tensor]:
     """Return the weights after some steps and each unit's refusals; before step `at` an entry of
     unit 1 of `place` is set to `poison`."""
     weight = spectral_init_(

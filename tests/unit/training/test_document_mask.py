@@ -57,7 +57,7 @@ def test_every_counted_token_has_the_same_weight(
 ) -> None:
     """The loss of a step is the mean over the counted tokens of its global batch, with any numbers
     in its micro-batches."""
-    config = tiny_config(folder, **MASKED, train__micro_batch=micro_batch)
+    config = tiny_config(folder, "adamw", **MASKED, train__micro_batch=micro_batch)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
     batches = [as_batch(data[k][None], world, data.borders) for k in range(8)]
@@ -92,7 +92,7 @@ def test_a_z_loss_counts_the_same_tokens() -> None:
 def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) -> None:
     norms = []
     for micro_batch in (1, 2, 8):
-        config = tiny_config(folder, **MASKED, train__micro_batch=micro_batch)
+        config = tiny_config(folder, "adamw", **MASKED, train__micro_batch=micro_batch)
         trainer = build_trainer(config, world, *build_data(config))
         norms.append(trainer.step(0).norm.total.item())
     # float32 sums in another order
@@ -101,7 +101,7 @@ def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) ->
 
 def test_a_batch_without_counted_tokens_is_no_step(folder: str, world: Groups) -> None:
     """Its mean loss is undefined, so it is skipped, counted and named like any nonfinite step."""
-    config = tiny_config(folder, **MASKED)
+    config = tiny_config(folder, "adamw", **MASKED)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
     alone = torch.arange(33).expand(2, 33)  # every token begins a document
@@ -116,7 +116,7 @@ def test_a_batch_without_counted_tokens_is_no_step(folder: str, world: Groups) -
 
 
 def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, world: Groups) -> None:
-    config = tiny_config(folder, **MASKED)
+    config = tiny_config(folder, "adamw", **MASKED)
     data, (validation,) = build_data(config)
     trainer = build_trainer(config, world, data, [validation])
     trainer.model.chunks[0].eval()
@@ -138,7 +138,7 @@ def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, worl
 
 
 def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
-    config = tiny_config(folder, **MASKED)
+    config = tiny_config(folder, "adamw", **MASKED)
     length = build_data(config)[0].attended_length()
     assert attended_length(config) == length < 32
     rows = run_table(config, plan_run(config, 1))
@@ -146,7 +146,7 @@ def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
     crossed = tiny_config(folder)
     assert attended_length(crossed) == 32
     assert "documents" not in run_table(crossed, plan_run(crossed, 1))
-    mock = tiny_config(folder, **MASKED, data__mock=True)
+    mock = tiny_config(folder, "adamw", **MASKED, data__mock=True)
     assert "assumed lengths, those of data.mock" in run_table(mock, plan_run(mock, 1))
 
 
@@ -154,8 +154,11 @@ def test_mfu_counts_visible_keys(folder: str, world: Groups) -> None:
     """The FLOPs of a step equal the plan's on the same sets."""
     flops = {}
     for name, keys in {"masked": MASKED, "crossed": {}}.items():
-        config = tiny_config(folder, **keys, log__interval=1, train__exit_step=1)
-        train(tiny_config(folder, **keys, train__exit_step=1, run__dir=f"{folder}/{name}"), world)
+        config = tiny_config(folder, "adamw", **keys, log__interval=1, train__exit_step=1)
+        train(
+            tiny_config(folder, "adamw", **keys, train__exit_step=1, run__dir=f"{folder}/{name}"),
+            world,
+        )
         line = metrics_of_all(f"{folder}/{name}")[0]
         flops[name] = line["perf/tflops_per_gpu"] / line["perf/tokens_per_sec"]
         per_token = model_size(config.model, attended_length(config)).flops_per_token
@@ -164,7 +167,7 @@ def test_mfu_counts_visible_keys(folder: str, world: Groups) -> None:
 
 
 def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
-    config = tiny_config(folder, **MASKED, validation__samples=7)
+    config = tiny_config(folder, "adamw", **MASKED, validation__samples=7)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
     batch = next(validation[0].batches(micro_batch=7, data_rank=0, data_size=1))[0]
@@ -181,12 +184,12 @@ def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
 
 def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Groups) -> None:
     keys: dict[str, Any] = MASKED | {"train__steps": 6, "log__interval": 1}
-    keys |= {"checkpoint__interval": 3}
+    keys |= {"checkpoint__interval": 3, "train__micro_batch": 4}
     lines = {}
     for name, stops in {"continuous": [6], "resumed": [3, 6]}.items():
         for stop in stops:
             run = {"run__dir": f"{folder}/{name}", "train__exit_step": stop}
-            train(tiny_config(folder, **keys, **run), world)
+            train(tiny_config(folder, "adamw", **keys, **run), world)
         lines[name] = [line for line in metrics_of(f"{folder}/{name}") if line["step"] > 3]
     assert len(lines["continuous"]) == 3
     assert lines["continuous"] == lines["resumed"]
@@ -199,12 +202,12 @@ def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Gro
 )
 def test_a_run_does_not_continue_with_other_borders(key: str, folder: str, world: Groups) -> None:
     keys = {"train__steps": 4, "train__exit_step": 1, "checkpoint__interval": 1}
-    train(tiny_config(folder, **keys), world)
+    train(tiny_config(folder, "adamw", **keys), world)
     changed = {**keys, "train__exit_step": 2, key: MASKED[key]}
     name = key.removeprefix("data__")
     with pytest.raises(ResumeError, match=f"differs in its data: {name} was"):
-        train(tiny_config(folder, **changed), world)
-    train(tiny_config(folder, **changed, checkpoint__allow_change="[data]"), world)
+        train(tiny_config(folder, "adamw", **changed), world)
+    train(tiny_config(folder, "adamw", **changed, checkpoint__allow_change="[data]"), world)
 
 
 def test_without_them_a_batch_is_what_it_was(folder: str, world: Groups) -> None:
@@ -227,7 +230,7 @@ def test_a_set_of_one_document_is_refused(folder: str, world: Groups) -> None:
 def test_transformer_engine_is_refused(folder: str) -> None:
     keys = {"data__document_mask": True, "model__attention_backend": "transformer_engine"}
     with pytest.raises(InvalidConfigError, match="data.document_mask needs model.attention_back"):
-        tiny_config(folder, **keys)
+        tiny_config(folder, "adamw", **keys)
 
 
 def test_a_plan_counts_the_documents_of_all_phases(folder: str, tmp_path: Path) -> None:
@@ -237,11 +240,13 @@ def test_a_plan_counts_the_documents_of_all_phases(folder: str, tmp_path: Path) 
     sets = {f"data__train__{name}__path": tmp_path / name for name in ("short", "long")}
     keys = {**sets, "data__train__walk": "null", "data__document_mask": True}
     lengths = {
-        name: attended_length(tiny_config(folder, **keys, **{f"data__train__{other}": "null"}))
+        name: attended_length(
+            tiny_config(folder, "adamw", **keys, **{f"data__train__{other}": "null"})
+        )
         for name, other in (("short", "long"), ("long", "short"))
     }
     assert lengths["short"] < lengths["long"]
     keys |= {"data__train__long__weight": 0}
     keys["data__phases"] = "[{after_share: 0.5, weights: {long: 1}}]"
-    found = attended_length(tiny_config(folder, **keys))
+    found = attended_length(tiny_config(folder, "adamw", **keys))
     assert found == pytest.approx(sum(lengths.values()) / 2, rel=1e-9)

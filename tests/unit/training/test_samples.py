@@ -30,6 +30,7 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
         data__train__walk__path=f"{tokens}/tokens.train",
         data__validation__walk__path=f"{tokens}/tokens.train",
         train__steps=6,
+        train__micro_batch=8,
         log__interval=2,
         checkpoint__interval=6,
         validation__samples_interval=3,

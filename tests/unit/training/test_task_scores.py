@@ -53,6 +53,7 @@ def keys(tokens: Path, tmp_path: Path) -> dict[str, Any]:
         model__vocab_size=300,
         train__steps=6,
         log__interval=3,
+        train__micro_batch=8,
         checkpoint__interval=3,
         tasks__interval=2,
     )
@@ -174,7 +175,7 @@ def test_another_file_is_another_task(keys, world, tmp_path, capsys):
 def test_made_tokens_score_made_tasks(world, folder, capsys):
     """No files are needed, as a rehearsal or a plan may not have them."""
     files = task_keys({"far": "/nowhere/far.jsonl"}, data__mock="true", train__exit_step=1)
-    train(tiny_config(folder, **files), world)
+    train(tiny_config(folder, "adamw", **files), world)
     assert "of random tokens, as data.mock is true" in capsys.readouterr().out
     assert 0 <= json_lines(Path(folder) / "run" / "metrics.jsonl")[-1]["task/far/acc"] <= 1
 

@@ -38,7 +38,7 @@ def test_over_three_resumes_with_another_batch_and_length(
 
     monkeypatch.setattr(build, "training_batches", counted)
     common = {"train__steps": 10, "checkpoint__interval": 100, "log__interval": 1}
-    common |= {"monitors__interval": 1, "monitors__groups": "[weights]"}
+    common |= {"train__micro_batch": 4, "monitors__interval": 1, "monitors__groups": "[weights]"}
     common |= {"checkpoint__allow_change": "[data,train]", "schedule__warmup_steps": 0}
     seen = []
     for keys in STARTS:

@@ -24,6 +24,7 @@ def run(folder: str, tmp_path: Path, world):
 
     def start(step: int, on_step: Any = ignore, **keys: Any) -> None:
         common = {"train__steps": 8, "train__exit_step": step, "checkpoint__interval": 100}
+        common["train__micro_batch"] = 4
         train(tiny_config(folder, "muon", **common, **keys), world, on_step=on_step)
 
     return start

@@ -51,7 +51,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("rule", slow_but(["adamw"], list(RUNS)))
 def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
     keys = {"log__interval": 1, "checkpoint__interval": STOPPED, "monitors__interval": 0}
-    keys |= {"spikes__deviations": 6.0, "train__steps": 8, **RUNS[rule]}
+    keys |= {"spikes__deviations": 6.0, "train__steps": 8, "train__micro_batch": 8, **RUNS[rule]}
     config = tiny_config(folder, rule, **keys, train__exit_step=STOPPED)
     train(config, world)
     info = read_checkpoint(config.run.dir)

@@ -50,7 +50,7 @@ def start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> Callab
         common |= {"checkpoint__interval": 100, "data__train__walk": "null"}
         common |= {"train__global_batch": 32, "train__micro_batch": 8, "log__interval": 1}
         read.clear()
-        train(tiny_config(str(tmp_path), "muon", **{**common, **sets, **keys}), world)
+        train(tiny_config(str(tmp_path), "adamw", **{**common, **sets, **keys}), world)
         return list(read)
 
     return started

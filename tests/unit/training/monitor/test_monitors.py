@@ -37,8 +37,9 @@ def lines(folder: str, name: str = "monitors.jsonl") -> list[dict]:
 
 
 def test_a_run_is_bit_for_bit_the_same_with_monitors(folder, world):
+    keys = {"train__exit_step": 6, "train__micro_batch": 4}
     curves = [
-        losses(tiny_config(folder, "muon_sphere", monitors__interval=k, train__exit_step=6), world)
+        losses(tiny_config(folder, "muon_sphere", monitors__interval=k, **keys), world)
         for k in (0, 1, 3)
     ]
     assert curves[0] == curves[1] == curves[2]

@@ -76,6 +76,7 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
     keys |= {"data__train__a__weight": 3, "data__train__b__weight": 1}
     # Several steps of each, as a single figure may agree by chance.
     keys |= {"log__interval": 3, "monitors__interval": 5, "validation__interval": 10}
+    keys["train__micro_batch"] = 4
     config = tiny_config(folder, "muon", optimizer__clip__max_norm=CLIP, **keys)
     train(config, world)
     lines = json_lines(Path(folder) / "run" / "metrics.jsonl")
