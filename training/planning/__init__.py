@@ -1,4 +1,4 @@
-"""What a dry run prints: the plan on one screen, whether it fits, and what would be better.
+"""The output of a dry run: the plan on one screen, whether it fits, and remedies.
 
 Start with plan_commands.py.
 """

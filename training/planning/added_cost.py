@@ -1,7 +1,7 @@
-"""What monitors and scores of tasks add to the time of a run, by the model of plans.
+"""Time that monitors and scores of tasks add to a run, by the model of plans.
 
 A monitored step computes the singular values of every weight, products for all other figures, and
-what is added up while the model runs. The interval that is chosen costs a hundredth of a run.
+sums during the model's passes. The chosen interval costs 1% of a run.
 """
 
 import math
@@ -26,20 +26,20 @@ from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
 from training.task_scores import lengths
 
 SHARE: Final = 0.01
-"""Share of a run's time that monitors take at most if `monitors.interval` is null."""
+"""Largest share of a run's time for monitors if `monitors.interval` is null."""
 WIDE: Final = 8
 """Bytes of a number in float64."""
 SCORE_BYTES: Final = 18
-"""Bytes that each attention score moves: written, scaled, masked, and its largest taken."""
+"""Bytes moved per attention score: write, scale, mask, and maximum."""
 SIZE_BYTES: Final = 130
-"""Bytes for each element of the residual stream in a layer, whose sizes are measured four times."""
+"""Bytes per element of the residual stream in a layer, which is measured four times."""
 LAUNCHES: Final = 300
-"""Launches for each matrix, of all groups of figures."""
+"""Launches per matrix for all groups of figures."""
 
 
 @dataclass(frozen=True)
 class MonitorCost:
-    """What the monitors of a run cost.
+    """Cost of a run's monitors.
 
     interval   steps between monitored steps, 0 for none
     seconds    modelled, of a monitored step in addition to another step; None on a CPU
@@ -52,11 +52,11 @@ class MonitorCost:
 
     @property
     def share(self) -> float:
-        """What monitors add to the time of the run, as a share of it without them."""
+        """Added time of the monitors, relative to the run without them."""
         return (self.seconds or 0.0) / (self.interval * self.step) if self.interval else 0.0
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the figures, as JSON holds them."""
+        """Return the figures, for JSON."""
         return {"interval": self.interval, "seconds": self.seconds, "share": self.share}
 
     def __str__(self) -> str:
@@ -72,9 +72,9 @@ class MonitorCost:
 
 
 def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCost:
-    """Return what the monitors of a run cost on `ranks` devices such as `device`.
+    """Return the cost of a run's monitors on `ranks` devices like `device`.
 
-    A GPU that plans do not know counts as `plan.device`.
+    A GPU unknown to plans counts as `plan.device`.
     """
     interval = config.monitors.interval
     if interval == 0 or device.type != "cuda":
@@ -93,7 +93,7 @@ def run_hours(config: Config, planned: Plan) -> float:
 
 
 def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost:
-    """Return what the monitors of a planned run cost, the interval chosen if it is null."""
+    """Return the cost of a planned run's monitors; a null interval is chosen."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)
@@ -105,15 +105,14 @@ def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost
 
 
 def monitored_seconds(config: Config, shape: StepShape) -> float:
-    """Return the modelled seconds of a monitored step on the busiest rank, in addition to those of
-    another step."""
+    """Return the modelled extra seconds of a monitored step on the busiest rank."""
     groups, ranks = config.monitors.groups, shape.inputs.stage_ranks * shape.inputs.pipeline
     units = [u for u in all_units(config.model, **unit_options(config)) if u.is_matrix]
     rounds = LayerSampling(config, DEFAULT_INTERVAL).rounds
     inspected = [inspection_seconds(config, shape, unit, rounds) for unit in units]
     if "weights" in groups:
         inspected += [whole_seconds(shape, parts) for parts in parts_of_matrices(units)]
-    # Each matrix is inspected by one rank, so the busiest has up to one more than the mean.
+    # One rank inspects each matrix, so the busiest rank has up to one more than the mean.
     seconds = sum(inspected) / ranks + max(inspected) * (1 - 1 / ranks)
     if "activations" in groups:
         seconds += input_seconds(shape, units) / rounds
@@ -151,21 +150,21 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
 
 
 def parts_of_matrices(units: list[Unit]) -> list[list[Unit]]:
-    """Return the units of each matrix that several of them are parts of."""
+    """Return the units of each matrix that consists of several units."""
     matrices = grouped(units, lambda unit: (unit.parameter, unit.role))
     return [parts for parts in matrices.values() if len(parts) > 1]
 
 
 def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
-    """Return the time of the singular values of the matrix that has `parts` as rows."""
+    """Return the time of the singular values of the matrix with the rows `parts`."""
     rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
     short, long = min(rows, cols), max(rows, cols)
     return product_seconds(shape.device, "fp64", short, long, short) + EIGEN_ROW * short
 
 
 def input_seconds(shape: StepShape, units: list[Unit]) -> float:
-    """Return the time of the Gram matrices of all inputs of a step, and of the sizes of the
-    residual stream."""
+    """Return the time of a step's Gram matrices of all inputs, and of the sizes of the residual
+    stream."""
     inputs, tokens = shape.inputs, shape.tokens * shape.microbatches
     widths = {unit.parameter: unit.axes[-1] for unit in units if unit.role != "embedding"}
     products = sum(
@@ -177,7 +176,7 @@ def input_seconds(shape: StepShape, units: list[Unit]) -> float:
 
 
 def score_seconds(shape: StepShape) -> float:
-    """Return the time of the largest attention scores of a step, which are computed in float32."""
+    """Return the time of a step's largest attention scores, which are computed in float32."""
     model, inputs, device = shape.model, shape.inputs, shape.device
     heads = model.heads // inputs.tensor * model.layers / inputs.pipeline
     pairs = shape.tokens * shape.microbatches * shape.sequence_length / 2
@@ -186,7 +185,7 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Return what scores of the config's tasks cost, or why that is not known; None without."""
+    """Return the cost of scoring the config's tasks, or why it is unknown; None without tasks."""
     section, train = config.tasks, config.train
     if not section.files:
         return None

@@ -1,8 +1,8 @@
 """The search for the fastest layout of a model on a number of GPUs.
 
-Every legal layout has a lower bound of its memory and its time that is cheap to compute. Plans are
-made in the order of the bounds, and the search ends when no layout that is left can be among the
-best: these are the best of all, not of a sample.
+Lower bounds of a legal layout's memory and time are cheap to compute. Layouts are planned in the
+order of the bounds, and the search ends when no remaining layout can be among the best: the result
+is the best of all, not of a sample.
 """
 
 import math
@@ -41,15 +41,15 @@ AXES: Final = (
 
 
 LEVELS: Final = ("none", "selective", "full")
-"""Values of `train.recompute`, the cheapest in time first."""
+"""Values of `train.recompute`, fastest first."""
 
 LOSS_CHUNK: Final = 16384
-"""Vocabulary entries whose logits exist at once where the planner sets them."""
+"""The planner's choice of `train.loss_chunk`."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes of a config, and the plan with them."""
+    """Changes of a config, and the resulting plan."""
 
     changes: Changes
     plan: Plan
@@ -68,7 +68,7 @@ def changed(config: Config, changes: Changes) -> Config:
 
 
 def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
-    """Return changes as a config file has them."""
+    """Return changes nested as in a config file."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
@@ -77,7 +77,8 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 class Layouts:
-    """Planner of variants of a config, which plans a stage once for all that leave it unchanged.
+    """Planner of variants of a config; it plans a stage once for all variants that do not change
+    it.
 
     gpus     of all variants
     """
@@ -95,7 +96,7 @@ class Layouts:
         return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
-        """Return whether a variant's sections agree, the layout aside."""
+        """Return whether a variant's sections agree, except for the layout."""
         return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
@@ -109,11 +110,11 @@ class Layouts:
         return assemble(shape, stages, step_flops(self.config))
 
     def fitting_plan(self, changes: Changes) -> Plan | None:
-        """Return the plan of a variant, None as soon as one of its stages does not fit."""
+        """Return the plan of a variant, None as soon as a stage does not fit."""
         shape = self.shape(changes)
         stages: dict[int, StagePlan] = {}
         number = shape.inputs.pipeline
-        # The first stage has most activations, the first and the last have the vocabulary.
+        # The first stage has the most activations, the first and the last have the vocabulary.
         for stage in dict.fromkeys((0, number - 1, *range(number))):
             stages[stage] = self._stage(shape, stage)
             if stages[stage].memory.total > self.device.room:
@@ -121,7 +122,7 @@ class Layouts:
         return assemble(shape, [stages[i] for i in range(number)], step_flops(self.config))
 
     def owned_flops(self) -> float:
-        """Return the FLOPs per step of the rules of all matrices that have an owner."""
+        """Return the FLOPs per step of the rules of all owned matrices."""
         costs: dict[object, float] = {}
         total = 0.0
         for unit in config_units(self.config):
@@ -134,7 +135,7 @@ class Layouts:
         return total
 
     def _stage(self, shape: StepShape, stage: int) -> StagePlan:
-        # A plan without activations, which stages with as many layers of each kind share.
+        # A plan without activations, shared by stages with equal numbers of layers of each kind.
         inputs: PlanInputs = replace(shape.inputs, context=1, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
         kind: object = (
@@ -158,7 +159,7 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
-    """Return the fastest layouts that fit, by modelled time, each with its best batch and
+    """Return the fastest layouts that fit, by modelled time, with their best batch and
     recomputation."""
     flops = layouts.owned_flops()
     room = layouts.device.room
@@ -230,7 +231,7 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
 
 
 def search_table(variants: list[Variant]) -> str:
-    """Return a row per layout: what it is, its time and memory, and what takes its time."""
+    """Return a row per layout with its sizes, time, memory, and largest costs."""
     rows = []
     for each in variants:
         time = asdict(each.plan.time)
@@ -261,7 +262,7 @@ def overlay(
 ) -> str:
     """Return the text of a config `name` on top of the file `base` with the layout of `best`.
 
-    It holds what `overrides` of the command line say too, so that it describes the same run.
+    It includes the command line's `overrides`, so it describes the same run.
 
     device     name or file of the device, as `plan.device` takes it
     """

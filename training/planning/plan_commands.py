@@ -28,7 +28,7 @@ from training.planning.remedies import assignment, remedy_table
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
     """Print the plan of a run, and write it to `json_file`.
 
-    Without `gpus` it is that on the ranks of torchrun, the config's own number, or the smallest.
+    Without `gpus`, the number is torchrun's ranks, the config's, or the smallest possible.
     """
     check_folder("--json", json_file)
     config = with_vocabulary(config)
@@ -55,8 +55,8 @@ def fit(
     overrides: Sequence[str],
     write: str | None,
 ) -> None:
-    """Print the fastest layouts of a run, and write the best to `write`: on top of the file `base`
-    with the `overrides` that made the config of it.
+    """Print the fastest layouts of a run, and write the best to `write`, on top of the file `base`
+    and its `overrides`.
 
     Raises ConfigError if no layout is legal or none fits.
     """
@@ -67,7 +67,7 @@ def fit(
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
-            # Says what would be legal, at the micro-batch that fits most numbers of GPUs.
+            # The error names legal numbers, at the micro-batch that fits most numbers of GPUs.
             check(changed(config, {"train.micro_batch": 1}), layouts.gpus)
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"
@@ -90,7 +90,7 @@ def check_folder(option: str, file: str | None) -> None:
 
 
 def own_gpus(config: Config) -> int:
-    """Return the number of GPUs that a run is planned for if none is named."""
+    """Return the default number of GPUs of a plan."""
     started = world_size()
     if started > 1:
         return started

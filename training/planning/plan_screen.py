@@ -1,4 +1,4 @@
-"""The plan of a run on one screen, with its units: those that differ in nothing else in one row."""
+"""The plan of a run on one screen, with one row per kind of units."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -21,18 +21,19 @@ from training.report.console import layout
 from training.report.table import table
 
 SHOWN_STAGES: Final = 8
-"""Columns for pipeline stages; of more the first, the heaviest and the last are shown."""
+"""Largest number of columns for pipeline stages; with more, the first, the heaviest and the last
+are shown."""
 SMALL: Final = 0.005
-"""Share of the bytes that a rank sends, below which kinds share a row."""
+"""Share of a rank's sent bytes below which kinds share a row."""
 
 UNEVEN: Final = 0.01
-"""Share of the step that ranks wait for the busiest one, above which a plan states it."""
+"""Share of the step that ranks wait for the busiest rank, above which a plan reports it."""
 UNCOUNTED: Final = "the work of rule {}, which has no `cost`; a rehearsal (--rehearse) counts it"
-"""What the modelled seconds leave out."""
+"""Note on work that the modelled seconds leave out."""
 
 
 def describe(config: Config, planned: Plan) -> str:
-    """Return what a run is, what it needs, how long it takes and whether it fits."""
+    """Return the screen of a run: its sizes, needs, time, and whether it fits."""
     sections = [
         heading("units") + unit_table(config_routes(config)),
         heading("run") + run_table(config, planned),
@@ -47,7 +48,7 @@ def describe(config: Config, planned: Plan) -> str:
 
 
 def shows_data(config: Config) -> bool:
-    """Return whether there is more to say of the data than all tokens."""
+    """Return whether the data have more than one row."""
     return len(config.data.train) > 1 or bool(config.data.phases)
 
 
@@ -110,14 +111,14 @@ MEMORY: Final = {
 
 
 def memory_table(planned: Plan) -> str:
-    """Return kinds of memory and their sum, a column per pipeline stage."""
+    """Return kinds of memory and their sum, with one column per pipeline stage."""
     sizes = [asdict(each.memory) | {"total": each.memory.total} for each in planned.stages]
     kinds = [kind for kind in MEMORY if any(each[kind] for each in sizes)]
     return by_stage(planned, {MEMORY[k]: [f"{s[k] / GIB:.2f}" for s in sizes] for k in kinds})
 
 
 def traffic_table(planned: Plan) -> str:
-    """Return bytes by kind of communication, a column per pipeline stage."""
+    """Return bytes by kind of communication, with one column per pipeline stage."""
     sent = [{each.kind: each.size for each in stage.traffic} for stage in planned.stages]
     totals = [sum(sizes.values()) for sizes in sent]
     large = {
@@ -138,7 +139,7 @@ def traffic_table(planned: Plan) -> str:
 
 
 def balance_table(planned: Plan) -> str:
-    """Return how evenly work and state are spread, a column per pipeline stage."""
+    """Return the balance of work and state, with one column per pipeline stage."""
     stages = planned.stages
     rows = {
         "load of the rules": [f"{each.imbalance:.3f}" for each in stages],
@@ -148,7 +149,7 @@ def balance_table(planned: Plan) -> str:
 
 
 def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool = True) -> str:
-    """Return a row per figure and a column per pipeline stage, the heaviest marked."""
+    """Return one row per figure and one column per pipeline stage, with the heaviest marked."""
     count, heaviest = len(planned.stages), planned.heaviest.stage
     shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
     names = [f"{stage}{'*' * (stage == heaviest)}" for stage in shown]
@@ -157,7 +158,7 @@ def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool =
 
 
 def time_table(config: Config, planned: Plan) -> str:
-    """Return the parts of the modelled step, and what the run takes."""
+    """Return the parts of the modelled step, and the time of the run."""
     time = planned.time
     parts = {
         "forward and backward": time.forward + time.backward,
@@ -191,8 +192,7 @@ def time_table(config: Config, planned: Plan) -> str:
 
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """Yield what the step loses to ranks with more of the rule's work than others, if it is more
-    than a hundredth."""
+    """Yield the time lost to unequal work of the rule, if it is more than 1% of the step."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total
@@ -204,7 +204,7 @@ def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
 
 
 def verdict(planned: Plan) -> str:
-    """Return whether the run fits its devices, of all stages."""
+    """Return a text about whether all stages fit their devices."""
     room = f"{planned.device.room / GIB:.1f} GiB ({planned.device.memory_bytes / GIB:g} less"
     room += f" {RESERVE:.0%} reserve)"
     heaviest = planned.heaviest
@@ -224,11 +224,11 @@ FIGURES: Final = {
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return a row for all units of the same role, shape, rule and figures; of a role the row with
-    most units comes first, the others are the exceptions."""
+    """Return one row per role, shape, rule and figures; a role's row with the most units is first,
+    the others are exceptions."""
 
     def kind(route: Route) -> tuple[Any, ...]:
-        shape = route.shape if len(route.shape) > 1 else ()  # vectors of any size are one row
+        shape = route.shape if len(route.shape) > 1 else ()  # vectors of all sizes share a row
         values = {name: getattr(route, name) for name in FIGURES}
         figures = ("" if v is None else format(v, FIGURES[name]) for name, v in values.items())
         return route.role, shape, route.rule, *figures
@@ -248,7 +248,7 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
-    """Return where some units of one role are, their number, their shapes and their elements."""
+    """Return position, number, shapes and elements of some units of one role."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)
@@ -256,7 +256,7 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def where(routes: Sequence[Route]) -> str:
-    """Name units of one role, with the first and the last of their layers."""
+    """Return a text about units of one role, with their first and last layer."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role

@@ -1,4 +1,4 @@
-"""What would make a run fit its devices, cheapest first, and what each change costs."""
+"""Changes that make a run fit its devices, cheapest first, with their costs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from training.report.table import table
 
 
 def remedies(layouts: Layouts) -> list[Variant]:
-    """Return the changes that save memory, each by itself, cheapest first."""
+    """Return single changes that save memory, cheapest first."""
     before = layouts.plan({}).memory.total
     variants: list[Variant] = []
     for changes in _candidates(layouts):
@@ -23,7 +23,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Return the first changes that fit together, added in their order; None if none do."""
+    """Return the fewest changes, added in order, that fit together; None if none do."""
     for remedy in variants:
         if remedy.plan.fits:
             return remedy
@@ -56,7 +56,7 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
 
 
 def remedy_table(layouts: Layouts, planned: Plan) -> str:
-    """Return what each change saves and costs by itself, and which of them fit together."""
+    """Return the savings and costs of each change, and the changes that fit together."""
     variants = remedies(layouts)
     rows = [
         (
@@ -79,5 +79,5 @@ def remedy_table(layouts: Layouts, planned: Plan) -> str:
 
 
 def assignment(changes: Changes) -> str:
-    """Write changes as overrides of the command line."""
+    """Return changes as overrides of the command line."""
     return " ".join(f"{key}={'null' if v is None else v}" for key, v in changes.items())

@@ -1,4 +1,4 @@
-"""What a rank does in each part of a run: launches, collectives, and waits of the host."""
+"""Counts of a rank's launches, collectives and host waits in each part of a run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 class Counts:
     """Sums over some part of a run. Places are `name at file:line`.
 
-    launches            kernels, copies and fills, Triton's among them; collectives are apart
+    launches            kernels (also Triton's), copies and fills, without collectives
     collective_bytes    that this rank sends
     host_reads          values that the host waits for, by place
     synchronizations    other waits of the host for the device, by place
@@ -38,26 +38,25 @@ class Counts:
 
     @property
     def modelled_seconds(self) -> float:
-        """Seconds of all launches and collectives, one after the other."""
+        """Seconds of all launches and collectives in sequence."""
         return self.kernel_seconds + sum(self.sending.values())
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds without the reduction of gradients and the gather of weights, which others
-        hide."""
+        """Seconds without the reduction of gradients and the gather of weights, which are
+        hidden."""
         hidden = self.sending.get("gradients", 0.0) + self.sending.get("weights", 0.0)
         return self.modelled_seconds - hidden
 
     def add(self, other: "Counts", times: float = 1) -> "Counts":
-        """Return the sums of this and `times` the other, whose peak counts if that is more than
-        0."""
+        """Return the sums of this and `times` the other; the other's peak counts if `times` > 0."""
         total: Counts = merged(self, other, lambda a, b: a + times * b)
         peak = other.peak_memory_bytes if times > 0 else 0
         total.peak_memory_bytes = max(self.peak_memory_bytes, peak)
         return total
 
     def as_dict(self) -> dict[str, float]:
-        """Return the figures of a phase, as JSON holds them."""
+        """Return the figures of a phase, for JSON."""
         return {
             "launches": self.launches,
             "triton_launches": self.triton_launches,
@@ -71,8 +70,7 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two values of a kind by `number`: records and tables entry by entry, of counters what
-    is left."""
+    """Combine two values by `number`: records and tables entry by entry, counters without zeros."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
     if isinstance(one, dict):

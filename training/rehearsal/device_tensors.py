@@ -1,4 +1,4 @@
-"""Tensors of the device that have shapes and no values, next to real ones of the host."""
+"""Device tensors with shapes and no values, together with real host tensors."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,15 +32,15 @@ from training.rehearsal.trace import Launch, Trace
 aten = torch.ops.aten
 
 _SHAPES = torch.library.Library("aten", "IMPL")
-"""Operations that PyTorch has no shapes for, or wrong ones."""
+"""Operations for which PyTorch has no shapes or wrong shapes."""
 
 
 def efficient_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The shapes of the gradients of `query`, `key`, `value` and no bias: PyTorch's own lacks an
-    argument of the kernel."""
+    """Return the gradients' shapes of `query`, `key` and `value`; PyTorch's own function does not
+    accept one of the kernel's arguments."""
     if bias is not None:
         raise NotImplementedError("attention with a bias on the scores cannot be rehearsed")
     return (*(torch.empty_like(x) for x in (query, key, value)), query.new_empty(()))
@@ -50,29 +50,28 @@ INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory, which takes no room until it is written: a copy from the device
-    that nobody reads costs nothing."""
+    """Return zeros in host memory that is not allocated until it is written, so unread copies from
+    the device cost nothing."""
     if dtype.is_complex:
         return torch.zeros(tuple(shape), dtype=dtype)
     return torch.from_numpy(np.zeros(tuple(shape), INTEGERS[dtype.itemsize])).view(dtype)
 
 
 def value_of(dtype: torch.dtype) -> Any:
-    """Return what a value of the device is taken for where the host reads it: True, 1 or 1.0."""
+    """Return the value that the host reads of a device tensor: True, 1 or 1.0."""
     if dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
 
 
 class PinnedMemory:
-    """Which memory of the host is pinned: a copy between it and the device need not be waited
-    for."""
+    """Record of pinned host memory, whose copies to and from the device need no wait."""
 
     def __init__(self) -> None:
-        self._ranges: dict[int, int] = {}  # first address to the one after the last
+        self._ranges: dict[int, int] = {}  # first address to the address after the last
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, whose memory counts as pinned as long as it exists."""
+        """Mark the memory of `tensor` as pinned as long as it exists, and return it."""
         storage = tensor.untyped_storage()
         first = storage.data_ptr()
         self._ranges[first] = first + storage.nbytes()
@@ -86,11 +85,11 @@ class PinnedMemory:
 
 
 class DeviceTensors(FakeTensorMode):
-    """Mode in which operations on tensors of the device are written down instead of done; those on
-    tensors of the host alone are done.
+    """Mode that records operations on device tensors instead of running them; operations on only
+    host tensors run.
 
-    Raises what a device would refuse: operands on two devices, or a read by the host while a graph
-    is recorded.
+    Raises the errors of a device: operands on two devices, or a read by the host while a graph is
+    recorded.
     """
 
     avoid_device_init = True
@@ -100,7 +99,7 @@ class DeviceTensors(FakeTensorMode):
         self.trace = trace
         self.pinned = PinnedMemory()
         self.integers = WeakTensorKeyDictionary()
-        """Integers that the host has copied to the device: lengths, which FLOPs depend on."""
+        """Integers copied from the host to the device: lengths, on which FLOPs depend."""
         self._inside = False
         self._handled: dict[OpOverload, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
@@ -108,13 +107,13 @@ class DeviceTensors(FakeTensorMode):
             aten._to_copy.default: self._to_copy,
             aten.copy_.default: self._copy,
         }
-        # What it would do to start a device.
+        # Skip the initialisation of a device.
         put(fake_tensor, "init_gpu_context", lambda device: None)
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """One operation."""
+        """Run one operation."""
         kwargs = dict(kwargs or {})
         if self._inside:
             return super().dispatch(func, types, args, kwargs)
@@ -129,8 +128,7 @@ class DeviceTensors(FakeTensorMode):
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
-        """Context in which operations have results of the right shapes and nothing is written
-        down."""
+        """Run operations within a context with results of the right shapes, without recording."""
         before = self._inside, self.trace.muted
         self._inside = self.trace.muted = True
         try:
@@ -139,14 +137,13 @@ class DeviceTensors(FakeTensorMode):
             self._inside, self.trace.muted = before
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operation on real tensors, of which those that are to be pinned are noted instead."""
+        """Run an operation on host tensors; pinning is only recorded."""
         if not kwargs.pop("pin_memory", False):
             return func(*args, **kwargs)
         return self.pinned.pin(func(*args, **kwargs))
 
     def install(self) -> None:
-        """Replace the methods of tensors that do not pass through the dispatcher, for the life of
-        this process."""
+        """Replace tensor methods that bypass the dispatcher, for the life of this process."""
 
         def tolist(tensor: Tensor) -> Any:
             self._read("tolist", tensor)
@@ -172,12 +169,12 @@ class DeviceTensors(FakeTensorMode):
     def _traced(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """The operation's result, and its launch written down."""
+        """Return the operation's result, and record its launch."""
         kind = kind_of(func)
         out = self._faked(func, types, args, kwargs)
         results = [x for x in tensors_in(out) if isinstance(x, FakeTensor)]
         reads, writes = arguments(kind, args, kwargs)
-        # Of lists, operations in place return nothing.
+        # In-place operations on lists return nothing.
         if kind.silent or all(x.numel() == 0 for x in (*results, *writes)):
             self.trace.touch(results)
             return out
@@ -198,7 +195,7 @@ class DeviceTensors(FakeTensorMode):
     def _faked(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """What PyTorch's own fake tensors make of an operation, whatever it is made of."""
+        """Return the result of an operation on PyTorch's fake tensors."""
         self._inside = True
         try:
             return super().dispatch(func, types, args, kwargs)
@@ -224,7 +221,7 @@ class DeviceTensors(FakeTensorMode):
             return copy
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented
-        # Without waiting, PyTorch takes its own pinned memory.
+        # A copy without a wait uses PyTorch's pinned memory.
         self._to_host(source, waits=not later)
         copy = zeros(source.shape, kwargs.get("dtype") or source.dtype)
         return self.pinned.pin(copy) if later else copy
@@ -242,13 +239,12 @@ class DeviceTensors(FakeTensorMode):
         return target
 
     def _read(self, name: str, *tensors: Tensor) -> None:
-        """Values that the host waits for, after what the current stream does before."""
+        """Read values, for which the host waits until the current stream has finished."""
         self.trace.launch(Launch.moving(name, tensors))
         self.trace.read(name)
 
     def _to_device(self, source: Tensor, later: bool) -> None:
-        """The end of a copy of the host's memory to the device: of pageable memory, the host waits
-        for it."""
+        """Finish a copy from the host to the device; the host waits for pageable memory."""
         if not later or not self.pinned.holds(source):
             self.trace.synchronize("copy to the device", self.trace.stream)
 
@@ -258,7 +254,7 @@ class DeviceTensors(FakeTensorMode):
             self.trace.read("copy to the host")
 
     def _stand_in(self, source: Tensor) -> Tensor:
-        """A tensor of the device that is like one of the host."""
+        """Return a device tensor like a host tensor."""
         return self._faked(
             aten.empty_strided.default,
             (),

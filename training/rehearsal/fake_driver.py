@@ -1,7 +1,6 @@
-"""A CUDA device for PyTorch's C++ side that does nothing: built once per environment, then loaded.
+"""A CUDA device without function for PyTorch's C++ code, built once per environment.
 
-Importing this module imports neither torch nor anything of the project, as `load` comes before
-both."""
+Importing this module imports neither torch nor the project, as `load` runs before both."""
 
 import contextlib
 import ctypes
@@ -22,11 +21,11 @@ FLAGS: Final = ("-std=c++20", "-O1", "-shared", "-fPIC")
 
 
 class GuardError(RuntimeError):
-    """The guard cannot be built on this machine."""
+    """The library cannot be built on this machine."""
 
 
 def load() -> None:
-    """Make PyTorch's C++ side believe in a CUDA device, in this process; before torch is imported.
+    """Provide PyTorch's C++ code with a CUDA device in this process, before torch is imported.
 
     Raises GuardError without a C++ compiler, or if it fails.
     """
@@ -39,7 +38,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the library, compiled if this environment has none yet."""
+    """Return the library; compile it first if this environment has none."""
     library = cache() / f"guard-{key()}.so"
     if not library.exists():
         _compile(library)
@@ -47,14 +46,14 @@ def built() -> Path:
 
 
 def key() -> str:
-    """Return what changes with the source, with torch and with Python."""
+    """Return a key of the source and the versions of torch and Python."""
     facts = "".join([version("torch"), str(torch_folder()), *FLAGS])
     return hashlib.sha256(SOURCE.read_bytes() + facts.encode()).hexdigest()[:16]
 
 
 def cache() -> Path:
     """Return the folder for libraries: in the user's cache, else a temporary folder, which is new
-    if others could have written to the old one."""
+    if other users could write to the old one."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (
         home / "spectrain",
@@ -68,21 +67,22 @@ def cache() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder, no link, that this user owns and no other can write to."""
+    """Return whether a path is a folder (not a link) that this user owns and no other can write
+    to."""
     facts = folder.lstat()
     private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     return stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK)
 
 
 def torch_folder() -> Path:
-    """Return where torch is installed, without importing it."""
+    """Return torch's folder without importing it."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
 def compiler() -> str:
-    """Return the C++ compiler: CXX of the environment, else g++.
+    """Return the C++ compiler: the environment's CXX, else g++.
 
     Raises GuardError if there is none.
     """
@@ -96,7 +96,7 @@ def compiler() -> str:
 
 
 def _compile(library: Path) -> None:
-    """Compile the guard to `library`, which appears whole or not at all."""
+    """Compile the source to `library` atomically."""
     torch = torch_folder()
     headers = [torch / "include", torch / "include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -1,10 +1,9 @@
-"""Whether all ranks of a world ask for the same collectives in the same order: where they do not, a
-real run hangs.
+"""Comparison of the collectives of all ranks: a real run hangs if they differ or their order does.
 
-Of a group, every rank's sequence must be the same in operation, type and size; of an all-to-all,
-what one rank sends to another is what that one expects; of two ranks that send to each other, each
-send meets its receive, batch by batch. And all calls must come to an end where a group does one at
-a time, as NCCL's do, and each waits for its peers to begin theirs."""
+Within a group, all ranks' sequences must agree in operation, dtype and size; in an all-to-all, a
+rank must expect the elements that another sends; between two ranks, sends must match receives,
+batch by batch. All calls must also finish if, as in NCCL, a group runs one call at a time and a
+call waits until its peers have started theirs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +17,8 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Sentences about what does not fit between the calls of all ranks of a world, by rank; the
-    first one of each group and pair."""
+    """Return sentences about mismatches between the calls of all ranks, the first of each group and
+    pair."""
     sentences: list[str] = []
     for channel, members in channels(calls).items():
         sentences += _of_group(channel, members, calls)
@@ -28,15 +27,15 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 Event = tuple[int, int, str]
-"""Rank, number of a call (of a batch, that of its first), and what happens then: the current stream
-reaches it, or the call is under way."""
+"""Rank, number of a call (for a batch, of its first call), and the event: the current stream
+reaches it, or the call is running."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a sentence about the first call of each rank that never begins, of calls that fit.
+    """Yield a sentence about the first call of each rank that never starts, for matching calls.
 
-    Calls of a group come one after the other, each after what the current stream had waited for,
-    and a call ends when all its peers have begun theirs.
+    A group runs calls in sequence, after the work that the current stream had waited for, and a
+    call ends when all its peers have started theirs.
     """
     needs: dict[Event, set[Event]] = {}
     peers: dict[Event, set[Event]] = defaultdict(set)
@@ -68,7 +67,8 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 
 def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:
-    """Each event of a rank with those that come before it and, of calls, what peers share of it."""
+    """Return each event of a rank with its predecessors and, for calls, the key shared with
+    peers."""
     first: dict[object, int] = {}  # call of each batch
     last: dict[str, Event] = {}  # of each group
     counts: dict[object, int] = defaultdict(int)
@@ -90,7 +90,7 @@ def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
-    """Name of every group that any rank has used, with those of its ranks that are known."""
+    """Return the name of every used group, with its known ranks."""
     groups = {call.channel: call.group for of_rank in calls.values() for call in of_rank}
     return {name: tuple(r for r in group if r in calls) for name, group in groups.items()}
 
@@ -98,7 +98,7 @@ def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
 def _of_group(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """The first collective of a group that is not the same on all of its ranks."""
+    """Return the first collective of a group that differs between its ranks."""
     first = members[0]
     sequences = {
         rank: [c for c in calls[rank] if c.channel == channel and c.peer is None]
@@ -120,7 +120,7 @@ def _of_group(
 
 
 def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
-    """The first rows of an all-to-all that one rank sends and another does not expect."""
+    """Return the first rows of an all-to-all that a rank sends but another does not expect."""
     if next(iter(calls.values())).kind != "all_to_all":
         return None
     for (source, sent), (target, received) in product(calls.items(), repeat=2):
@@ -137,7 +137,7 @@ def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
 def _of_pairs(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """The first send or receive of each two ranks that the other side does not meet."""
+    """Return the first send or receive of each pair of ranks without a match on the other side."""
     nothing: list[Call] = []
     for one, other in combinations(sorted(members), 2):
         sides = _batches(calls[one], channel, other), _batches(calls[other], channel, one)
@@ -153,14 +153,14 @@ def _of_pairs(
 
 
 def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
-    """The sends to and receives from a peer, those of one batch together."""
+    """Return the sends to and receives from a peer, grouped by batch."""
     exchanged = enumerate(c for c in calls if c.channel == channel and c.peer == peer)
     batches = grouped(exchanged, lambda numbered: numbered[1].batch or -1 - numbered[0])
     return [[call for _, call in batch] for batch in batches.values()]
 
 
 def _described(call: Call | None) -> str:
-    """What must be the same on all ranks."""
+    """Return the fields that must be the same on all ranks."""
     if call is None:
         return "nothing"
     return " ".join(filter(None, (f"{call.kind} of {call.numel} {call.dtype}", call.detail)))

@@ -1,7 +1,7 @@
-"""Parts of a model as a GPU has them: kernels that are fused there, and tensors of another kind.
+"""Parts of a model that differ on a GPU: fused kernels, and other types of tensors.
 
-Which attention kernel PyTorch would take a machine without a GPU cannot say, and a build without
-CUDA makes five operations of a norm.
+A machine without a GPU does not show PyTorch's choice of attention kernel, and a build without CUDA
+runs a norm as five operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ from training.rehearsal.trace import Launch, Trace
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
 LOWER_RIGHT = 2
-"""The kernels' name of a causal mask that ends with the last query and the last key."""
+"""The kernels' code of a causal mask aligned to the last query and the last key."""
 
 
 @dataclass(frozen=True)
 class LowerRight:
-    """A causal mask that ends with the last of `queries` and of `keys`; PyTorch's own is a tensor
-    of a kind that fake tensors do not know."""
+    """A causal mask aligned to the last of `queries` and `keys`; fake tensors do not support
+    PyTorch's mask type."""
 
     queries: int
     keys: int
 
 
 def install(trace: Trace, mode: DeviceTensors) -> None:
-    """Replace attention and the choice of its kernel, norms, compiled functions, what routers send
-    where, and `Module.to`, for the life of this process."""
+    """Replace attention and the choice of its kernel, norms, compiled functions, routing, and
+    `Module.to`, for the life of this process."""
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
@@ -47,7 +47,7 @@ def install(trace: Trace, mode: DeviceTensors) -> None:
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether flash attention takes these: 16 bits, heads of one size up to 256."""
+    """Return whether flash attention supports these: 16 bits, heads of one size up to 256."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
@@ -77,8 +77,8 @@ class FusedAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """What the fused kernels return for queries `[batch, heads, s, d]`, keys and values
-        `[batch, groups, t, d]`. Raises RuntimeError for what none of them takes."""
+        """Return the fused kernels' result for queries `[batch, heads, s, d]`, keys and values
+        `[batch, groups, t, d]`. Raises RuntimeError for inputs that no kernel supports."""
         lower_right = isinstance(attn_mask, LowerRight)
         if attn_mask is not None and not lower_right:
             raise RuntimeError("no fused kernel takes a mask tensor")
@@ -114,7 +114,7 @@ class FusedAttention:
 class FusedFunction:
     """A function that is one kernel forward and one backward.
 
-    per_row   whether it keeps a number per row for its backward pass
+    per_row   whether it saves a number per row for its backward pass
     """
 
     name: str
@@ -126,9 +126,8 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     """Replace `torch.compile`, and `rms_norm` on the device, for the life of this process.
 
     A fused function reads its arguments and writes its results once. Its backward pass reads the
-    arguments, which is all that is kept of it, and the results' gradients, and writes those of the
-    arguments: of gains too, as inductor sums over rows and columns in one kernel. Bytes that
-    `read_again` names count twice.
+    saved arguments and the results' gradients, and writes the arguments' gradients, including
+    gains', as inductor sums over rows and columns in one kernel. Bytes of `read_again` count twice.
     """
 
     class Fused(torch.autograd.Function):
@@ -178,7 +177,8 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        """As `torch.nn.functional.rms_norm`, which is fused for a gain of the input's type."""
+        """Replace `torch.nn.functional.rms_norm`, which is fused for a gain of the input's
+        dtype."""
         if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
             return plain(x, list(normalized_shape), weight, eps)
         normed: Tensor = Fused.apply(norm, x, weight)  # type: ignore[no-untyped-call]
@@ -189,31 +189,31 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
 
 
 def row_numbers(x: Tensor) -> Tensor:
-    """Memory for a number per row of `x` `[..., d]`."""
+    """Allocate a number per row of `x` `[..., d]`."""
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def is_gated(function: Callable[..., Any]) -> bool:
-    """Whether a function is a gated activation, or one times a scale."""
+    """Return whether a function is a gated activation, possibly times a scale."""
     gated = [a for a in ACTIVATIONS.values() if a.gated]
     return any(function in (a.block, a.scaled) for a in gated)
 
 
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
-    """What inductor's backward pass of a gated activation reads for the gradient of gate and again
-    for that of up, which it concatenates: the result's `gradient` `[..., d]`, and the gate, which
-    is half of `wide` `[..., 2 d]`."""
+    """Return the bytes that inductor's backward pass of a gated activation reads twice, for the
+    concatenated gradients of gate and up: the result's `gradient` `[..., d]`, and the gate, half of
+    `wide` `[..., 2 d]`."""
     return [gradient, wide.chunk(2, -1)[0]]
 
 
 def kernel_name(function: Callable[..., Any]) -> str:
-    """The name of a kernel that is made of a function."""
+    """Return the name of a function's kernel."""
     return f"compiled_{getattr(function, '__name__', type(function).__name__)}"
 
 
 def install_experts(trace: Trace) -> None:
     """Let mixture-of-experts layers send equally many rows to every expert, for the life of this
-    process: how many a real router sends where, only its weights know."""
+    process, as real counts depend on weights."""
 
     def counts_on_host(dispatcher: SortedDispatcher, *counts: Tensor) -> list[Counts]:
         trace.read("rows of each expert")
@@ -231,15 +231,15 @@ def install_experts(trace: Trace) -> None:
 
 
 def shares(total: int, parts: int) -> list[int]:
-    """`total` in `parts` that differ by at most one."""
+    """Split `total` into `parts` that differ by at most one."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
-    """`module.to(device)`, which cannot change a real parameter into a fake one in place.
+    """Replace `module.to(device)`, which cannot turn a real parameter into a fake one in place.
 
-    What is known of a parameter besides its values (how Megatron has cut it) stays with it; those
-    that a fake parameter has already are what makes it one.
+    Attributes of a parameter (such as Megatron's cuts) are copied, except those that make a
+    parameter fake.
     """
     device = torch.device(options.get("device", arguments[0] if arguments else "cuda"))
     for each in module.modules():

@@ -1,5 +1,4 @@
-"""What an operation of PyTorch means to a device: whether it launches, what it moves, and whether
-the host waits for it."""
+"""Costs of PyTorch's operations on a device: launches, moved bytes, FLOPs, and host waits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,22 +27,22 @@ SILENT: Final = {
     "sym_storage_offset", "record_stream", "device", "is_contiguous", "dim", "is_pinned",
     "_is_zerotensor", "result_type", "_has_compatible_shallow_copy_type", "requires_grad_",
 }  # fmt: skip
-"""Operations besides views that launch nothing."""
+"""Operations other than views that launch nothing."""
 
 HEADS_INSIDE: Final = (
     torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward,
 )  # fmt: skip
-"""Operations on `[batch, s, heads, d]`, whose formula of FLOPs wants `[batch, heads, s, d]`."""
+"""Operations on `[batch, s, heads, d]` whose FLOP formula expects `[batch, heads, s, d]`."""
 
 FLASH: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )  # fmt: skip
-"""FlashAttention 2, which Hopper and newer run at less of their peak than cuDNN's kernels."""
+"""FlashAttention 2, which reaches a smaller share of the peak than cuDNN on Hopper and newer."""
 
 VARYING: Final = "torch_attn"
-"""Operations of FlashAttention 2 on documents, whose lengths are values of tensors. They exist once
-a module that loads the compiler is imported."""
+"""Operations of FlashAttention 2 on documents, whose lengths are values of tensors. They exist
+after importing a module that loads the compiler."""
 
 CAUSAL: Final = (
     *FLASH,
@@ -65,21 +64,21 @@ READ_BY_HOST: Final = {
     "unique_dim", "unique_consecutive", "bincount", "_linalg_eigh", "_linalg_svd", "linalg_eig",
     "linalg_lstsq", "linalg_cholesky", "linalg_inv", "linalg_solve", "linalg_qr_sync",
 }  # fmt: skip
-"""Operations whose result, its size, or whose check of errors the host waits for."""
+"""Operations for whose result, size or error check the host waits."""
 
 GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
-"""Operations that read as much of their first argument as they return."""
+"""Operations that read as many elements of their first argument as they return."""
 
 OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
-"""Operations in place that do not read what they write."""
+"""In-place operations that do not read the memory that they write."""
 
 LIST_TENSORS: Final = 110, 64, 48, 36, 30
-"""Tensors that one launch of an operation on lists takes, by the number of lists (PyTorch's
+"""Tensors per launch of an operation on lists, by the number of lists (PyTorch's
 multi_tensor_apply)."""
 LIST_CHUNK: Final = 65536
 """Elements of a block of such a launch."""
 LIST_BLOCKS: Final = 320
-"""Most blocks of such a launch."""
+"""Largest number of blocks of such a launch."""
 
 OPERANDS: Final = {
     torch.float64: "fp64",
@@ -89,12 +88,12 @@ OPERANDS: Final = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-"""Types of operands to those that devices have peaks for."""
+"""Names in `Device.peak` by dtype of the operands."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of an operation by its schema.
+    """Properties of an operation from its schema.
 
     silent    launches nothing
     written   positions and names of arguments that it writes
@@ -107,7 +106,7 @@ class Kind:
 
 @cache
 def kind_of(function: OpOverload) -> Kind:
-    """Return what the schema of an operation says."""
+    """Return the properties of an operation from its schema."""
     name = function.overloadpacket.__name__
     schema = function._schema
     written: set[int | str] = set()
@@ -130,7 +129,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def arguments(
     kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operation reads, and those among its arguments that it writes."""
+    """Return the tensors that an operation reads, and the arguments that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
@@ -142,7 +141,8 @@ def arguments(
 
 
 def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
-    """Bytes that an operation moves, every argument and result once each way."""
+    """Return the bytes that an operation moves: every argument read once, every result written
+    once."""
     written = sum(size_of(x) for x in writes)
     if kind.name in GATHERS:
         return 2 * written + sum(size_of(x) for x in reads[1:])
@@ -153,16 +153,16 @@ IN_PLACE: Final = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
-"""Products in place, which PyTorch's formulas leave out, and those that have one."""
+"""In-place products, which have no formula in PyTorch, and their counterparts with formulas."""
 
 
 def _cholesky_flops(x: Tensor) -> float:
-    """FLOPs of the factors of `x` `[..., n, n]`."""
+    """Return the FLOPs of the factors of `x` `[..., n, n]`."""
     return x.numel() * x.shape[-1] / 3
 
 
 def _triangular_flops(factor: Tensor, b: Tensor) -> float:
-    """FLOPs of the solutions `[..., n, columns]` of triangular systems."""
+    """Return the FLOPs of the solutions `[..., n, columns]` of triangular systems."""
     return float(b.numel() * factor.shape[-1])
 
 
@@ -170,17 +170,17 @@ FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
     torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
     torch.ops.aten.linalg_solve_triangular: _triangular_flops,
 }
-"""FLOPs of what else multiplies matrices, from its tensors."""
+"""FLOPs of other operations that multiply matrices, from their tensors."""
 
 EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
-"""Problems whose columns follow one another."""
+"""Eigenvalue problems, whose columns are processed in sequence."""
 
 
 def share_of(
     device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
 ) -> float | None:
-    """Return the share of the peak that an operation which multiplies matrices reaches, None for
-    that of a large product."""
+    """Return the share of the peak that an operation with matrix products reaches, None for a large
+    product's."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if function.namespace == VARYING:
         return varying_share(device)
@@ -203,14 +203,14 @@ def share_of(
 
 
 def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
-    """Seconds of the columns of eigenvalue problems, of one matrix after another."""
+    """Return the seconds of the columns of eigenvalue problems, matrix by matrix."""
     if function.overloadpacket not in EIGENVALUES:
         return 0.0
     return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])
 
 
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """FLOPs of an operation that multiplies matrices, 0 of all others."""
+    """Return the FLOPs of an operation with matrix products, 0 for all others."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if packet in FACTORISATIONS:
         return FACTORISATIONS[packet](*(x for x in args if isinstance(x, Tensor)))
@@ -220,7 +220,7 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         return 2.0 * out.numel() * inner
     formula = flop_registry.get(packet)
     if packet in PRODUCTS:
-        # Without the type of the result, which their formulas do not know.
+        # Without the result's dtype, which the formulas do not accept.
         args, kwargs = [x for x in args if isinstance(x, Tensor)], {}
     if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
@@ -230,7 +230,7 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
 
 
 def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
-    """The type of a product's operands, as devices name it."""
+    """Return the dtype of a product's operands, by its name in `Device.peak`."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     for tensor in reads[-2:] if packet in PRODUCTS else reads:
         if tensor.dtype in OPERANDS:
@@ -239,10 +239,10 @@ def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
 
 
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
-    """About how many kernels an operation launches.
+    """Return the approximate number of kernels of an operation.
 
-    Those on lists of tensors take so many tensors and chunks at a time; of tensors of several types
-    each has its own launch, unless it is copied.
+    A launch on lists handles limited numbers of tensors and chunks; with several dtypes, every
+    tensor has its own launch, except in copies.
     """
     lists = [
         value
@@ -257,9 +257,9 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     if len(types) > 1 and kind.name.startswith("_foreach_") and kind.name != "_foreach_copy_":
         return len(lists[0])
     if kind.name.startswith("_fused_"):
-        lists = lists[:-1]  # the counts of steps are not a list of elements
+        lists = lists[:-1]  # step counts are not a list of elements
     chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
     most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
     launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
-    # Norms are zeroed before, and added up over chunks after.
+    # Norms are zeroed before, and summed over chunks after.
     return launches + 2 if kind.name == "_foreach_norm" else launches

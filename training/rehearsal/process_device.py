@@ -1,6 +1,6 @@
-"""The device of a process that rehearses, which importing this module makes.
+"""The device of a rehearsing process, created by importing this module.
 
-It must be there before torch is imported. Forks of the process rehearse a rank each.
+It must exist before torch is imported. Forks of the process rehearse one rank each.
 """
 
 import gc
@@ -10,24 +10,24 @@ from training.rehearsal import fake_driver
 
 
 def prepare() -> None:
-    """Make the device, and import what ranks need, which takes seconds."""
+    """Create the device, and import the ranks' modules, which takes seconds."""
     warnings.filterwarnings("ignore")
     fake_driver.load()
     import torch
 
     torch.set_num_threads(1)
-    # What is compiled when it is imported is rehearsed as the operations it is made of.
+    # Functions compiled at import are rehearsed as their operations.
     setattr(torch, "compile", uncompiled)  # noqa: B010
     from training.rehearsal import rank  # noqa: F401
     from training.rehearsal.triton_launches import liger_installed, liger_kernels
 
     if liger_installed():
         liger_kernels()
-    gc.freeze()  # forks need not search what they share for garbage
+    gc.freeze()  # excludes shared objects from the forks' garbage collection
 
 
 def uncompiled(function: object = None, **options: object) -> object:
-    """What takes the place of `torch.compile`: the function itself."""
+    """Replace `torch.compile`: return the function itself."""
     return (lambda each: each) if function is None else function
 
 

@@ -1,5 +1,4 @@
-"""Process groups of any size without peers: every collective is written down, and comes to an
-end."""
+"""Process groups of any size without peers: every collective is recorded, and completes."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,19 +12,19 @@ from training.rehearsal.program import place, put
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
-"""Without its annotations, which are those of overloads that `torch.distributed` does not call."""
+"""Without annotations, which describe overloads that `torch.distributed` does not call."""
 
 
 class BackendError(RuntimeError):
-    """A tensor in a collective that its backend does not take."""
+    """A tensor that the collective's backend does not accept."""
 
 
 class NoBackend:
-    """What no group is."""
+    """A backend class without instances."""
 
 
 class Work(dist.Work):
-    """A collective under way; what it works on stays until it is waited for."""
+    """A running collective; its tensors are kept until a wait."""
 
     def __init__(self, done: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -39,16 +38,16 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True: nothing takes time."""
+        """Return True, as nothing takes time."""
         return True
 
 
 class RehearsedGroup(ProcessGroup):
-    """A process group that only this rank is really in, whatever its size.
+    """A process group of any size in which only this rank exists.
 
-    Collectives of NCCL's groups insist on tensors of the device and run on a stream of the group,
-    if they are asynchronous, or on the current one; those of gloo's insist on the host's, whose
-    values are those that all ranks would have if they said the same.
+    Collectives of NCCL groups require device tensors and run on the group's stream if asynchronous,
+    else on the current stream; collectives of gloo groups require host tensors, with the values
+    that result if all ranks pass the same.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:
@@ -59,7 +58,8 @@ class RehearsedGroup(ProcessGroup):
         self.stream = next(trace.numbers)
 
     def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> Any:
-        """The group of `ranks` for `torch.distributed.new_group`, None where this rank is not."""
+        """Return the group of `ranks` for `torch.distributed.new_group`, None if this rank is not a
+        member."""
         this_rank = self.ranks[self.rank()]
         if this_rank not in ranks:
             return None
@@ -87,7 +87,7 @@ class RehearsedGroup(ProcessGroup):
     ) -> Work:
         (parts,), (piece,) = outputs, inputs
         for part in parts:
-            if not part.is_cuda:  # of the host: as if all ranks said the same
+            if not part.is_cuda:  # host tensors: as if all ranks passed the same
                 part.copy_(piece)
         return self._gather(piece, parts, sum(part.numel() for part in parts), opts)
 
@@ -145,7 +145,8 @@ class RehearsedGroup(ProcessGroup):
         return dist.get_backend(self) == "nccl"
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Elements that go to, or come from, each rank, of rows of `tensor`, equal if not given."""
+        """Return the elements sent to or received from each rank, in rows of `tensor`; by default
+        equal."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         if sum(rows) != tensor.shape[0]:
@@ -162,7 +163,7 @@ class RehearsedGroup(ProcessGroup):
         opts: Any,
         **call: Any,
     ) -> Work:
-        """Write a collective down; `call` has further fields of its `Call`."""
+        """Record a collective; `call` contains further fields of its `Call`."""
         on_device, tensors = self._of_device, [*reads, *writes]
         for tensor in tensors:
             if tensor.is_cuda != on_device:
@@ -190,7 +191,7 @@ class RehearsedGroup(ProcessGroup):
         return self._beside(noted, reads, writes)
 
     def _beside(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
-        """The collective on the group's own stream, after what the current one has done."""
+        """Run the collective on the group's own stream, after the current stream's work."""
         order = self.trace.order
         began, ended = next(self.trace.numbers), next(self.trace.numbers)
         order.record(began, self.trace.stream)
@@ -208,13 +209,14 @@ class RehearsedGroup(ProcessGroup):
 
 
 def operation(reduction: Any) -> str:
-    """The name of a reduction."""
+    """Return the name of a reduction."""
     kinds = dist.ReduceOp.RedOpType.__members__.items()
     return next(name for name, kind in kinds if reduction == kind)
 
 
 def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """What a gather into `whole` writes: all of it but `own`, if that is where it comes from."""
+    """Return the memory that a gather into `whole` writes: all except `own`, if it is the
+    source."""
     same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():
         return [whole]
@@ -224,7 +226,7 @@ def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
 
 
 def install(trace: Trace, world: int) -> None:
-    """Let `torch.distributed` make such groups, for the life of this process."""
+    """Let `torch.distributed` create these groups, for the life of this process."""
 
     def init_process_group(backend: str = "nccl", **_: Any) -> None:
         group = RehearsedGroup(trace.rank, range(world), trace, "world")
@@ -251,5 +253,5 @@ def install(trace: Trace, world: int) -> None:
         put(module, "init_process_group", init_process_group)
         put(module, "batch_isend_irecv", batch_isend_irecv)
         put(module, "is_nccl_available", lambda: True)
-    # Aborting asks whether a group is one of these, which builds without CUDA lack.
+    # Aborting checks for this class, which builds without CUDA do not have.
     vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)

@@ -1,4 +1,4 @@
-"""Several rehearsals side by side, each in a process that is of no other use afterwards.
+"""Parallel rehearsals in separate processes, which end afterwards.
 
 Ranks are forks of multiprocessing's fork server, which imports everything once.
 """
@@ -27,7 +27,7 @@ DEVICE: Final = "training.rehearsal.process_device"
 
 
 class RehearsalError(RuntimeError):
-    """A process that rehearses ended without a report."""
+    """A rehearsing process ended without a report."""
 
 
 def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["RankReport"]:
@@ -61,8 +61,8 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
 
 
 def start_server() -> None:
-    """Start the fork server of this process, if it has none: with the project on its path, wherever
-    the command is started from."""
+    """Start the fork server of this process, if it has none, with the project on its path from any
+    working directory."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     forkserver.set_forkserver_preload([DEVICE])
@@ -74,7 +74,7 @@ def start_server() -> None:
 
 
 def check(process: ForkServerProcess, path: Path) -> None:
-    """Raise RehearsalError, with what it printed, if a process ended otherwise than with 0."""
+    """Raise RehearsalError, with the output, if a process did not end with 0."""
     process.join()
     if process.exitcode:
         printed = path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
@@ -84,8 +84,8 @@ def check(process: ForkServerProcess, path: Path) -> None:
 
 
 def rehearse(job: bytes, path: Path) -> None:
-    """Rehearse one job, write its report to `path`, and end this process, at the latest when the
-    process that started it ends."""
+    """Rehearse one job, write its report to `path`, and end this process, at the latest with its
+    parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: os._exit(bool(wait([parent.sentinel]))), daemon=True).start()
@@ -100,5 +100,5 @@ def rehearse(job: bytes, path: Path) -> None:
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     finally:
-        # No cleaning up: fake tensors and their modes die with the process.
+        # No clean-up, as fake tensors and their modes end with the process.
         os._exit(status)

@@ -1,6 +1,4 @@
-"""The program that is rehearsed: the line at which something happens, and functions replaced
-wherever they are known by name.
-"""
+"""The rehearsed program: the line of an event, and replacement of functions in all modules."""
 
 import sys
 from functools import cache
@@ -14,8 +12,8 @@ ENGINE = "/megatron/core/"
 
 
 def place() -> str:
-    """Return `file:line` of the innermost frame of the project or of megatron-core, rehearsals left
-    out; `?` without one."""
+    """Return `file:line` of the innermost frame of the project or megatron-core, except rehearsals;
+    `?` without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = name_of(frame.f_code.co_filename)
@@ -27,7 +25,7 @@ def place() -> str:
 
 @cache
 def name_of(path: str) -> str | None:
-    """Return a file of the project or of megatron-core, None for others and for
+    """Return the name of a file of the project or megatron-core, None for others and for
     rehearsals."""
     if path.startswith(str(HERE)):
         return None
@@ -43,18 +41,18 @@ OWN: Final = "training.rehearsal."
 
 
 def put(owner: object, name: str, thing: object) -> None:
-    """Put `thing` in the place of an attribute of a module or class, which must have it.
+    """Replace an existing attribute of a module or class by `thing`.
 
-    Raises AttributeError if it has not: what is to be replaced has moved.
+    Raises AttributeError if the attribute does not exist, as it may have moved.
     """
     getattr(owner, name)
     setattr(owner, name, thing)
 
 
 def replace(old: object, new: object) -> None:
-    """Put `new` in the place of a function in every module of the project that has imported it.
+    """Replace a function by `new` in every module of the project that has imported it.
 
-    Raises LookupError if none has but the rehearsal itself.
+    Raises LookupError if only the rehearsal has imported it.
     """
     places = [
         (module, key)

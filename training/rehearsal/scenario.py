@@ -1,5 +1,4 @@
-"""The run that is rehearsed: a few steps of the config, the last of them with everything that is
-due now and then."""
+"""The rehearsed run: a few steps of the config, the last with all periodic work."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,19 +11,19 @@ from training.monitor.monitors import steps_compared
 from training.rehearsal.triton_launches import liger_installed
 
 PLAIN_STEP = 2
-"""The step that stands for those on which nothing is due."""
+"""The step that represents plain steps, without periodic work."""
 
 MICROBATCHES = 4
-"""Micro-batches of a step that are rehearsed without a pipeline; the others are like them."""
+"""Rehearsed micro-batches per step without a pipeline; the others are the same."""
 
 
 @dataclass(frozen=True)
 class Scenario:
     """A config changed for a rehearsal.
 
-    last           the step that is monitored, validated and saved
+    last           the monitored, validated and saved step
     microbatches   of a step of the real run, on this rank
-    rehearsed      of these, those that are rehearsed
+    rehearsed      rehearsed micro-batches of these
     stages         pipeline stages
     chunks         model chunks of a rank
     """
@@ -38,7 +37,7 @@ class Scenario:
 
 
 def scenario(config: Config, world: int, folder: Path) -> Scenario:
-    """Return what is rehearsed of `config` on `world` ranks; everything is written to `folder`."""
+    """Return the rehearsed scenario of `config` on `world` ranks; all output goes to `folder`."""
     config = on_mock_tokens(with_known_kernels(config))
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
@@ -80,11 +79,10 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
 
 
 def with_known_kernels(config: Config) -> Config:
-    """Return `config` with kernels that a rehearsal knows.
+    """Return `config` with kernels that rehearsals support.
 
-    What inductor would compile, where the run is, is compiled without it. If liger-kernel is not
-    installed here, what its loss fuses is launched one by one; without triton backward passes are
-    compiled too.
+    Parts compiled by inductor are compiled without it here. Without liger-kernel on this machine,
+    its loss is launched operation by operation; without triton, backward passes are compiled too.
     """
     compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if compiled else None)
@@ -93,13 +91,13 @@ def with_known_kernels(config: Config) -> Config:
         train = replace(train, fused_backward="triton" if kernels else None)
     if not liger_installed():
         train = replace(train, fused_loss=None)
-    # PyTorch's kernel moves and multiplies the same, and its package is not needed.
+    # PyTorch's kernel has the same bytes and FLOPs, and needs no package.
     return replace(config, train=train, model=replace(config.model, attention_kernel="auto"))
 
 
 def last_step(config: Config) -> int:
-    """The step that is monitored: late enough that the first one is like any other, and that a
-    graph is replayed."""
+    """Return the monitored step: late enough for plain steps before it, and for a replayed
+    graph."""
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)

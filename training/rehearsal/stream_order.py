@@ -1,14 +1,14 @@
-"""Whether accesses of memory from several streams are in an order that nothing but luck gave them.
+"""Detection of memory accesses from several streams without a defined order.
 
-Every stream has a clock: the last access of each stream that is known to come before what it does
-next. An event carries a clock from the stream that records it to one that waits for it. Two
-accesses of the same bytes, of which one writes, must be ordered by these clocks."""
+Every stream has a vector clock: the last access of each stream that is known to precede its next
+work. An event carries a clock from the recording stream to a waiting stream. Two accesses of the
+same bytes, at least one of them a write, must be ordered by these clocks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
-"""Stream to the number of its last access that is waited for."""
+"""Number of the last awaited access, by stream."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,17 @@ class Part:
     last: int
 
     def meets(self, other: "Part") -> bool:
-        """Whether both have a byte in common."""
+        """Return whether both parts overlap."""
         return self.first < other.last and other.first < self.last
 
     def covers(self, other: "Part") -> bool:
-        """Whether all of the other is in this."""
+        """Return whether the other part is inside this one."""
         return self.first <= other.first and other.last <= self.last
 
 
 @dataclass(frozen=True)
 class Access:
-    """One use of memory: by which stream, as which access of all, by what, and where from."""
+    """One access of memory: stream, number of the access, operation, and place."""
 
     stream: int
     number: int
@@ -40,18 +40,18 @@ class Access:
 
 @dataclass
 class Memory:
-    """What is known of one storage: the stream that allocated it, and the last uses of its parts
-    that nothing has covered since."""
+    """State of one storage: the allocating stream, and the last uses of its parts that later ones
+    have not covered."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
     reads: list[tuple[Part, Access]] = field(default_factory=list)
-    shared: set[int] = field(default_factory=set)  # streams it was recorded on
+    shared: set[int] = field(default_factory=set)  # streams of `record_stream`
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Two accesses that nothing orders."""
+    """Two unordered accesses."""
 
     what: str
     first: Access
@@ -65,7 +65,7 @@ class Finding:
 
 
 class StreamOrder:
-    """Follows the accesses of one process; `findings` are those that nothing orders."""
+    """Follows the accesses of one process; `findings` are the unordered ones."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -76,50 +76,51 @@ class StreamOrder:
         self._number = 0
 
     def clock(self, stream: int) -> Clock:
-        """Return the clock of a stream; a new one comes after what the host has waited for."""
+        """Return the clock of a stream; a new stream starts after the work that the host has waited
+        for."""
         return self._clocks.setdefault(stream, dict(self._host))
 
     def record(self, event: int, stream: int) -> None:
-        """Let `event` stand for all that `stream` has done so far."""
+        """Record the present clock of `stream` in `event`."""
         self._events[event] = dict(self.clock(stream))
 
     def wait(self, event: int, stream: int) -> None:
-        """Let `stream` go on only after `event`; one that was never recorded is not waited for."""
+        """Make `stream` wait for `event`; an event that was never recorded has no effect."""
         self._join(self.clock(stream), self._events.get(event, {}))
 
     def forget(self, event: int) -> None:
-        """Drop an event that is gone."""
+        """Drop a deleted event."""
         self._events.pop(event, None)
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Let everything that follows come after all that a stream, or all streams, have done, as
-        the host waits for it."""
+        """Order all later work after a stream's, or all streams', work, as the host waits for
+        it."""
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))
 
     def host_wait(self, event: int) -> None:
-        """Let everything that follows come after `event`, as the host waits for it."""
+        """Order all later work after `event`, as the host waits for it."""
         self._join_all(self._events.get(event, {}))
 
     def _join_all(self, waited: Clock) -> None:
-        """Let every stream, also one that is new, continue only after what the host waited for."""
+        """Order all streams, including new ones, after the work that the host waited for."""
         for clock in (self._host, *self._clocks.values()):
             self._join(clock, waited)
 
     def allocate(self, storage: int, stream: int) -> None:
-        """Begin to follow memory that the host has allocated while `stream` was current."""
+        """Start following memory that the host has allocated while `stream` was current."""
         self._memory[storage] = Memory(stream)
 
     def share(self, storage: int, stream: int) -> None:
-        """Keep memory from being used again until `stream` is past what it does now
+        """Keep memory from being reused until `stream` has finished its present work
         (`Tensor.record_stream`)."""
         self._memory[storage].shared.add(stream)
 
     def access(
         self, stream: int, reads: Iterable[Part], writes: Iterable[Part], name: str, place: str
     ) -> None:
-        """One launch on `stream`."""
+        """Record one launch on `stream`."""
         self._number += 1
         clock = self.clock(stream)
         now = Access(stream, self._number, name, place)
@@ -142,8 +143,8 @@ class StreamOrder:
         clock[stream] = self._number
 
     def free(self, storage: int) -> None:
-        """End following memory that the host has freed: what its allocating stream does next may
-        use it, so that stream must come after all uses by others."""
+        """Stop following memory that the host has freed: its allocating stream may reuse it, so
+        that stream must be ordered after all uses by others."""
         memory = self._memory.pop(storage, None)
         if memory is None:
             return
@@ -155,8 +156,8 @@ class StreamOrder:
     def _check(
         self, before: list[tuple[Part, Access]], part: Part | None, now: Access, what: str
     ) -> None:
-        """Note each of the accesses `before` that `now` meets in `part`, None for all of the
-        storage, and that its stream does not come after."""
+        """Record the accesses in `before` that overlap `now` in `part` (None: the whole storage)
+        and are not ordered before it."""
         clock = self.clock(now.stream)
         for other, access in before:
             if access.stream == now.stream or access.number <= clock.get(access.stream, -1):

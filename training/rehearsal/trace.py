@@ -1,4 +1,4 @@
-"""What one rank does on its pretended device, written down as it happens."""
+"""The trace of one rank on its simulated device."""
 
 import itertools
 import weakref
@@ -21,13 +21,13 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""What training/step.py and loop.py name by `record_function`; the first begins a step."""
+"""Names of `record_function` in training/step.py and loop.py; the first starts a step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
-"""Phases whose products of float32 must be IEEE, whatever the forward pass has."""
+"""Phases whose float32 products must be IEEE, for any precision of the forward pass."""
 
 
 class CaptureError(RuntimeError):
-    """What CUDA refuses while a graph is recorded."""
+    """A call that CUDA refuses while a graph is recorded."""
 
 
 Splits = tuple[int, ...]
@@ -35,13 +35,13 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank asks of a process group; what must be the same on its ranks, or fit.
+    """A call of a process group, whose fields must be equal or match on its ranks.
 
     group     global ranks of the group, in its order
     channel   name of the group: several may have the same ranks
     kind      all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send, receive
     dtype     of the elements
-    numel     elements of the larger side: of the whole buffer of gathers and scatters
+    numel     elements of the larger side: the whole buffer of gathers and scatters
     size      bytes that this rank sends
     on_device whether the tensors are the device's
     detail    operation of a reduction, or root of a broadcast
@@ -51,7 +51,7 @@ class Call:
     place     where it is called
     step      in which, from 1 on; 0 before the first
     phase     part of the run in which
-    waits     whether the current stream continues only when it is done
+    waits     whether the current stream waits for its end
     after     calls, by number, that the current stream has waited for since the previous one
     """
 
@@ -75,20 +75,20 @@ class Call:
 
 
 ROUNDING = 512
-"""Bytes that PyTorch's allocator rounds a tensor's memory up to."""
+"""PyTorch's allocator rounds a tensor's memory up to multiples of these bytes."""
 
 
 class Allocations:
-    """Follows storages from their first use until the host has dropped them.
+    """Follows storages from their first use until the host frees them.
 
-    live, peak   bytes now, and the most since `peak` was set to that
+    live, peak   bytes now, and the largest number since `peak` was reset
     pools        the most bytes at one moment by the stream that was current when they were
                  allocated: PyTorch's allocator keeps a pool for each, and what one stream has freed
                  no other uses
     """
 
     def __init__(self, order: StreamOrder) -> None:
-        """`order` is told of each new storage and of each that is gone."""
+        """`order` is notified of new and freed storages."""
         self.live = 0
         self.peak = 0
         self.pools: Counter[int] = Counter()
@@ -97,7 +97,7 @@ class Allocations:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def storage(self, tensor: Tensor, stream: int) -> int:
-        """Return the number of a tensor's storage, which is counted from now on; `stream` is the
+        """Return the number of a tensor's storage, and count it from now on; `stream` is the
         current one."""
         storage = tensor.untyped_storage()
         number = storage._cdata
@@ -124,7 +124,7 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation on tensors that it reads and writes, and what it costs."""
+    """An operation with the tensors that it reads and writes, and its cost."""
 
     name: str
     reads: Sequence[Tensor]
@@ -134,19 +134,19 @@ class Launch:
 
     @classmethod
     def moving(cls, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> "Launch":
-        """Make the launch of a kernel that passes once over its tensors and multiplies nothing."""
+        """Create the launch of a kernel that passes once over its tensors without products."""
         return cls(name, reads, writes, Work(sum(size_of(x) for x in (*reads, *writes))))
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, of one that is expanded those that exist."""
+    """Return the bytes of a tensor's elements, for an expanded tensor only the existing ones."""
     size = tensor.numel() * tensor.element_size()
     return min(size, tensor.untyped_storage().nbytes())
 
 
 @dataclass
 class Recording:
-    """What a CUDA graph would replay."""
+    """The content of a recorded CUDA graph."""
 
     counts: Counts = field(default_factory=Counts)
     event: int | None = None  # the end of what was recorded
@@ -167,18 +167,18 @@ class Trace:
         self._open: list[str] = []
         self.counts: dict[tuple[int, str], Counts] = {(0, SETUP): self._now}
         self.calls: list[Call] = []
-        self.waited: list[int] = []  # numbers of calls waited for since the last one
+        self.waited: list[int] = []  # numbers of calls waited for since the last call
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
-        self.muted = False  # where launches are not real ones
+        self.muted = False  # while launches are not real
         self.imprecise: set[str] = set()  # products of the mathematics that are not IEEE
         self.recording: Recording | None = None
-        self.batch: int | None = None  # number of the batch of sends and receives under way
+        self.batch: int | None = None  # number of the present batch of sends and receives
         self.numbers = itertools.count(1)  # of streams and events
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Context of a part of the run. What follows the outermost counts to it as well, until the
-        next one begins; names that are not a phase's change nothing."""
+        """Count a context as a part of the run. Work after the outermost context belongs to it
+        until the next one starts; names outside `PHASES` have no effect."""
         if name not in PHASES:
             yield
             return
@@ -192,7 +192,7 @@ class Trace:
             self._switch(self._open[-1])
 
     def mark(self) -> None:
-        """Note that a forward pass begins."""
+        """Record the start of a forward pass."""
         self.marks.setdefault(self.step, []).append(Counts().add(self._now))
 
     def _switch(self, name: str) -> None:
@@ -202,11 +202,11 @@ class Trace:
         self._now = self.counts.setdefault((self.step, name), Counts())
 
     def keep_peak(self) -> None:
-        """Count the memory of the part that is open; call it when the run has ended."""
+        """Count the memory of the open part; call it at the end of the run."""
         self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
 
     def launch(self, launch: Launch) -> None:
-        """Write one operation down, on the current stream."""
+        """Record one operation on the current stream."""
         if self.muted:
             return
         work = launch.work
@@ -224,19 +224,20 @@ class Trace:
         now.flops += work.flops
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
-        """Follow the memory of new tensors that nothing was launched for."""
+        """Follow the memory of new tensors without a launch."""
         for tensor in tensors:
             self.memory.storage(tensor, self.stream)
 
     def end_recording(self) -> None:
-        """Stop recording on the current stream, which all others that took part have joined."""
+        """Stop recording on the current stream, which all other streams of the graph have
+        joined."""
         assert self.recording is not None
         self.recording.event = next(self.numbers)
         self.order.record(self.recording.event, self.stream)
         self.recording = None
 
     def replay(self, recording: Recording) -> None:
-        """Launch what was recorded as one graph, on the current stream."""
+        """Launch the recording as one graph on the current stream."""
         if recording.event is not None:
             self.order.wait(recording.event, self.stream)
         graph = Counts().add(recording.counts)
@@ -244,19 +245,19 @@ class Trace:
         self._now = self.counts[self.step, self.phase] = self._now.add(graph)
 
     def read(self, name: str) -> None:
-        """The host waits for the value, or the size, of something on the current stream."""
+        """Record a host wait for the value or size of a tensor on the current stream."""
         self._refuse_while_recording(name)
         self._now.host_reads[f"{name} at {place()}"] += 1
         self.order.synchronize(self.stream)
 
     def synchronize(self, name: str, stream: int | None = None) -> None:
-        """The host waits for a stream, or for all of the device."""
+        """Record a host wait for a stream or the whole device."""
         self._refuse_while_recording(name)
         self._now.synchronizations[f"{name} at {place()}"] += 1
         self.order.synchronize(stream)
 
     def await_event(self, name: str, event: int) -> None:
-        """The host waits for an event."""
+        """Record a host wait for an event."""
         self._refuse_while_recording(name)
         self._now.synchronizations[f"{name} at {place()}"] += 1
         self.order.host_wait(event)
@@ -268,7 +269,7 @@ class Trace:
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
     ) -> None:
-        """A collective on `stream`; one of the host's is noted and costs the device nothing."""
+        """Record a collective on `stream`; one of the host costs the device nothing."""
         waits = stream == self.stream or not call.on_device
         self.calls.append(replace(call, waits=waits, after=tuple(self.waited)))
         self.waited.clear()
@@ -288,7 +289,8 @@ class Trace:
         now.sending[kind] = now.sending.get(kind, 0.0) + seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
-        """The bytes of tensors, of one with gaps from its first to its last."""
+        """Return the byte ranges of tensors, for a tensor with gaps from its first to its last
+        byte."""
         return [part for x in tensors if (part := self._part(x)) is not None]
 
     def _part(self, tensor: Tensor) -> Part | None:

@@ -1,6 +1,6 @@
-"""Launches of Triton kernels, written down: of this project's and of Liger's loss.
+"""Recorded launches of Triton kernels: this project's and Liger's loss.
 
-Each specialisation of a kernel is compiled once if that is asked.
+Each specialisation of a kernel is compiled once if requested.
 """
 
 import importlib
@@ -19,12 +19,12 @@ from training.rehearsal.trace import Launch, Trace, size_of
 
 
 class HostArgumentError(RuntimeError):
-    """A tensor of the host that a kernel of the device is given."""
+    """A host tensor as an argument of a device kernel."""
 
 
 def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
-    """Write launches of Triton kernels down, for the life of this process; with `compiled` each
-    specialisation is compiled for the pretended device."""
+    """Record launches of Triton kernels, for the life of this process; with `compiled` each
+    specialisation is compiled for the simulated device."""
     if importlib.util.find_spec("triton") is None:
         return
     from spectral.kernels import launches
@@ -57,10 +57,10 @@ def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
 
 
 class Kernel:
-    """Stands for a Triton kernel, which is called as `kernel[grid](NAME=value, ...)`.
+    """Replacement of a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
 
-    `made` are the names of tensors that it writes without reading them, `changed` of those that it
-    reads and writes.
+    `made` are the names of tensors that it only writes, `changed` of tensors that it reads and
+    writes.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Kernel:
         return self.launch
 
     def launch(self, **arguments: Any) -> None:
-        """Write a launch down; the tensors of `arguments` are moved once."""
+        """Record a launch that moves the tensors of `arguments` once."""
         tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         read = [x for name, x in tensors.items() if name not in self.made]
         written = [tensors[name] for name in (*self.made, *self.changed)]
@@ -90,7 +90,7 @@ def liger_kernels() -> ModuleType:
 
 
 def install_liger(trace: Trace) -> None:
-    """Write launches of Liger's loss down, for the life of this process, if it is installed."""
+    """Record launches of Liger's loss, for the life of this process, if it is installed."""
     if not liger_installed():
         return
     made = ("EXP_ptr", "pred_ptr", "sum_exp_ptr")
