@@ -1,4 +1,4 @@
-"""Columns of weights and sums of them, by numbers, and which of them are used together."""
+"""Numbered columns of weights and their sums, and their joint use."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from .weight_use import Use
 
 
 class Sums(NamedTuple):
-    """Columns that are sums of two columns, numbered from `start` on."""
+    """Sums of two columns, numbered from `start` on."""
 
     start: int
     end: int
@@ -21,9 +21,9 @@ class Sums(NamedTuple):
 
 
 class Columns:
-    """Numbers for the elements of weights, by which their columns go, and for sums of columns.
+    """Numbers of the elements of weights, which identify columns, and of sums of columns.
 
-    What is used together is noted in the weights' `Use`.
+    Joint use is recorded in the weights' `Use`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Columns:
 
     @property
     def end(self) -> int:
-        """The first number that no record has."""
+        """The first unused number."""
         return self.records[-1].end if self.records else 0
 
     def add(self, record: Use | Sums) -> None:
@@ -45,7 +45,7 @@ class Columns:
         return self.records[bisect_right(self.starts, int(number)) - 1]
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
-        """Yield the records that runs of numbers belong to, with the numbers of each."""
+        """Yield the records of runs of numbers, with their numbers."""
         while len(numbers):
             record = self.record(numbers[0])
             other = (numbers < record.start) | (numbers >= record.end)
@@ -54,7 +54,7 @@ class Columns:
             numbers = numbers[size:]
 
     def beneath(self, columns: Tensor | None) -> set[Use]:
-        """Return the weights that columns belong to."""
+        """Return the weights of columns."""
         if columns is None or not columns.numel():
             return set()
         record = self.record(columns.max())
@@ -68,7 +68,7 @@ class Columns:
             use.joined.update(others)
 
     def joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the numbers of places that have the columns of both."""
+        """Return numbers for places with the columns of both."""
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
@@ -89,7 +89,7 @@ class Columns:
         return high.masked_scatter(both, (places + self.sums[key].start).double())
 
     def settle(self, rows: Tensor, kind: str) -> None:
-        """Note that an operation uses the columns of each row, `[rows, n]`, as one vector."""
+        """Record that an operation uses the columns of each row, `[rows, n]`, as one vector."""
         rows = rows.sort().values.unique(dim=0) if len(rows) > 1 else rows.unique()[None]
         low, high = map(int, rows.aminmax())
         record = self.record(low)
@@ -119,7 +119,7 @@ class Columns:
                 self.settle(torch.cat(rest)[None], kind)
 
     def consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
-        """Note the columns of every vector along some axes."""
+        """Record the columns of every vector along some axes."""
         if columns is None:
             return
         last = {axis % columns.ndim for axis in axes}
@@ -128,5 +128,5 @@ class Columns:
         self.settle(rows.long().cpu(), kind)
 
     def uses(self, elements: Tensor) -> Iterator[tuple[Use, Tensor]]:
-        """Yield the weights that elements are of, as `parts`."""
+        """Yield the weights of elements, as in `parts`."""
         return ((use, own) for use, own in self.parts(elements) if isinstance(use, Use))

@@ -1,8 +1,8 @@
-"""Parameter groups of a model: matrices for a spectral rule, all else for AdamW.
+"""Parameter groups of a model: matrices for a spectral rule, everything else for AdamW.
 
-`split_parameters` asks about each weight what it is and how it is divided into matrices: first its
-arguments, then a forward pass of an example (`watch.py`) or, without one, the names, classes and
-attributes of the model (`known_weights.py`).
+`split_parameters` determines the kind of each weight and its division into matrices: from its
+arguments, then from a forward pass of an example (`watch.py`) or, without one, from the names,
+classes and attributes of the model (`known_weights.py`).
 """
 
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ELEMENTWISE_LR = 1e-3
-"""Learning rate of AdamW for what takes no spectral rule, unless another is given."""
+"""Default learning rate of AdamW for parameters without a spectral rule."""
 
 
 class Row(NamedTuple):
@@ -38,13 +38,13 @@ class Row(NamedTuple):
 
 
 class ParameterSplit(Sequence[dict[str, Any]]):
-    """Parameter groups of a model: those for a spectral rule, and those for AdamW.
+    """Parameter groups of a model for a spectral rule and for AdamW.
 
     Pass it to an optimizer as its parameters. Printing it shows the assignment of each parameter.
 
     Attributes:
-        groups: the groups. Those for the optimizer's own rule come first and have `units`.
-        rows: what became of each parameter.
+        groups: the groups. Groups for the optimizer's own rule are first and have `units`.
+        rows: the assignment of each parameter.
         replicas: the process group of a DDP model, else None.
     """
 
@@ -78,7 +78,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [p for g in self.groups if "rule" in g for _, p in g["params"]]
 
     def __str__(self) -> str:
-        """Return a table, equal rows of numbered layers joined."""
+        """Return a table with joined rows of equal numbered layers."""
         counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
         for (name, shape, rule, matrices, matrix, reason), count in counts.items():
@@ -100,28 +100,28 @@ def split_parameters(
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
     Embeddings, tables and tokens, output heads, routers of experts, gains and biases go to AdamW,
-    the last two without weight decay, as do vectors: what has one side longer than 1 and matrices
-    with a side of 1. Shared parameters appear once; one shared with an embedding counts as an
-    embedding. All others take the optimizer's rule, as one matrix or, by heads, gates, groups and
-    experts, as several.
+    the last two without weight decay; so do vectors: parameters with one side longer than 1, and
+    matrices with a side of 1. Shared parameters appear once; one shared with an embedding counts as
+    an embedding. All others use the optimizer's rule, as one matrix or, divided by heads, gates,
+    groups and experts, as several.
 
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
         example: the arguments of one small forward pass, a tensor, a tuple or a mapping, or a
-            function that runs it. What the pass shows decides, and no name is asked (`watch`).
+            function that runs it. The pass alone decides, without names (`watch`).
         elementwise: modules or parameters, or one, that go to AdamW.
         units: how parameters are divided, by a pattern of their names such as `*.attention.qkv`;
             `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}`, see
-            `Division`, `{}` for one matrix. It goes before what this function finds.
+            `Division`, `{}` for one matrix. It overrides the function's own findings.
         lr: learning rate of AdamW.
 
     Raises:
-        ValueError: a weight that looks like several matrices, or that nothing says what it is;
-            rows that do not divide a weight; a pattern that matches nothing; patterns that divide
+        ValueError: a weight that looks like several matrices, or of unknown kind; rows that do not
+        divide a weight; a pattern that matches nothing; patterns that divide
             one parameter differently; elementwise parts of another model; flattened parameters; no
             parameter for the optimizer's rule; a weight that the pass of `example` did not use, or
-            that it shows no division of.
-        TypeError: no module, or elementwise parts that are none.
+            whose division it does not show.
+        TypeError: `module` or an elementwise part has a wrong type.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -143,7 +143,7 @@ def split_parameters(
         known = KnownWeights(module)
         given |= {w.name: known.answer(w) for w in weights if w.name not in given}
     groups: dict[Division, list[tuple[str, nn.Parameter]]] = {}
-    others: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}  # decays or not
+    others: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}  # by weight decay
     rows = []
     for name, parameter, *_ in weights:
         division, reason, decays = given[name]
@@ -177,7 +177,7 @@ def split_parameters(
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name of what no whole-matrix rule should take as one matrix."""
+    """Raise ValueError for a name of weights that are not one matrix for a whole-matrix rule."""
     last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
     if EMBEDDINGS.search(last) or HEADS.search(last):
         raise ValueError(
@@ -194,7 +194,7 @@ def check_name(name: str) -> None:
 def _apart(
     module: nn.Module, elementwise: Iterable[nn.Module | nn.Parameter] | nn.Module | nn.Parameter
 ) -> set[int]:
-    """Return the ids of the parameters given, and of those of modules."""
+    """Return the ids of the given parameters and of the parameters of given modules."""
     own, apart = {id(p) for p in module.parameters()}, set[int]()
     if isinstance(elementwise, (nn.Module, nn.Parameter)):
         elementwise = [elementwise]
@@ -229,7 +229,7 @@ def _refuse_unfit(weight: Weight) -> None:
 
 
 def _given(weight: Weight, units: Mapping[str, Mapping[str, Any]], apart: set[int]) -> Seen | None:
-    """Return what a parameter is by its shape, its embedding and the arguments of
+    """Return the kind of a parameter from its shape, its embedding and the arguments of
     `split_parameters`, None if they leave it open."""
     divisions = {Division.of(value) for value in units.values()}
     if len(divisions) > 1:

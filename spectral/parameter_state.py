@@ -1,7 +1,7 @@
-"""The state that an optimizer keeps of its parameters: entries, how they begin, and their checks.
+"""The optimizer state of parameters: entries, initial values, and checks.
 
 A parameter group gives its parameters a rule, a division into matrices, and names. Other programs
-keep entries in the state as well. Only those of the rule, and the master, are looked at.
+may keep entries in the state as well. Only the rule's entries and the master are used here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ MASTER = "master"
 
 @cache
 def entry_names(rule: Rule) -> tuple[str, ...]:
-    """Return the names of the entries that a rule keeps of every parameter."""
+    """Return the names of a rule's state entries."""
     return tuple(rule.init_state(torch.empty(1, 2, 2, device="meta")))
 
 
 def entry_shapes(parameter: Tensor, rule: Rule, division: Division) -> dict[str, torch.Size]:
-    """Return the shape of every entry of the state, of a DTensor as a whole."""
+    """Return the shape of every entry of the state, for a DTensor the global shape."""
     last = SteppedUnit.of(parameter, rule, division)[-1]
     shapes = dict.fromkeys((*entry_names(rule), MASTER), parameter.shape)
     for name, entry in last.entries.items():
@@ -44,7 +44,7 @@ def entry_shapes(parameter: Tensor, rule: Rule, division: Division) -> dict[str,
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Return a state with 0-d tensors instead of numbers, as which other programs save counts."""
+    """Return a state with 0-d tensors instead of numbers, which other programs save as counts."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()
@@ -58,7 +58,7 @@ def complete_numbers(
 def entry_problems(
     state: Mapping[str, Any], shapes: Mapping[str, torch.Size], parameter: Tensor, name: str
 ) -> Iterator[str]:
-    """Yield what is wrong with the entries that a rule needs of a parameter called `name`."""
+    """Yield the problems of a rule's state entries of the parameter `name`."""
     local = local_of(parameter).shape
     for key in (key for key in shapes if key in state):
         value, shape = state[key], tuple(shapes[key])
@@ -72,9 +72,9 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Return an entry of a saved state, of the rule if it is `own`, for the state of a parameter.
+    """Return an entry of a saved state (the rule's if `own`) for the state of a parameter.
 
-    A tensor keeps its dtype. It is not copied if it has that of the parameter, as in torch.
+    A tensor keeps its dtype. As in torch, it is not copied if its dtype is the parameter's.
     """
     if not isinstance(value, Tensor):
         return deepcopy(value)
@@ -82,7 +82,7 @@ def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
 
 
 def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> None:
-    """Match a state to its parameter, which others may have written, cast or replaced."""
+    """Match a state to its parameter, which other code may have written, cast or replaced."""
     half = parameter.dtype in HALF
     if half and MASTER in state:
         follow_weight(parameter, state[MASTER])
@@ -100,11 +100,11 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
 
 
 def follow_weight(parameter: Tensor, master: Tensor) -> None:
-    """Let a master take the value of its 16-bit parameter where that is no longer its rounding."""
+    """Update a master where its 16-bit parameter is no longer its rounding."""
     weight, master = local_of(parameter), local_of(master)
     rounded = master.to(weight.dtype)
     equal_bits = weight.is_cpu and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))
-    if not equal_bits:  # elsewhere the host would wait to know
+    if not equal_bits:  # on other devices the host would wait for the result
         torch.where(rounded == weight, master, weight, out=master)
 
 
@@ -112,7 +112,7 @@ def follow_weight(parameter: Tensor, master: Tensor) -> None:
 def initial_state(
     rule: Rule, division: Division, parameter: Tensor, weight_of: Callable[[Tensor], Tensor]
 ) -> State:
-    """Create the state of a parameter that this rank steps alone, sharded as it is."""
+    """Create the state of a parameter that this rank steps alone, sharded like the parameter."""
     weight = weight_of(parameter)
     units = SteppedUnit.of(parameter, rule, division)
     states = [rule.init_state(unit.read(weight)[None]) for unit in units]
@@ -131,9 +131,9 @@ def initial_state(
 
 
 NON_NEGATIVE = ("step", "variance", "square")
-"""Entries that are counts, or means of squares."""
+"""Entries that are counts or means of squares."""
 Kind = tuple[str, Division]
-"""Rule and division of a parameter, of which its state is."""
+"""Rule and division of a parameter, which determine its state."""
 
 
 class Member(NamedTuple):
@@ -146,12 +146,12 @@ class Member(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of every entry of its state."""
+        """The shape of every state entry."""
         return entry_shapes(self.parameter, self.rule, self.division)
 
 
 def members_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Member]:
-    """Yield the parameters of groups, one group after the other."""
+    """Yield the parameters of groups, group by group."""
     for group in groups:
         rule, division = rule_of(group), Division.of(group["units"])
         names = group.get("param_names")
@@ -161,14 +161,14 @@ def members_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Member]:
 
 
 def listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    """Return what groups list under a key, one group after the other."""
+    """Return the items of a key of all groups, group by group."""
     return [value for group in groups for value in group.get(key, ())]
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
     """Return the rule of a parameter group with the fields that the group contains.
 
-    Raises ValueError or TypeError for a field that is missing or makes no sense.
+    Raises ValueError or TypeError for a missing or invalid field.
     """
     kind = RULES[group["rule"]]
     names = _field_names(kind)
@@ -178,12 +178,12 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
         raise ValueError(
             f"a group of rule {group['rule']!r} must have {error.args[0]}; call add_param_group"
         ) from None
-    with suppress(TypeError):  # of a value that cannot be hashed; the rule itself says what it is
+    with suppress(TypeError):  # an unhashable value; the rule itself reports it
         return _rule(kind, *values)
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(maxsize=256, typed=True)  # True is no valid 1, and the checks take longer than a step
+@lru_cache(maxsize=256, typed=True)  # True is not a valid 1, and the checks take longer than a step
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 
@@ -194,7 +194,7 @@ def _field_names(kind: type[Rule]) -> tuple[str, ...]:
 
 
 def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
-    """Return rule and division of every parameter."""
+    """Return the rule and division of every parameter."""
     return {
         parameter: (group["rule"], division)
         for group in groups
@@ -206,7 +206,7 @@ def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
 def check_kinds(
     kinds: Mapping[Tensor, Kind], before: Mapping[Tensor, Kind], state: Mapping[Any, Any]
 ) -> None:
-    """Raise ValueError for a parameter whose state is of another rule or other units."""
+    """Raise ValueError for a parameter with state of another rule or other units."""
     for parameter, kind in kinds.items():
         old = before.get(parameter, kind)
         if kind != old and state.get(parameter):
@@ -232,7 +232,7 @@ def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any])
 
 
 def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the parameters of groups cannot take what `state_dict` has saved."""
+    """Yield the reasons why a saved `state_dict` does not fit the parameters of groups."""
     saved_groups = saved["param_groups"]
     for i, (group, other) in enumerate(zip(groups, saved_groups, strict=False)):
         rule, units = other.get("rule"), other.get("units", group["units"])
@@ -262,7 +262,7 @@ def _saved_entry_problems(member: Member, entries: dict[str, Any], name: str) ->
 
 
 def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:
-    """Remove the own entries of the states of parameters, of these kinds, that are in no group."""
+    """Remove the rule's state entries of parameters, of these kinds, that are in no group."""
     for parameter, (rule, _) in kinds.items():
         entries = state.get(parameter, {})
         for name in (*entry_names(RULES[rule]()), MASTER):

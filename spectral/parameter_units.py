@@ -13,9 +13,9 @@ from .stepping import Units, accumulate_
 
 
 class ParameterUnits(Units):
-    """Units of one shape and step under one rule, which this rank steps alone.
+    """Units of one shape, rule and step that this rank steps alone.
 
-    `state` is the optimizer's, by parameter. Gradients are accumulated in it.
+    `state` is the optimizer's state by parameter. Gradients are accumulated in it.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class ParameterUnits(Units):
         self.stacked = [name for name in names if name not in rule.elementwise_state]
 
     def take(self, part: slice) -> Stack:
-        """Stack weights, gradients, states and rates; of a single unit they are views."""
+        """Stack weights, gradients, states and rates; for a single unit they are views."""
         units, states = self.units[part], self.states[part]
         pairs = [*zip(units, states, strict=True)]
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in units])
         stacks = {k: _stacked([u.entry(k, state[k]) for u, state in pairs]) for k in self.stacked}
         weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in units]
-        grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
+        grad = torch.stack(grads).to(weight.dtype)  # a copy, as rules may overwrite gradients
         names = self.rule.elementwise_state
         means = [{k: unit.entry(k, state[k]) for k in names} for unit, state in pairs]
         accumulate_(self.rule, [*grad], means, self.step.active)
@@ -46,7 +46,7 @@ class ParameterUnits(Units):
         return Stack(weight, grad, stacks, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Copy a stack after its step to the parameters and states of its units."""
+        """Copy a stepped stack to the parameters and states of its units."""
         for i, (unit, state) in enumerate(zip(self.units[part], self.states[part], strict=True)):
             unit.write(local_of(unit.parameter), stack.weight[i])
             for key in self.stacked:
@@ -55,7 +55,7 @@ class ParameterUnits(Units):
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
-    """Stack units to `[batch, ...]`; one that is contiguous is not copied."""
+    """Stack units to `[batch, ...]` without copying a single contiguous one."""
     if len(units) == 1 and units[0].is_contiguous():
         return units[0].unsqueeze(0)
     return torch.stack(list(units))

@@ -1,8 +1,8 @@
-"""Which outputs of a weight a model uses together, seen in one forward pass.
+"""Detection, in one forward pass, of outputs of a weight that a model uses together.
 
-No name and no shape says how many matrices are in a weight: what the model does with its outputs
-does. So run the model once. Every product with a weight gives its output a *shadow* (`shadow.py`),
-the number of a column at each place: which output of which weight it is. Shadows follow:
+Neither name nor shape reveals the matrices in a weight, but the use of its outputs does. So the
+model runs once. Every product with a weight gives its output a *shadow* (`shadow.py`), which
+contains the number of a column (an output of a weight) at each place. Shadows propagate:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
@@ -16,9 +16,9 @@ until an operation uses columns as one vector. That is a set of columns that bel
                                 of each entry of the batch: attention's heads
     a * b, a ** b, min(a, b)    the columns of a, and those of b: the halves of a gated layer
 
-Numbers and sets are in `columns.py`, the matrices that they make in `weight_use.py`. Columns that
-no set has are a head's, those that `topk` chooses from a router's, and a weight that nothing
-multiplies by is a table.
+Numbers and sets are in `columns.py`, the resulting matrices in `weight_use.py`. Columns in no set
+belong to an output head, columns that `topk` chooses from belong to a router, and a weight without
+products is a table.
 """
 
 import re
@@ -43,14 +43,14 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
-"""Operations that multiply one argument by the next, by the place of the first."""
+"""Operations that multiply one argument by the next, by the position of the first."""
 ADDITIONS = ("add", "sub", "rsub", "where", "lerp", "copy", "masked_fill")
-"""Operations of several activations that do not multiply them."""
+"""Operations that combine activations without products."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "multinomial": 4, "max": 1}
-"""Operations that choose among columns, by the place of the axis in their arguments."""
+"""Operations that choose among columns, by the position of the axis argument."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
-"""Operations that add to some places, with those that write them."""
+"""Operations that add to some places, with the corresponding writes."""
 MOVES = re.compile(
     r"cat|stack|(_unsafe_)?index(_select|_put|_copy|_add)?|gather|take|repeat|roll|flip|rot90"
     r"|im2col|constant_pad_nd|(reflection|replication)_pad\dd|(slice_|select_|masked_)?scatter"
@@ -60,9 +60,9 @@ STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
     r"|_weight_norm_interface|native_dropout|leaky_relu|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
 )
-"""Operations, beside those that torch calls pointwise, that act on each place or scale it."""
+"""Operations that act on each place or scale it, in addition to torch's pointwise tag."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
-"""Reductions that are not sums: of a part of the columns they hide which output is which."""
+"""Reductions other than sums, which over a part of the columns hide the outputs' identity."""
 DISTANCES = ("_cdist_forward", "_euclidean_dist")
 """Operations that use the vectors of two tensors in pairs, as matrix products do."""
 REDUCTIONS = re.compile(
@@ -73,17 +73,17 @@ CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 VIEWS = re.compile(r"as_strided|t|transpose|squeeze|unsqueeze|swap(axes|dims)|detach|resize")
 """Operations that change the shape of a tensor in place."""
 SHAPES = re.compile(r".*(_like|new_).*")
-"""Operations that read the shape of an input alone."""
+"""Operations that read only the shape of an input."""
 ENDS = re.compile(r".*(loss|histc|cdist|_dist|_like|new_).*")
-"""Operations whose results no layer takes."""
+"""Operations whose results do not enter a layer."""
 
 
 class Side(NamedTuple):
-    """What an elementwise operation has at one side, with as many axes as the result."""
+    """One operand of an elementwise operation, with as many axes as the result."""
 
     columns: Tensor | None
     shape: tuple[int, ...]
-    counts: bool  # and is no position, gain or other constant
+    counts: bool  # and is not a position, gain or other constant
 
     @property
     def moving(self) -> list[int]:
@@ -92,16 +92,16 @@ class Side(NamedTuple):
         return [axis for axis, size in enumerate(sizes) if size > 1]
 
     def vectors(self, other: "Side") -> list[int]:
-        """The axes of vectors that the elements of another side multiply, if there are several.
+        """The axes of vectors that elements of the other side multiply, if there are several.
 
-        As weights of attention multiply the values of each head.
+        For example, attention weights multiply the values of each head.
         """
         along = [axis for axis in self.moving if other.shape[axis] == 1]
         return along if len(along) < len(self.moving) else []
 
 
 class Watch(TorchDispatchMode):
-    """Follows the outputs of weights through the operations of a forward pass."""
+    """Follows outputs of weights through the operations of a forward pass."""
 
     supports_higher_order_operators = True
 
@@ -113,7 +113,7 @@ class Watch(TorchDispatchMode):
         self.numbers = Columns()
         self.columns, self.weights = Shadows(), Shadows()  # of activations, elements of weights
         self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of products
-        self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of parameters written to
+        self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of written parameters
         for name, weight in weights.items():
             if weight in self.weights:
                 raise ValueError(
@@ -132,7 +132,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and move the shadows as it moves numbers."""
+        """Run an operation, and propagate the shadows as it moves numbers."""
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             result = func(*args, **kwargs)
@@ -142,7 +142,7 @@ class Watch(TorchDispatchMode):
         if func._schema.is_mutable:
             self._keep(tensors_in((args, kwargs)))
         if torch.is_inference_mode_enabled() and not self.paused:
-            with self:  # there, operations made of others arrive whole
+            with self:  # there, composite operations arrive whole
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -153,13 +153,13 @@ class Watch(TorchDispatchMode):
         return result
 
     def _keep(self, tensors: Iterable[Tensor]) -> None:
-        """Copy parameters that an operation may write to."""
+        """Copy parameters before an operation that may write to them."""
         for storage in (t.untyped_storage() for t in tensors):
             if storage in self.parameters and storage not in self.before:
                 self.before[storage] = storage.clone()
 
     def put_back(self) -> None:
-        """Give parameters that the pass wrote to their values before it."""
+        """Restore parameters that the pass wrote to."""
         for storage, values in self.before.items():
             storage.copy_(values)
 
@@ -190,7 +190,7 @@ class Watch(TorchDispatchMode):
         if name in CHOICES and tracked and (name != "max" or isinstance(result, tuple)):
             self._choose(name, args, result)
         elif not fresh or (in_place and VIEWS.fullmatch(name)):
-            return  # a view, or nothing that has columns
+            return  # a view, or an operation without columns
         elif name in PRODUCTS:
             first = PRODUCTS[name]
             self._multiply(args[first], args[first + 1], fresh[0])
@@ -216,7 +216,7 @@ class Watch(TorchDispatchMode):
             self._hide(operands, str(func))
 
     def _follow_higher(self, name: str, args: Any, result: Any) -> None:
-        """Follow an operation that is given functions: flex attention, of queries, keys, values."""
+        """Follow a higher-order operation: flex attention of queries, keys and values."""
         heads = args[:3] if name == "flex_attention" else ()
         self._hide(tensors_in(args[len(heads) :]), name)
         for t in heads:
@@ -240,12 +240,12 @@ class Watch(TorchDispatchMode):
                 use.hidden = use.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor]) -> None:
-        """Note tensors that a model returns, or whose sum it does."""
+        """Record tensors that a model returns, or whose sum it returns."""
         for use in set[Use]().union(*(self.numbers.beneath(self.columns.read(t)) for t in tensors)):
             use.ended = True
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
-        """An operation on each place: what its operands have there, the result has."""
+        """Follow an operation on each place: the result has its operands' columns."""
         same, wider = _aligned(operands, out)
         sides = [self._side(t, out) for t in (*same, *wider)]
         distinct: list[Tensor] = []
@@ -256,7 +256,7 @@ class Watch(TorchDispatchMode):
             for weight in [t for t in same if t in self.weights][:1]:
                 self.weights.copy(out, weight)
             return
-        # Positions and gains scale columns; an activation of every column makes products of them.
+        # Positions and gains scale columns; an activation with columns everywhere forms products.
         known = [side.columns is not None for side in sides[: len(same)]]
         scales = any(s.counts and not k for s, k in zip(sides, known, strict=False))
         if name not in ADDITIONS and (scales or len(distinct) > 1):
@@ -274,7 +274,7 @@ class Watch(TorchDispatchMode):
         self.columns.write(out, reduce(self.numbers.joined, distinct))
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
-        """Return an operand of an elementwise operation as a side of it."""
+        """Return an operand of an elementwise operation as a side."""
         columns, missing = self.columns.read(tensor), [1] * (out.ndim - tensor.ndim)
         if columns is not None:
             if out.is_complex() != tensor.is_complex():
@@ -285,7 +285,7 @@ class Watch(TorchDispatchMode):
         return Side(columns, shape, columns is not None or (live and tensor.numel() > 1))
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        """An operation that moves numbers moves their columns, or the elements of a weight."""
+        """Follow an operation that moves numbers, with their columns or a weight's elements."""
         operands = tensors_in(args)
         if any(t.is_complex() for t in operands):
             return self._hide(operands, name)
@@ -298,7 +298,7 @@ class Watch(TorchDispatchMode):
                 return 0.0 if isinstance(t, float) else t
             known = shadows.read(t)
             known = torch.full((), NONE, device=t.device).double() if known is None else known
-            return (known - NONE).expand(t.shape)  # what an operation fills with 0 has none
+            return (known - NONE).expand(t.shape)  # zero fill has no columns
 
         moved, there = [numbers(a) for a in args], None
         if name in ADDING_MOVES:
@@ -312,7 +312,7 @@ class Watch(TorchDispatchMode):
         )
 
     def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
-        """What is the same column along the reduced axes stays that column."""
+        """Follow a reduction: a column that is constant along the reduced axes is unchanged."""
         columns = self.columns.read(source)
         if columns is None or source.is_complex():
             return
@@ -337,9 +337,7 @@ class Watch(TorchDispatchMode):
             self.end_with([source])
         elif (sums and rest) or all(columns.shape[a] == 1 for a in axes):
             for axis in axes:
-                while (
-                    size := columns.shape[axis]
-                ) > 1:  # the sum of two halves, and what is between
+                while (size := columns.shape[axis]) > 1:  # the sum of two halves, and cases between
                     first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
                     columns = torch.cat([self.numbers.joined(first, second), between], axis)
             kept = out.ndim == columns.ndim
@@ -352,7 +350,7 @@ class Watch(TorchDispatchMode):
                 self.end_with([source])
 
     def _choose(self, name: str, args: Any, result: Any) -> None:
-        """What chooses among columns is the end of a router, what chooses among tokens is not."""
+        """Follow a choice: a choice among columns ends a router, a choice among tokens does not."""
         columns = self.columns.read(args[0])
         axis = next((a for a in args[CHOICES[name] :] if type(a) is int), -1)
         if columns is None or not columns.ndim:
@@ -368,7 +366,7 @@ class Watch(TorchDispatchMode):
             self.columns.write(values, condensed(chosen.view(values.shape)))
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:
-        """An operation on each channel leaves it its column."""
+        """Follow an operation on each channel, which keeps its column."""
         columns = self.columns.read(source)
         if columns is None:
             return
@@ -379,9 +377,9 @@ class Watch(TorchDispatchMode):
             self._hide([source], operation)
 
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """A product of `[..., rows, n]` and `[..., n, columns]`, or of a vector `[n]`."""
+        """Follow a product of `[..., rows, n]` and `[..., n, columns]`, or of a vector `[n]`."""
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
-        # Of two weights, the second one: the first is then a table of inputs.
+        # For two weights use the second: the first is then a table of inputs.
         weight = next((i for i in (1, 0) if sides[i] in self.weights), None)
         if weight == 1 and left in self.weights:
             self._use(right).tables.add(self._use(left))
@@ -409,9 +407,9 @@ class Watch(TorchDispatchMode):
         self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 
     def _mixed(self, columns: Tensor, axis: int) -> list[int]:
-        """Return the axes of the columns that a layer which sums over an axis takes together.
+        """Return the axes of columns that a layer with a sum over an axis uses together.
 
-        The others, if it sums over weights: it takes their columns one by one, as it does tokens.
+        If it sums over weights, these are the other axes: columns are used one by one, like tokens.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
         if not others or columns.shape[axis] == 1:
@@ -421,7 +419,7 @@ class Watch(TorchDispatchMode):
         return others if sums else [axis]
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
-        """Return the numbers of the columns of a product that keeps one axis of a weight."""
+        """Return the column numbers of a product that keeps one axis of a weight."""
 
         def along(axis: int) -> Tensor:
             line = weight[tuple(slice(None) if a == axis else 0 for a in range(weight.ndim))]
@@ -432,9 +430,9 @@ class Watch(TorchDispatchMode):
         return torch.cat([use.columns(own, inputs) for use, own in self.numbers.uses(along(kept))])
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
-        """A convolution; its options are bias, stride, ..., transposed, padding, groups."""
+        """Follow a convolution; its options are bias, stride, ..., transposed, padding, groups."""
         transposed, groups = options[4], options[6]
-        # One weight a channel only scales it and mixes its neighbours.
+        # One weight per channel only scales it and mixes its neighbours.
         depthwise = groups > 1 and groups == source.shape[1] == out.shape[1]
         columns = self.columns.read(source)
         if depthwise and columns is not None:
@@ -455,7 +453,7 @@ class Watch(TorchDispatchMode):
             self._made(out, [numbers], 1)
 
     def _made(self, out: Tensor, columns: list[Tensor], axis: int) -> None:
-        """Note the columns that a product makes along an axis of its result, by its first axis."""
+        """Record the columns along an axis of a product's result, by its first axis."""
         sizes = [len(columns), *[1] * (out.ndim - 1)] if len(columns) > 1 else [1] * out.ndim
         sizes[axis] = len(columns[0])
         numbers = torch.stack(columns).double().to(out.device)
@@ -463,7 +461,7 @@ class Watch(TorchDispatchMode):
 
 
 def _aligned(operands: Iterable[Tensor], out: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the operands of the shape of a result, and those that broadcast to it."""
+    """Return the operands of a result's shape, and the operands that broadcast to it."""
     same, wider = list[Tensor](), list[Tensor]()
     for t in operands:
         wanted = out.shape[out.ndim - t.ndim :]
@@ -475,18 +473,18 @@ def _aligned(operands: Iterable[Tensor], out: Tensor) -> tuple[list[Tensor], lis
 
 
 def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict[str, Seen]:
-    """Return what one forward pass of an example shows of weights.
+    """Return the facts about weights that one forward pass of an example shows.
 
     Args:
-        model: the model, whose parameters, gradients, buffers, modes and attributes, with what
-            lists, mappings and generators in them contain, are afterwards as they were.
-        weights: some of its parameters of two dimensions or more.
-        example: the arguments of the pass, a tensor, a tuple or a mapping, or a function that runs
+        model: the model, whose parameters, gradients, buffers, modes and attributes (including
+        lists, mappings and generators) are restored afterwards. weights: parameters of two
+        dimensions or more. example: the arguments of the pass, a tensor, a tuple or a mapping, or a
+        function that runs
             it.
 
     Raises:
-        ValueError: weights that the pass did not use, that it cannot be seen through, or that no
-            `Division` describes; parameters that the pass makes.
+        ValueError: weights that the pass did not use or hides, or that no `Division` describes;
+        parameters that the pass creates.
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
@@ -533,7 +531,7 @@ def _run(model: nn.Module, example: Any) -> Any:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # of which every product is seen
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # all of its products are seen
             if isinstance(example, Mapping):
                 return model(**example)
             if isinstance(example, (tuple, list)):
@@ -545,7 +543,7 @@ def _run(model: nn.Module, example: Any) -> Any:
 
 
 def _skip(watched: Watch, computed: parametrize.ParametrizationList) -> None:
-    """Take a computed weight for the parameter of its shape, and do not watch how it is made."""
+    """Treat a computed weight as the parameter of its shape, without watching its computation."""
     originals = [p for n, p in computed.named_parameters(recurse=False) if n.startswith("original")]
 
     def before(*_: Any) -> None:

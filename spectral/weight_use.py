@@ -1,7 +1,7 @@
 """Uses of a weight's outputs in a forward pass, and the matrices that follow from them.
 
-Two outputs are in one matrix if every set of outputs that was used as one vector has both or
-neither. That is the coarsest division that cuts no set.
+Two outputs are in one matrix if every set of outputs that was used as one vector contains both or
+neither. This is the coarsest division that does not cut a set.
 """
 
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """What became of the outputs of a weight, whose elements are numbered from `start` on."""
+    """Uses of the outputs of a weight, whose elements are numbered from `start` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,19 +47,19 @@ class Use:
     end: int
     used: bool = False
     looked_up: bool = False
-    joined: set["Use | None"] = field(default_factory=set)  # added to; None: what no weight made
+    joined: set["Use | None"] = field(default_factory=set)  # added to; None: no weight
     tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
-    ended: bool = False  # its outputs are the model's, or in its loss
-    hidden: str = ""  # the operation that hides what becomes of its outputs
+    ended: bool = False  # its outputs are the model's outputs or in its loss
+    hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
-    outputs: set[int] = field(default_factory=set)  # axes that number outputs
-    # By kinds of operations, sets of columns by the places of their first elements.
+    outputs: set[int] = field(default_factory=set)  # axes of outputs
+    # Sets of columns by kind of operation, by the positions of their first elements.
     sets: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def beneath(self) -> frozenset["Use"]:
-        """The weights of its columns: itself."""
+        """The weights of its columns: the weight itself."""
         return frozenset([self])
 
     def axes(self, numbers: Tensor) -> list[int]:
@@ -67,7 +67,7 @@ class Use:
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
     def columns(self, numbers: Tensor, inputs: set[int]) -> Tensor:
-        """Note a product that sums over some axes; return the first element of each column."""
+        """Record a product that sums over some axes; return the first element of each column."""
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
         self.inputs.add(tuple(sorted(inputs)))
@@ -75,13 +75,13 @@ class Use:
         return self.start + torch.tensor(self.strides)[outputs] @ places[outputs]
 
     def verdict(self, taken: set["Use | None"]) -> Seen:
-        """Return what became of the weight.
+        """Return the verdict about the weight.
 
         Args:
             taken: the weights whose outputs reach another layer, and None.
 
         Raises:
-            ValueError: what no division expresses, and outputs that the pass hides or drops.
+            ValueError: a use that no division expresses, or outputs that the pass hides or drops.
         """
         if not self.used:
             raise ValueError("the pass did not use it")
@@ -131,7 +131,7 @@ class Use:
 
 
 def _places(elements: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Return where elements of a tensor that are numbered as in memory lie, `[axes, elements]`."""
+    """Return the positions `[axes, elements]` of elements numbered in the order of memory."""
     places = torch.zeros(len(shape), len(elements), dtype=torch.long)
     for axis in sorted(range(len(shape)), key=lambda a: -strides[a]):
         if shape[axis] > 1:
@@ -146,8 +146,8 @@ def _changing(places: Tensor) -> list[int]:
 
 @lru_cache(64)  # the layers of a model repeat
 def _overlap(sets: Sets) -> bool:
-    """Whether two sets have a part in common, and neither contains the other."""
-    smallest = dict[int, int]()  # of the sets so far, that has each column
+    """Whether two sets overlap and neither contains the other."""
+    smallest = dict[int, int]()  # the earlier set that contains each column
     for i, columns in enumerate(sorted(sets, key=len, reverse=True)):
         if len({smallest.get(column) for column in columns}) > 1:
             return True
@@ -165,9 +165,9 @@ def _division(
     grouped: bool,
     groups: int,
 ) -> Division:
-    """Return how outputs are divided by products over some axes, and by sets of columns.
+    """Return the division of outputs by products over some axes and by sets of columns.
 
-    Raises ValueError if no division says it.
+    Raises ValueError if no division expresses it.
     """
     axis, inputs = max(outputs), set[int]().union(*sums)
     stacked = axis > 0 and 0 not in inputs
@@ -182,11 +182,11 @@ def _division(
     each, size, rows = shape[0] // parts, shape[axis], []
     for columns in sets:
         if parts == 1 and len(columns) == size:
-            continue  # which cuts nothing
+            continue  # it cuts nothing
         places = _places(torch.tensor(columns), shape, strides)
         part = places[0] // each if parts > 1 else 0
         rows.append({*(places[axis] + size * part).tolist()})
-    # A column that is used alone may be in a matrix with others, unless it is a group's.
+    # A column that is used alone may be in a matrix with others, unless it is a group's column.
     joint = [r for r in rows if len(r) > 1 or grouped]
     finest = _labels(rows, parts * size)
     labels = finest if len(joint) == len(rows) else _labels(joint, parts * size)
@@ -197,7 +197,7 @@ def _division(
 
 
 def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
-    """Return for each output the first one that every set has or lacks as well."""
+    """Return for each output the first output that is in exactly the same sets."""
     labels, count = [0] * size, size
     for indices in sets:
         split = dict[int, int]()
@@ -228,7 +228,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
         (lengths,) = rows
         counts = Counter(label for run in runs for label in run)
         whole = [all(counts[label] == 1 for label in run) for run in runs]
-        # Where heads lie one after another, what all of them have of another vector is cut too.
+        # If heads are consecutive, a vector shared by all of them is cut too.
         period = _period([*zip(lengths, whole, strict=False)])
         if all(whole) or (stride == 1 and period < len(lengths) and any(whole[:period])):
             return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
@@ -238,7 +238,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
 
 
 def _period(values: Any) -> int:
-    """Return after how many values they repeat."""
+    """Return the period of the values."""
     count = len(values)
     periods = (n for n in range(1, count) if count % n == 0)
     return next((n for n in periods if values == values[:n] * (count // n)), count)

@@ -1,4 +1,4 @@
-"""Memory of one rank by kind, and its activations: the bytes that it keeps and those that it sends.
+"""Memory of one rank by kind, and its activations: bytes that are kept and sent.
 
 Nothing is run; activations are estimates.
 """
@@ -36,10 +36,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Largest sum of what is needed at the same time.
+        """Largest sum of memory needed at the same time.
 
-        Activations are gone when the optimizer's step needs its buffers. Those of the Gram penalty
-        are left out: a rehearsal shows them.
+        Activations are freed before the optimizer's step needs its buffers. The Gram penalty's
+        buffers are not counted; a rehearsal shows them.
         """
         permanent = self.weights + self.gradients + self.master + self.state
         return permanent + max(self.activations, self.buffers)
@@ -48,12 +48,12 @@ class Memory:
 def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: float = 1) -> int:
     """Bytes that a rank with these chunks keeps for the backward pass.
 
-    They are those of `in_flight` micro-batches at once, and what exists of one alone: what the head
-    has until the loss is there, or later, while a layer goes backward, its gradients and what is
-    computed again. The head saves its norm, float32 logits, and those of the model's type; with
-    `loss_chunk` it holds float32 logits and their softmax of one chunk at a time. With `recompute`
-    selective the feed-forward blocks save nothing but their routed experts' tensors, with full a
-    layer saves its input only.
+    They are the activations of `in_flight` micro-batches, plus temporary memory of one: the head's
+    until the loss is computed, or later a layer's gradients and recomputed activations in its
+    backward. The head saves its norm, float32 logits, and logits of the model's dtype; with
+    `loss_chunk` it holds float32 logits and their softmax for one chunk at a time. With `recompute`
+    selective the feed-forward blocks save only their routed experts' tensors, with full a layer
+    saves only its input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream
@@ -66,7 +66,7 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
         saved = {"none": whole, "selective": routed, "full": stream}[inputs.recompute]
         kept += number * saved
         block = _block_width(shape, layer, routed_only=False)
-        # Gradients of the block's tensors, of gate and up again in one tensor.
+        # Gradients of the block's tensors; those of gate and up also in one tensor.
         gradients = stream + (_block_copies(shape) + model.gated) * block
         once = max(once, whole - saved + gradients)
     head = 0
@@ -82,13 +82,12 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> int:
     """Elements per token that a layer saves for its backward pass.
 
-    They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
-    saves (q, k, v, its output, q and k again, rotated, grouped queries that are normalised once
-    more, and keys and values of the other context ranks) and what the gated block saves (gate, up,
-    the activation, a copy of up, their product; compiled or with a kernel for the gradient only
-    gate, up and product; before their gate, the output of shared experts). A token's experts, and
-    its rows for them, are counted as if they were all on its rank; each of the tensor-parallel
-    ranks sends its share of the tokens to experts.
+    They are the inputs and outputs of both norms (cut only by sequence parallelism), attention's
+    tensors (q, k, v, its output, rotated q and k, a copy of normalised grouped queries, and keys
+    and values of the other context ranks) and the gated block's tensors (gate, up, the activation,
+    a copy of up, their product; compiled or with a gradient kernel only gate, up and product; with
+    a shared gate, the output of shared experts). A token's experts, and its rows for them, count as
+    if all were on its rank; each tensor-parallel rank sends its share of the tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor
@@ -99,7 +98,7 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     family = FAMILIES[model.family]
     if family.post_norms:
         width += 2 * stream  # their inputs
-    if family.zero_centered_gains:  # inputs and what the gain multiplies, in float32
+    if family.zero_centered_gains:  # inputs and normalised values, in float32
         width += 3 * stream * (4 if family.post_norms else 2)
     if model.qk_norm and model.query_groups != model.heads:
         width += model.heads * model.head_size // tensor  # the norm's input, copied by heads
@@ -109,20 +108,21 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     if moe is not None:
         width += moe.top_k * model.hidden * inputs.expert_tensor // tensor
         if moe.shared_gate and not routed_only:
-            width += stream  # what the gate multiplies
+            width += stream  # input of the gate's product
     return width + _block_copies(shape) * _block_width(shape, layer, routed_only=routed_only)
 
 
 def _block_copies(shape: StepShape) -> int:
-    """Tensors of the width of a feed-forward block that it saves."""
+    """Return the number of saved tensors of a feed-forward block's width."""
     fused = shape.inputs.compiled or shape.inputs.fused_backward
     return (3 if fused else 5) if shape.model.gated else 2
 
 
 def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
-    """Width on one rank of a token's feed-forward block in `layer`, or of its routed experts.
+    """Return the width on one rank of a token's feed-forward block in `layer`, or of its routed
+    experts.
 
-    Parts of an expert have as many more rows as they are narrower.
+    Narrower parts of an expert have proportionally more rows.
     """
     moe, tensor = shape.model.mixture(layer), shape.inputs.tensor
     if moe is None:
@@ -132,10 +132,10 @@ def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
 
 
 def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
-    """Return the bytes of attention scores that exist for a moment, where no kernel makes them.
+    """Return the temporary bytes of attention scores without a fused kernel.
 
-    Four float32 copies of the scores of one block of queries, in backward; `tokens` are those of
-    one micro-batch.
+    They are four float32 copies of one block's scores, in backward; `tokens` is the number of one
+    micro-batch.
     """
     if not model.explicit_scores:
         return 0
@@ -143,16 +143,16 @@ def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
 
 
 def stage_activations(shape: StepShape, stage: int) -> int:
-    """Bytes of activations on a rank of a stage."""
+    """Return the bytes of activations on a rank of a stage."""
     scores = score_bytes(shape.model, tokens=shape.tokens, tensor=shape.inputs.tensor)
     return activation_bytes(shape, shape.chunks(stage), shape.in_flight(stage)) + scores
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one kind that a rank sends per step in `calls` collectives, without what stays.
+    """Bytes of one kind that a rank sends to other ranks per step in `calls` collectives.
 
-    across   share of them that leaves the node
+    across   share of the bytes that leave the node
     """
 
     kind: str
@@ -168,9 +168,9 @@ class Traffic:
 
 
 def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
-    """Return what a rank of a pipeline stage sends for its activations, kinds with none left out.
+    """Return the activation traffic of a rank of a pipeline stage, without empty kinds.
 
-    Recomputation sends again what its forward pass sends.
+    Recomputation repeats the forward pass's traffic.
     """
     kinds = [_tensor(shape, stage), _context(shape, stage), _pipeline(shape, stage)]
     kinds += _experts(shape, stage)
@@ -178,12 +178,12 @@ def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
 
 
 def _tensor(shape: StepShape, stage: int) -> Traffic:
-    """All-gathers and reduce-scatters of tensor-parallel matrices, or all-reduces without sequence
-    parallelism.
+    """Return all-gathers and reduce-scatters of tensor-parallel matrices, or all-reduces without
+    sequence parallelism.
 
-    Under sequence parallelism a column-parallel matrix gathers its inputs forward, and again
-    backward, where it scatters their gradients; a row-parallel one scatters its outputs and gathers
-    their gradients.
+    Under sequence parallelism a column-parallel matrix gathers its inputs in forward and backward,
+    and scatters their gradients; a row-parallel matrix scatters its outputs and gathers their
+    gradients.
     """
     inputs, links = shape.inputs, shape.links("tensor")
     sequence = inputs.sequence_parallel
@@ -217,7 +217,7 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
 
 
 def _context(shape: StepShape, stage: int) -> Traffic:
-    """Keys and values, gathered forward, and their gradients, scattered backward."""
+    """Return the traffic of keys and values: gathered forward, gradients scattered backward."""
     model, inputs, links = shape.model, shape.inputs, shape.links("context")
     heads = model.heads if model.latent is not None else model.query_groups
     width = heads * (model.head_size + model.value_head_size) // inputs.tensor
@@ -228,8 +228,7 @@ def _context(shape: StepShape, stage: int) -> Traffic:
 
 
 def _pipeline(shape: StepShape, stage: int) -> Traffic:
-    """Outputs of every chunk but the last, and gradients of the inputs of every one but the first,
-    to the stage after and before."""
+    """Return the traffic of outputs to the next stage, and of gradients to the previous stage."""
     inputs, links = shape.inputs, shape.links("pipeline")
     chunks = shape.chunks(stage)
     sends = sum(not chunk.head for chunk in chunks) + sum(not chunk.embedding for chunk in chunks)
@@ -239,7 +238,7 @@ def _pipeline(shape: StepShape, stage: int) -> Traffic:
 
 
 def _experts(shape: StepShape, stage: int) -> Iterator[Traffic]:
-    """Tokens to their experts and back, and their gradients likewise."""
+    """Return the traffic of tokens and their gradients to experts and back."""
     moe, inputs, links = shape.model.moe, shape.inputs, shape.links("expert")
     if moe is None or links.size == 1:
         return

@@ -1,9 +1,9 @@
-"""GPUs that a run can be planned and rehearsed for, and the time of their launches and collectives.
+"""GPUs for plans and rehearsals, and the time of their launches and collectives.
 
-The time is a roofline with stated constants, not a measurement. It is the one model of time: of
-plans, which count a step's work from its config, and of rehearsals, which count what the program
-launches. A launch takes as long as its bytes at the device's copy rate, its FLOPs at the share of
-the peak that their kind reaches, or the least time of a launch, whichever is longest.
+The time is a roofline with stated constants, not a measurement. Plans, which count a step's work
+from its config, and rehearsals, which count the program's launches, share this model of time. A
+launch takes the longest of its bytes at the device's copy rate, its FLOPs at their kind's share of
+the peak, and the least time of a launch.
 """
 
 import re
@@ -18,8 +18,8 @@ from models.section import Check, Count, Positive, Section
 GIB: Final = 2**30
 
 RESERVE: Final = 0.05
-"""Share of a device's memory that tensors do not get: CUDA's context, communicators, libraries, and
-what the allocator cannot use."""
+"""Share of a device's memory that is not available to tensors: CUDA's context, communicators,
+libraries, and fragmentation."""
 
 
 OPERANDS: Final = ("fp8", "bf16", "tf32", "fp32", "fp64")
@@ -63,13 +63,13 @@ class Device(Section):
 
     @property
     def room(self) -> int:
-        """Bytes that the tensors of a run may take."""
+        """Bytes available to the tensors of a run."""
         return int(self.memory_bytes * (1 - RESERVE))
 
 
-# Peaks are those of NVIDIA's data sheets without sparsity; float32 is that of ordinary units, which
-# is what products of float32 use unless TF32 is allowed. The H100's copy rate was read on a device
-# (3.0 of 3.35 TB/s); the others have the same share of their data sheets' bandwidth.
+# Peaks are those of NVIDIA's data sheets without sparsity; float32 is the peak of CUDA cores, which
+# float32 products use unless TF32 is allowed. The H100's copy rate was read on a device (3.0 of
+# 3.35 TB/s); the others have the same share of their data sheets' bandwidth.
 DEVICES: Final[Mapping[str, Device]] = {
     "h100": Device(
         name="NVIDIA H100 80GB HBM3",
@@ -113,15 +113,14 @@ SAME_PEAK: Final[Mapping[str, str]] = {
     "B200": "b200", "H200": "h200", "GH200": "h200", "H100": "h100", "H800": "h100",
     "A100": "a100", "A800": "a100",
 }  # fmt: skip
-"""Key of the device with the same bfloat16 peak, by a word of the name that CUDA reports."""
+"""Key of the device with the same bfloat16 peak, by a word of CUDA's device name."""
 
 SLOWER: Final = {"MIG", "NVL", "PCIe"}
 """Words of the names of variants with fewer FLOP/s."""
 
 
 def device_called(name: str) -> Device | None:
-    """Return the device with the peak of the one called `name`, None if unknown or only part of a
-    GPU.
+    """Return the device with the same peak as `name`, None if unknown or a part of a GPU.
 
     `name` is the result of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
     """
@@ -138,34 +137,33 @@ def peak_flops(device_name: str) -> float | None:
 
 
 HALF_SIZE: Final = 64
-"""Size of one side of a product on tensor cores at which the others reach half of their share of
-the peak."""
+"""Size of one side of a tensor-core product at which it reaches half of its share of the peak."""
 TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
 """Operands of products on tensor cores."""
 ATTENTION: Final = 0.45
 """Share of the peak that fused attention reaches, as published for H100 and A100 (cuDNN and
 FlashAttention-3 on the one, FlashAttention-2 on the other, causal, heads of 128)."""
 OLDER_ATTENTION: Final = 0.32
-"""The same of FlashAttention-2 on Hopper, where its forward passes reach 370 TFLOP/s (Shah et al.,
-"FlashAttention-3", 2024, figure 5) and its backward passes about 300."""
+"""The same for FlashAttention-2 on Hopper, where forward passes reach 370 TFLOP/s (Shah et al.,
+"FlashAttention-3", 2024, figure 5) and backward passes about 300."""
 EXPLICIT_ATTENTION: Final = 0.1
-"""The same where scores are computed block by block."""
+"""The same for scores computed block by block."""
 SYMMETRIC: Final = 0.45
-"""The same of the Triton kernels of symmetric products, as measured on an H200 from 4,096 rows or
+"""The same for the Triton kernels of symmetric products, measured on an H200 from 4,096 rows or
 32 matrices of 2,048 (spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
-"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach, as
-measured in float64 in SSO's step on an H200. Columns follow each other, so smaller ones reach less
-in proportion to their rows."""
+"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach,
+measured in float64 in SSO's step on an H200. Columns are processed in sequence, so the share is
+proportional to the rows of smaller matrices."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6
-"""Seconds for each row of an eigenvalue problem, whose columns take many small kernels one after
-another: an estimate, 0.25 s for 2,048 rows."""
+"""Seconds per row of an eigenvalue problem, whose columns take many small kernels in sequence: an
+estimate, 0.25 s for 2,048 rows."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a group of `size` ranks, each `stride` ranks from the next.
+    """The links of a group of `size` ranks at a distance of `stride` ranks.
 
     per_node   ranks of the group in one node
     """
@@ -181,12 +179,12 @@ class Links:
 
     @property
     def ring_across(self) -> float:
-        """Share of a ring's bytes that leave a node: one rank of each node sends to the next."""
+        """Share of a ring's bytes that leave a node: one rank per node sends to the next."""
         return 0.0 if self.per_node >= self.size else 1 / self.per_node
 
     @property
     def all_to_all_across(self) -> float:
-        """Share of an all-to-all's bytes that leave a node, if every rank gets equally many."""
+        """Share of an all-to-all's bytes that leave a node, for equal bytes per rank."""
         return (self.size - self.per_node) / (self.size - 1) if self.size > 1 else 0.0
 
     @property
@@ -195,7 +193,7 @@ class Links:
         return float(self.per_node < self.size)
 
     def seconds(self, size: float, across: float, calls: float = 1.0) -> float:
-        """Seconds of `calls` collectives in which a rank sends `size` bytes in all.
+        """Return the seconds of `calls` collectives in which a rank sends `size` bytes in total.
 
         A share `across` of them leaves the node, through this rank's own network adapter.
         """
@@ -208,7 +206,7 @@ class Links:
 
 
 def product_share(device: Device, operands: str, sides: Sequence[float]) -> float:
-    """Return the share of the peak that a product with these three sides reaches."""
+    """Return the share of the peak that a product of these sides reaches."""
     share = device.efficiency
     for side in sides if operands in TENSOR_CORES else ():
         share *= side / (side + HALF_SIZE)
@@ -216,24 +214,24 @@ def product_share(device: Device, operands: str, sides: Sequence[float]) -> floa
 
 
 def varying_share(device: Device) -> float:
-    """Return the same of FlashAttention 2, which computes attention of variable length."""
+    """Return the share of FlashAttention 2, which computes variable-length attention."""
     return OLDER_ATTENTION if device.capability >= (9, 0) else ATTENTION
 
 
 def factor_share(rows: int) -> float:
-    """Return the share of the peak that factors of matrices with so many rows reach."""
+    """Return the share of the peak that factors of matrices with `rows` rows reach."""
     return FACTORS * min(rows, FACTOR_ROWS) / FACTOR_ROWS
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an operation does to a device.
+    """The work of an operation on a device.
 
-    size       bytes that it moves
+    size       moved bytes
     operands   of its FLOPs, a key of `Device.peak`
-    share      of the peak that it reaches, None for that of a large product
-    kernels    launches that it takes
-    waiting    seconds of steps that follow one another, however little each does
+    share      share of the peak, None for a large product's
+    kernels    number of launches
+    waiting    seconds of sequential steps of any size
     """
 
     size: float
@@ -265,7 +263,7 @@ def product_seconds(device: Device, operands: str, rows: float, inner: float, co
 
 
 def collective_seconds(device: Device, kind: str, size: float, ranks: Sequence[int]) -> float:
-    """Return the time of a collective in which a rank sends `size` bytes to others of `ranks`."""
+    """Return the time of a collective in which a rank sends `size` bytes within `ranks`."""
     links = Links(len(ranks), abs(ranks[1] - ranks[0]), device)
     across = links.all_to_all_across if kind == "all_to_all" else links.ring_across
     return links.seconds(size, across)

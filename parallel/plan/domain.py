@@ -1,4 +1,4 @@
-"""What the ranks of one domain of a pipeline stage hold and send per step, given who owns what."""
+"""Memory and sent bytes of the ranks of one domain of a pipeline stage, given the owners."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -14,8 +14,8 @@ from parallel.storage.bucket_layout import BucketPlanner
 from spectral.rules.base import Rule
 
 STEP_COPIES: Final = 6
-"""Float32 copies of the matrices of a step group: momentum, weights, and four in which SSO solves
-for its multiplier. Muon needs one or two instead of the four (tests/rehearsal/test_peak_memory.py).
+"""Float32 copies of the matrices of a step group: momentum, weights, and four for SSO's multiplier.
+Muon needs one or two instead of the four (tests/rehearsal/test_peak_memory.py).
 """
 
 Owners = Mapping[str, int]
@@ -24,15 +24,16 @@ Owners = Mapping[str, int]
 
 @lru_cache(maxsize=1024)
 def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
-    """Bytes of a rule's state of one matrix, by name."""
+    """Return the bytes of a rule's state of one matrix, by name."""
     state = rule.init_state(torch.empty(1, *shape, device="meta"))
     return {name: tensor.nbytes for name, tensor in state.items()}
 
 
 def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
-    """Bytes of a whole-matrix rule's state on a unit's owner, such as cached singular vectors.
+    """Return the bytes of a whole-matrix rule's state on a unit's owner, such as cached singular
+    vectors.
 
-    Momentum is not counted: it is in the shards.
+    Momentum is not counted, as it is in the shards.
     """
     state = state_of_matrix(rule, shape)
     return sum(size for name, size in state.items() if name not in rule.elementwise_state)
@@ -40,7 +41,7 @@ def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
-    """Bytes that the owner of a PC layer keeps.
+    """Return the bytes that the owner of a PC layer keeps.
 
     They are W, the rule's whole state, the tracked singular pair, and gamma with its state and
     gradient.
@@ -57,7 +58,7 @@ def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def element_state_bytes(rule: Rule) -> int:
-    """Bytes of float32 state that a rule keeps for each element of a shard."""
+    """Return the bytes of a rule's float32 state per element of a shard."""
     if rule.whole_matrix:
         return 4 * len(rule.elementwise_state)
     short, long = (rule.init_state(torch.empty(1, n, device="meta")) for n in (1, 2))
@@ -65,10 +66,10 @@ def element_state_bytes(rule: Rule) -> int:
 
 
 class DomainPlan:
-    """The dense units of a stage or its experts, their buckets, and the work of their owners.
+    """The dense units or the experts of a stage, their buckets, and the work of their owners.
 
     units   of each tensor-parallel rank of the domain, ranks ascending
-    works   of the units that have an owner, names ascending
+    works   of the units with an owner, names ascending
 
     Arrays are `[stage ranks]`.
     """
@@ -91,10 +92,10 @@ class DomainPlan:
         self.stepped = [work for work in self.works if self.assigned[work.name].has_owner]
 
     def sent(self, owners: Owners) -> dict[str, np.ndarray]:
-        """Bytes that each rank sends per step, by kind of communication.
+        """Return the bytes that each rank sends per step, by kind of communication.
 
-        They are counted as by `collectives.CommVolume`: for ring algorithms, without what stays on
-        a rank, and without the Gram penalty's.
+        They are counted as in `collectives.CommVolume`: for ring algorithms, without a rank's own
+        elements, and without the Gram penalty.
         """
         inputs = self.inputs
         ranks, data, tensor = inputs.stage_ranks, inputs.data, inputs.tensor
@@ -122,7 +123,7 @@ class DomainPlan:
         }
 
     def state(self, owners: Owners) -> np.ndarray:
-        """Bytes of the rules' state."""
+        """Return the bytes of the rules' state."""
         shards = self.bucket_layout.shard_elements(
             (unit, element_state_bytes(self.assigned[unit.name].rule))
             for unit in self.units[0]
@@ -149,7 +150,7 @@ class DomainPlan:
         return kept
 
     def transient(self, owners: Owners) -> int:
-        """Transient bytes of the step group that needs most, on its fullest rank."""
+        """Return the transient bytes of the largest step group, on its fullest rank."""
         # Elements that each rank owns, and that it sends or receives, `[step groups, stage ranks]`.
         count = max(self._step_group.values()) + 1
         owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)
@@ -164,7 +165,7 @@ class DomainPlan:
 
     @cached_property
     def _step_group(self) -> dict[str, int]:
-        """Step group of each unit."""
+        """Return the step group of each unit."""
         groups = self.bucket_layout.step_groups(self.inputs.step_groups)
         of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
         slots = self.bucket_layout.slots

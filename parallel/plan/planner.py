@@ -1,8 +1,8 @@
 """The plan of a run on N ranks, computed without running it.
 
-Bucket layout and placement come from the functions that the run itself calls; bytes, loads and
-padding follow from them exactly. Activations and transient buffers are estimates, and times are
-those of a model (step_time.py).
+Bucket layout and placement come from the run's own functions; bytes, loads and padding follow
+exactly. Activations and transient buffers are estimates, and times come from a model
+(step_time.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,24 +28,23 @@ from spectral.sharded.placement import Placement, place
 class StagePlan:
     """The plan of one pipeline stage.
 
-    Its ranks differ: loads, state and bytes are those of the rank that has most, unless said
-    otherwise.
+    Ranks differ: unless stated otherwise, loads, state and bytes are the largest of any rank.
 
     parameters         elements on each rank, without padding
     buckets            number of buckets
     padding            elements that belong to no parameter
     elements           of a rank's shards
-    units              matrices that have an owner
+    units              matrices with an owner
     load_max           FLOPs of the busiest rank
     load_mean          FLOPs of a rank, mean over the stage
     sent               bytes per step of the busiest rank, for each kind of communication
     reduced, gathered  of these reduce-scatter and all-gather, of each domain
-    sent_max           bytes per step of the rank that sends most, without the Gram penalty's
+    sent_max           largest bytes per step of a rank, without the Gram penalty
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
     state_max          bytes of masters and state on the fullest rank
     state_mean         bytes of masters and state, mean over the stage
     memory             of the fullest rank
-    traffic            all bytes that a rank sends per step, by kind, those of activations included
+    traffic            all bytes that a rank sends per step by kind, including activations
     """
 
     stage: int
@@ -68,7 +67,7 @@ class StagePlan:
 
     @property
     def load(self) -> OptimizerLoad:
-        """What the optimizer does here per step."""
+        """The optimizer's work per step on this stage."""
         return OptimizerLoad(
             flops=self.load_max,
             elements=self.elements,
@@ -109,12 +108,12 @@ class Plan:
 
     @property
     def heaviest(self) -> StagePlan:
-        """The stage that needs most memory."""
+        """The stage with the largest memory."""
         return max(self.stages, key=lambda stage: stage.memory.total)
 
     @property
     def memory(self) -> Memory:
-        """Memory of the stage that needs most."""
+        """Largest memory of a stage."""
         return self.heaviest.memory
 
     @property
@@ -134,11 +133,11 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the devices could do in the modelled time."""
+        """Model FLOPs over the devices' peak FLOPs in the modelled time."""
         return self.model_flops / (self.time.total * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, and those that are derived from them, as JSON can hold them."""
+        """Return all figures, including derived ones, for JSON."""
         figures = asdict(self)
         for stage, content in zip(self.stages, figures["stages"], strict=True):
             content["memory"]["total"] = stage.memory.total
@@ -174,7 +173,7 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
 
 
 def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
-    """Return the plan of a stage with its activations and all that its ranks send."""
+    """Return the plan of a stage with activations and all traffic."""
     traffic = activation_traffic(shape, stage)
     for kind, size in planned.sent.items():
         if kind in ("reduce-scatter", "all-gather"):
@@ -192,7 +191,7 @@ def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
 
 
 def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -> Plan:
-    """Return the plan of a run whose stages are planned."""
+    """Return the plan of a run from its planned stages."""
     inputs = shape.inputs
     gpus = inputs.stage_ranks * inputs.pipeline
     copies = inputs.data // shape.inputs.context
@@ -210,7 +209,7 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
 
 
 def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
-    """Plan one stage, given the units of each of its tensor-parallel ranks; see `completed`."""
+    """Plan one stage from the units of its tensor-parallel ranks; see `completed`."""
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):
@@ -225,7 +224,7 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
     # A sum over all ranks of two numbers of 4 bytes: the square of the norm, and refusals.
     sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 8 * (ranks - 1) // ranks)
     tied = [(unit, 4) for unit in units[0] if unit.tied_stage]
-    if tied:  # of two ranks, each of which sends its shard
+    if tied:  # two ranks send their shards
         shards = domains["dense"].domain.bucket_layout.shard_elements(tied)
         sent[TIED_SUM] = np.repeat(shards, inputs.tensor)
     master = sum(part.master for part in parts)
@@ -260,10 +259,10 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
 
 
 class _Placed:
-    """A domain of a stage with an owner for every unit that needs one.
+    """A domain of a stage with its owners.
 
-    The stage has `repeats` sets of the domain's ranks, which differ only in their loads so far,
-    `base` `[stage ranks]`; the sets take `tensor` neighbouring ranks each in turn. Arrays are
+    The stage has `repeats` sets of the domain's ranks, which differ only in their previous loads
+    `base` `[stage ranks]`; the sets take groups of `tensor` neighbouring ranks in turn. Arrays are
     `[stage ranks]`.
     """
 
@@ -271,7 +270,7 @@ class _Placed:
         inputs, layout = domain.inputs, domain.bucket_layout
         sets = base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
         bases = [tuple(loads.flatten().tolist()) for loads in sets]
-        # Sets that begin with the same loads are planned once.
+        # Sets with equal initial loads are planned once.
         unlike = {
             loads: place(inputs.placement, domain.works, inputs.stage_ranks, base=loads)
             for loads in dict.fromkeys(bases)

@@ -1,4 +1,4 @@
-"""What a plan depends on: layers as matrix products, their layout, the batch and the devices."""
+"""The inputs of a plan: layers as matrix products, their layout, the batch and the devices."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from spectral.batching import grouped
 from spectral.sharded.placement import Strategy
 
 Cut = Literal["rows", "cols"] | None
-"""What tensor parallelism cuts: a column-parallel weight by rows, a row-parallel one by cols."""
+"""Cut of tensor parallelism: a column-parallel weight by rows, a row-parallel weight by cols."""
 
 BLOCK: Final = ("gate", "up", "gate_up", "down")
 """Roles of the matrices of a feed-forward block."""
@@ -31,9 +31,9 @@ class LayerWeight:
     """One parameter `[rows, cols]`, the product of its inputs of width cols.
 
     cut      as `Cut`
-    expert   whether it is one of the routed experts', of which a layer has `experts`
+    expert   whether it belongs to a routed expert, of which a layer has `experts`
     block    whether it belongs to a dense or shared feed-forward block
-    router   whether it is a router's, which multiplies in float32
+    router   whether it is a router, which multiplies in float32
     """
 
     rows: int
@@ -44,7 +44,7 @@ class LayerWeight:
     router: bool
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Rows and cols of the piece of one of `tensor` ranks."""
+        """Return rows and cols of the piece on one of `tensor` ranks."""
         rows, cols = self.rows, self.cols
         return rows // (tensor if self.cut == "rows" else 1), cols // (
             tensor if self.cut == "cols" else 1
@@ -53,25 +53,25 @@ class LayerWeight:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer, with those of a single routed expert, and the elements of vectors:
-    gains, which each rank has whole, and biases that tensor parallelism cuts."""
+    """The weights of one layer, with a single routed expert, and the elements of vectors: gains,
+    whole on each rank, and biases, cut by tensor parallelism."""
 
     weights: tuple[LayerWeight, ...]
     gains: int
     cut_biases: int
 
     def elements(self, tensor: int) -> int:
-        """Elements on one of `tensor` ranks, without routed experts."""
+        """Return the elements on one of `tensor` ranks, without routed experts."""
         vectors = self.gains + self.cut_biases // tensor
         return vectors + sum(math.prod(w.local(tensor)) for w in self.weights if not w.expert)
 
     def expert_elements(self, tensor: int) -> int:
-        """Elements of one routed expert on one of `tensor` ranks that share it."""
+        """Return the elements of one routed expert on one of `tensor` ranks that share it."""
         return sum(math.prod(w.local(tensor)) for w in self.weights if w.expert)
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Layer:
-    """Return the weights of layer number `layer`; layers of one kind share the answer."""
+    """Return the weights of layer number `layer`; layers of one kind share the result."""
     moe = model.mixture(layer)
     return _kind(model, 0 if moe is None else moe.dense_layers)
 
@@ -98,7 +98,7 @@ def _kind(model: ModelConfig, layer: int) -> Layer:
 
 
 def _by_parameter(model: ModelConfig, layer: int, tensor: int) -> dict[str, list[Unit]]:
-    """Matrices of the parameters of a layer on one of `tensor` ranks, of experts the first one."""
+    """Return a layer's matrices on one of `tensor` ranks, with only the first expert."""
     matrices = (
         unit
         for unit in _units(model, layer, tensor)
@@ -119,17 +119,17 @@ Axis = Replicas | Literal["tensor", "context", "expert", "stage", "pipeline"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs(Layout):
-    """The layout, the dtypes, and how buckets and placement are made.
+    """The layout, the dtypes, and options of buckets and placement.
 
     data             ranks that hold copies of the dense parameters: data x context
-    recompute        which activations the backward pass computes again
-    loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
-    fused_loss       whether Liger's kernels compute the loss, if all logits exist at once
+    recompute        activations that the backward pass recomputes
+    loss_chunk       vocabulary entries of a rank whose logits are in memory at a time, None for all
+    fused_loss       whether Liger's kernels compute the loss, without chunks
     compiled         whether norms, rotations and activations are fused by torch.compile
     fused_backward   whether kernels compute the gradients of gated blocks and of heads
     dtype            of weights and activations; gradients and masters are float32
     rule_operands    type of the operands of the rules' products, a key of `Device.peak`
-    exchange_bytes   of each element of momentum and update that is sent
+    exchange_bytes   bytes per sent element of momentum and update
     step_groups      as in `BucketLayout.step_groups`
     """
 
@@ -153,11 +153,11 @@ class PlanInputs(Layout):
     def domains(
         self, units: Sequence[Sequence[Unit]]
     ) -> Iterator[tuple["Replicas", "PlanInputs", list[list[Unit]], int]]:
-        """`(name, inputs, units, repeats)` of a stage's dense units and of its experts, if any.
+        """Return `(name, inputs, units, repeats)` of a stage's dense units and experts, if any.
 
-        `units` are those of each tensor-parallel rank. A domain is copied over data x tensor ranks
-        of its own inputs, and the stage has `repeats` such sets; rank r of the stage belongs to set
-        `r // tensor % repeats`.
+        `units` are the units of each tensor-parallel rank. A domain covers the data x tensor ranks
+        of its inputs, and the stage has `repeats` such sets; rank r of the stage belongs to set `r
+        // tensor % repeats`.
         """
         dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
         if dense[0]:
@@ -220,11 +220,11 @@ class StepShape:
         return _chunks(self.model.layers, self.inputs, stage)
 
     def kinds(self, stage: int) -> dict[int, int]:
-        """Return one layer of each kind of a stage, and how many layers are like it."""
+        """Return one layer of each kind of a stage, with the number of layers of this kind."""
         return _kinds(self.model, self.chunks(stage))
 
     def in_flight(self, stage: int) -> float:
-        """Micro-batches whose activations a rank keeps at most, under Megatron's schedules."""
+        """Return the most micro-batches in flight on a rank, under Megatron's schedules."""
         stages, virtual = self.inputs.pipeline, self.inputs.virtual_pipeline
         if virtual == 1:
             return min(stages - stage, self.microbatches)
@@ -232,7 +232,7 @@ class StepShape:
         return min(chunks / virtual, self.microbatches)
 
     def links(self, axis: Axis) -> Links:
-        """Return the links of an axis; `dense` and `experts` are those of replicas."""
+        """Return the links of an axis; `dense` and `experts` are the axes of replicas."""
         inputs = self.inputs
         sharing = inputs.expert * inputs.expert_tensor
         sizes: dict[Axis, tuple[int, int]] = {

@@ -1,9 +1,9 @@
 """The modelled time of a step: a roofline with stated constants, not a measurement.
 
-A product takes its FLOPs at the share of the peak that its shape reaches, everything else its bytes
-at the copy rate, and nothing less than a launch. Communication takes its bytes at the rate of its
-slowest link; that of activations is not hidden behind computation, that of gradients and weights
-behind the backward pass of the last micro-batch and the forward pass of the first.
+A product takes its FLOPs at its shape's share of the peak, everything else its bytes at the copy
+rate, and at least the time of a launch. Communication takes its bytes at the rate of its slowest
+link; communication of activations is not hidden behind computation, gradients are hidden behind the
+backward pass of the last micro-batch, and weights behind the forward pass of the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_wei
 from parallel.storage.bucket_layout import default_step_groups
 
 LAYER_LAUNCHES: Final = 20
-"""Launches of a layer's forward pass besides its products."""
+"""Launches of a layer's forward pass other than products."""
 MIXTURE_LAUNCHES: Final = 100
-"""Small launches, forward and backward, that sort tokens by experts in a layer that has some."""
+"""Small launches, forward and backward, that sort tokens by experts in a layer with experts."""
 STEP_BYTES: Final = 34
 """Bytes that the optimizer moves per element of a shard: masters, gradients and momentum read and
 written in float32, a second moment or a copy, and the new weight."""
 MATRIX_BYTES: Final = 105
-"""The same for what the rules of matrices move in addition: momentum, its exchange, the update."""
+"""The same for additional bytes of matrix rules: momentum, its exchange, the update."""
 
 
 class Passes(NamedTuple):
@@ -37,9 +37,9 @@ class Passes(NamedTuple):
 
     stream      of the residual stream: two norms, two sums, and their gradients
     queries, keys   of their widths: rotation, copies, and their gradients
-    head_norm   of queries and keys that are normalised
+    head_norm   of normalised queries and keys
     gated, plain    of a feed-forward block with and without a gate
-    routed      of each expert that a token is sent to
+    routed      of each of a token's experts
     """
 
     stream: float
@@ -52,37 +52,37 @@ class Passes(NamedTuple):
 
 
 SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
-"""Of single operations."""
+"""Passes of single operations."""
 COMPILED: Final = Passes(16, 4, 6, 1, 8, 5, 11)
-"""Of norms with the sums before them, rotations and activations that torch.compile fuses, and
-gradients of queries, keys and values that are written in one piece."""
+"""Passes with norms and preceding sums, rotations and activations fused by torch.compile, and
+gradients of queries, keys and values written as one tensor."""
 
 DISPATCHED: Final = 11
-"""Of the stream, for each expert that a token is sent to."""
+"""Passes over the stream for each of a token's experts."""
 ARRIVED: Final = 8
-"""The same where a rank sorts what others have sent to its several experts, and sorts it back."""
+"""The same if a rank sorts received tokens by its several experts, and sorts them back."""
 SHARED_GATE: Final = 11
-"""Of the stream, for the gate of shared experts."""
+"""Passes over the stream for the gate of shared experts."""
 ROUTER: Final = 18
-"""Of the stream of a layer with experts, in addition."""
+"""Additional passes over the stream of a layer with experts."""
 SCORES: Final = 150
-"""Of the keys of each head where scores are computed block by block."""
+"""Passes over the keys of each head if scores are computed block by block."""
 PACKED: Final = 8
-"""Of queries and of keys, where documents share sequences: copies of queries, keys, values and
+"""Passes over queries and keys if documents share sequences: copies of queries, keys, values and
 outputs in the order of the sequences, and of their gradients."""
 ENDS: Final = 12
-"""Of the stream: the embedding, or the final norm."""
+"""Passes over the stream of the embedding or the final norm."""
 LOGITS: Final = 61
-"""Bytes for each logit."""
+"""Bytes per logit."""
 FUSED_LOGITS: Final = 22
-"""The same for Liger's loss: its largest, its exponential in float32, and the gradient."""
+"""The same for Liger's loss: maximum, float32 exponential, and gradient."""
 ACCUMULATED: Final = 10
-"""Bytes for each parameter of the embedding and of experts: its gradient, added to the float32 sum
-after each micro-batch; the products of the others add them."""
+"""Bytes per parameter of the embedding and experts: the gradient, added to the float32 sum after
+each micro-batch; other parameters' products accumulate it."""
 STACKED: Final = 8
-"""Bytes for each parameter of an expert: those of a layer are copied side by side."""
+"""Bytes per parameter of an expert, as a layer's experts are copied to one stack."""
 FORWARD: Final = 0.4
-"""Share of all this in the forward pass."""
+"""Share of these bytes in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class StageTime:
     """Seconds per micro-batch on one rank of a stage.
 
     forward, backward   of computing
-    recompute           of computing again
+    recompute           of recomputing
     tensor, context, expert, pipeline   of sending activations, forward and backward
     """
 
@@ -112,8 +112,8 @@ class StepTime:
     forward, backward, recompute   of computing, all micro-batches
     activations   of sending activations
     bubble        waiting for other stages
-    gradients     reduce-scatters that the backward pass does not hide, and a tied embedding's sum
-    weights       all-gathers that the forward pass does not hide
+    gradients     reduce-scatters not hidden by the backward pass, and a tied embedding's sum
+    weights       all-gathers not hidden by the forward pass
     exchange      momentum to owners and updates back
     optimizer     of the rules
     """
@@ -136,7 +136,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class OptimizerLoad:
-    """What the optimizer of a stage does per step, on the rank that does most.
+    """The optimizer's work per step on the busiest rank of a stage.
 
     flops      of its matrices
     elements   of its shards
@@ -183,8 +183,8 @@ def layer_elements(shape: StepShape, layer: int) -> float:
 
 
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
-    """Return the time of a weight's product with the inputs of one micro-batch, of all experts of
-    a rank if it is one of theirs."""
+    """Return the time of a weight's product with the inputs of one micro-batch, for an expert's
+    weight of all experts of a rank."""
     inputs, model = shape.inputs, shape.model
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)
@@ -202,7 +202,7 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
     """Return the time of a layer's forward attention of one micro-batch."""
     model, inputs, share = shape.model, shape.inputs, ATTENTION
     length: float = shape.sequence_length
-    if model.explicit_scores:  # hidden ones are computed too
+    if model.explicit_scores:  # hidden scores are computed too
         share = EXPLICIT_ATTENTION
     elif shape.attended is not None:
         length, share = shape.attended, varying_share(shape.device)
@@ -213,7 +213,7 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
 
 
 def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
-    """Return the elements on a rank of a stage: of dense parameters, and of routed experts."""
+    """Return a rank's elements on a stage: of dense parameters, and of routed experts."""
     model, inputs = shape.model, shape.inputs
     dense = experts = 0
     for layer, number in shape.kinds(stage).items():
@@ -271,9 +271,9 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
 
 
 def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
-    """Return the time of a step, given what the optimizer does on each stage.
+    """Return the time of a step, given the optimizer's work on each stage.
 
-    All stages wait for the one whose optimizer is slowest.
+    All stages wait for the slowest optimizer.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     slowest = max(times, key=lambda stage: stage.total)
@@ -294,7 +294,7 @@ def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
 
 
 def bubble_seconds(shape: StepShape, times: Sequence[StageTime]) -> float:
-    """Return the time for which a rank of the slowest stage waits for the others."""
+    """Return the time that a rank of the slowest stage waits for others."""
     totals = [stage.total for stage in times]
     return (sum(totals) - max(totals)) / shape.inputs.virtual_pipeline
 
@@ -335,7 +335,7 @@ def least_permanent(shape: StepShape, stage: int) -> int:
 
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
-    """Return whether what the bound leaves out might fit into the rest of `room` bytes."""
+    """Return whether memory outside the bound might fit into the rest of `room` bytes."""
     return all(
         least_permanent(shape, stage) + stage_activations(shape, stage) <= room
         for stage in range(shape.inputs.pipeline)
@@ -343,9 +343,9 @@ def fits_at_best(shape: StepShape, room: int) -> bool:
 
 
 def least_seconds(shape: StepShape, owned_flops: float) -> float:
-    """Return a step time that no plan of this layout is below.
+    """Return a lower bound of the step time of this layout's plans.
 
-    `owned_flops` are those of the rules of all matrices, which are shared equally at best.
+    `owned_flops` are the FLOPs of all matrices' rules, at best divided equally.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)
@@ -356,7 +356,7 @@ def least_seconds(shape: StepShape, owned_flops: float) -> float:
 
 
 def _parts(shape: StepShape, stage: int, time: StageTime) -> float:
-    """Seconds of a stage after its backward pass, without the rules and the exchange."""
+    """Return a stage's seconds after its backward pass, without the rules and the exchange."""
     dense, experts = stage_elements(shape, stage)
     itemsize = shape.inputs.dtype.itemsize
     sizes: dict[Replicas, int] = {"dense": dense, "experts": experts}
