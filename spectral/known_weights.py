@@ -1,16 +1,16 @@
 """Facts about a weight from names, classes and attributes of the model.
 
 Nothing here sees what the model computes. A weight counts as one matrix only if nothing suggests
-several: not its name, and no later layer that takes a part of its outputs while none takes them
-all. A weight that is neither known nor plainly one matrix is an error with a remedy.
+several, and a layer near it takes as many inputs as the weight has outputs. A weight that is
+neither known nor plainly one matrix is an error with a remedy.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, product, takewhile
+from itertools import pairwise
 
 from torch import nn
 
@@ -22,10 +22,6 @@ HEADS = re.compile(
     r"^(embed_out|score|unembed|qa_outputs|output_projection)$|_head$|(^|_)(classifier|logits)$"
 )
 """Names of layers, or of modules that end with one, that compute the results of a model."""
-TOP_HEADS = re.compile(
-    r"^((module|model|_orig_mod|net|network|backbone|base_model)\.)*(output|head|fc)\.weight$"
-)
-"""Full names of heads that are called like other layers, wherever a wrapper puts the model."""
 ROUTERS = re.compile(r"^(router|gate|gating|wg)$|(Router|Gate|Gating)$")
 """Names and classes of modules that choose experts, if experts are next to them."""
 NORMS = re.compile(r"Norm(Gated|Act)?(\dd)?$")
@@ -33,7 +29,7 @@ GAINS = re.compile(r"(?i)(^|_)(bias|biases|gain|scale|log|gamma|beta|table)(_|$)
 EMBEDDINGS = re.compile(r"(^|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)(_|$)")
 TABLES = re.compile(
     r"(?i)(^|_)(pos|position|positional|rel|relative|emb|embed|embeds|embeddings?|tokens?|cls|mask"
-    r"|latents?|quer(y|ies)|prompts?|codebook|memory|slots?|prototypes?|anchors?)(_|$)"
+    r"|latents?|prompts?|codebook|memory|slots?|prototypes?|anchors?)(_|$)"
 )
 """Words in the names of bare parameters whose rows are vectors."""
 FUSED = re.compile(
@@ -73,23 +69,22 @@ KNOWN = {
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
 """Rows of successive matrices by the name of a weight, as attributes of the module around it."""
-SIZES = "hidden_size hidden_dim d_model embed_dim model_dim dim"
-"""Attributes of experts that are the size of the model."""
-DOWN, UP = re.compile(r"down|w2$|wo$|output"), re.compile(r"up|gate|w1$|w3$|wi$|input")
-"""Names of experts' weights whose outputs, and whose inputs, have the size of the model."""
+ATTENTION = re.compile(
+    r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
+    r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
+)
+"""Names next to attention's projections that its heads do not divide: its output, gates, ranks."""
+PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow"}
+"""Functions that take a tensor apart."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 """Names that adapters put between a layer and its own."""
-BRANCHES = re.compile("downsample|shortcut|residual")
-"""Names of layers next to which others take the same inputs, not their outputs."""
-PARTS = range(2, 13)
-"""Numbers of equal matrices that are looked for in a weight."""
 
 
 class KnownWeights:
     """Answers about the weights of a model, from its names, classes and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers, self.blocks = Layers(model), _blocks(model)
+        self.layers, self.blocks, self.cutter = Layers(model), _blocks(model), _cutter(model)
         self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
 
     def answer(self, weight: Weight) -> Seen:
@@ -97,15 +92,15 @@ class KnownWeights:
         parameter, module = weight.parameter, weight.module
         if GAINS.search(weight.own) or (weight.is_layer and _is_norm(module)):
             return Seen(None, "a gain or bias by its name or class", decays=False)
-        if id(parameter) in self.heads or self._is_head(weight):
+        if id(parameter) in self.heads:
             return Seen(None, "an output head")
         if any(map(_is_router, weight.path[:3], weight.path[1:])):
             return Seen(None, "a router next to experts")
         if _is_table(weight):
             return Seen(None, "a table or token by its name or shape")
         division, reason = self.division(weight)
-        if reason == "one matrix":
-            ends, reason = self._ending(weight, division)
+        if reason == "one matrix" and weight.is_layer:
+            ends, reason = self._ends(weight, division)
             if ends:
                 return Seen(None, reason)
         try:
@@ -141,7 +136,7 @@ class KnownWeights:
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             gated = "_hr" not in weight.own
             return (module.hidden_size if gated else outputs,), "gates" if gated else "one matrix"
-        groups = _first(module, "n_groups num_groups groups", alone=True)
+        groups = _first(module, "n_groups num_groups groups")
         if (
             weight.is_layer
             and isinstance(module, nn.Linear)
@@ -150,7 +145,7 @@ class KnownWeights:
             return (outputs // groups,), f"{groups} groups"
         for name, around in self._names(weight):
             if name == "gate_up_proj":
-                return (outputs // 2, outputs - outputs // 2), "gate and up"
+                return (outputs // 2,), "gate and up"
             rows = _attribute_rows(KNOWN.get(name, ""), around)
             if rows and outputs % sum(rows) == 0:
                 return rows, KNOWN[name].replace(" ", ", ")
@@ -158,13 +153,13 @@ class KnownWeights:
             size = _head_size(part, around, outputs) if part else None
             if size:
                 return (size,), f"heads of {size}"
-            if size is None and part in ("q", "k", "v") and "b" not in name.split("_"):
-                return (outputs,), f"{kind_of(around)} says no heads"
             if size == 0:
                 problem = f": the heads of {kind_of(around)} do not divide its {outputs} outputs"
             elif part or is_fused(name):
                 problem = problem or f": it is called {name}"
-        if problem := problem or self._taken(weight, outputs):
+            elif _is_attention(around) and not ATTENTION.search(name):
+                problem = ": it is next to projections of heads"
+        if problem:
             raise _unclear(weight, f" looks like several matrices in one{problem}")
         if not weight.is_layer and not weight.own.endswith("_weight"):
             why = "either its rows or its columns may be outputs"
@@ -191,142 +186,58 @@ class KnownWeights:
         layers = (x.module for x in reversed(self.layers.within(module)) if x.multiplies)
         return next(layers, None)
 
-    def _is_head(self, weight: Weight) -> bool:
-        """Whether a weight is that of the last layer in a module that has the name of a head.
+    def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
+        """Return whether a layer that no name divides ends the model, and what says so.
 
-        A name makes no head of a layer whose outputs a later layer takes.
-        """
-        (_, inner), *_, (_, model) = (*weight.path[_base(weight) :], weight.path[-1])
-        outputs = weight.parameter.shape[int(is_transposed(weight.module))]
-        if any(x.inputs == outputs for x in self.layers.after(inner, model)):
-            return False
-        if TOP_HEADS.match(weight.name):
-            return True
-        inside = takewhile(lambda step: self._last(step[1]) is weight.module, weight.path)
-        return weight.is_layer and any(map(HEADS.search, (name for name, _ in inside)))
-
-    def _taken(self, weight: Weight, outputs: int) -> str:
-        """Return which later layer takes a part of the outputs, "" if some layer takes them all.
-
-        A part is a half, a third ..., as in gated layers; or, in one module, what no layer makes.
-        The nearest module that contains later layers decides.
-        """
-        (_, inner), *scopes = weight.path[_base(weight) :]
-        if not weight.is_layer or _is_branch(weight):
-            return ""
-        inputs = _inputs(weight, outputs)
-        for i, (_, scope) in enumerate(scopes):
-            before, later = self.layers.before(inner, scope), self.layers.after(inner, scope)
-            if name := self.layers.branches(inner, scope, outputs):
-                return f": the branches of {name} take parts of its {outputs} outputs"
-            if _is_shuffled(scopes[: i + 1]) or any(
-                layer.inputs == outputs for layer in before + later
-            ):
-                return ""
-            made = {inputs, *(x.inputs for x in before), *(x.outputs for x in before + later)}
-            for layer in later:
-                parts, rest = divmod(outputs, layer.inputs)
-                # A norm of the inputs may have been called before this layer.
-                equal = not rest and parts in PARTS and (layer.multiplies or layer.inputs != inputs)
-                sequence = i == 0 and not isinstance(scope, nn.ModuleList) and layer.multiplies
-                unmade = sequence and layer.inputs < outputs and layer.inputs not in made
-                if (equal or unmade) and layer.inputs > 2 and not BRANCHES.search(layer.name):
-                    return f": {layer.name} takes {layer.inputs} of its {outputs} outputs"
-            if later:
-                return ""
-        return ""
-
-    def _ending(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether the outputs of a matrix end the model, and what says so.
-
-        They do if no later layer takes so many and all later layers are other heads: these take
-        what it takes, or one another's outputs. Raises ValueError if sizes do not tell.
+        Its name or the inputs of other layers say it. Raises ValueError if no layer near it takes
+        all outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
-        inputs = _inputs(weight, outputs)
         (_, inner), *scopes = weight.path[_base(weight) :]
-        if not (weight.is_layer and scopes) or _is_branch(weight) or _is_shuffled(scopes):
+        if not any(x.multiplies and x.module is not weight.module for x in self.layers.layers):
             return False, "one matrix"
-        model = scopes[-1][1]
-        before, later = self.layers.before(inner, model), self.layers.after(inner, model)
-        others = (x for x in self.layers.within(model) if x.module is not weight.module)
-        sizes = {n for x in others if x.multiplies and x.outputs > 1 for n in x[2:]}
-        used = inputs == outputs or any(x.inputs == outputs for x in before)
-        joined = outputs > 7 and any(x.inputs % outputs == 0 for x in later)  # cat, flatten
-        joined &= used or isinstance(weight.module, CONVOLUTIONS)
-        taken = joined or any(x.inputs == outputs for x in later)
-        if taken or sizes.isdisjoint((inputs, outputs)):
-            return False, "one matrix"
-        counts = [_first(scope, f"{HEAD_COUNTS} num_v_heads", alone=True) for _, scope in scopes]
-        direct = outputs == counts[0]
-        coordinates = inputs if direct else self.layers.within(scopes[0][1])[0].inputs
-        if outputs in counts and coordinates < 4:
-            return True, "biases of positions, one output a head"
-        if direct:
-            return False, "one output a head of attention"
-        made = (inputs, *(x.outputs for x in later))
-        last = all(x.inputs in made[: i + 1] for i, x in enumerate(later))
+        later = self.layers.after(inner, weight.path[-1][1])
         inside = any(module in self.blocks for _, module in scopes)
-        if last and not inside and (self.blocks or not used):
-            return True, f"no later layer takes its {outputs} outputs: a head"
-        if used:
-            return False, "one matrix" if inside or not last else "one matrix, if it is no head"
-        why = "no layer takes so many, so it may be a head or several matrices"
-        raise _unclear(weight, f" has {outputs} outputs, and {why}")
+        if not inside and not any(x.inputs == outputs for x in later):
+            used = any(x.inputs == outputs for x in self.layers.layers)
+            inputs = _inputs(weight, outputs)
+            made = (inputs, *(x.outputs for x in later))
+            if any(HEADS.search(name) for name, _ in weight.path):
+                return True, "an output head by its name"
+            parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # as a shift and a scale are
+            cut = parts and any(x.inputs == inputs for x in later)
+            others = self.blocks and not cut and all(x.inputs in made for x in later)
+            if others or not (later or used):
+                return True, f"no later layer takes its {outputs} outputs: a head"
+            if not later:
+                return False, "one matrix, if it is no head"
+        if self.cutter and isinstance(weight.module, CONVOLUTIONS):
+            why = f"{self.cutter} takes channels apart"
+            raise _unclear(weight, f" looks like several matrices in one: {why}")
+        for _, scope in scopes:
+            later = self.layers.after(inner, scope)
+            if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):
+                return False, "one matrix"
+            if any(x.multiplies for x in later):
+                break
+        if scopes and outputs == _first(scopes[0][1], f"{HEAD_COUNTS} num_v_heads"):
+            return False, "one output a head of attention"
+        why = f"no layer takes its {outputs} outputs"
+        raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
         """Return how the weight of several experts, `[experts, ., .]`, is divided."""
-        shape, fused = tuple(weight.parameter.shape), is_fused(weight.own_name)
+        module, shape = weight.module, tuple(weight.parameter.shape)
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
-        transposed = self._is_transposed(weight) if named and len(shape) == 3 else None
-        if transposed is None:
+        transposed = getattr(module, "is_transposed", None)
+        if not (named and isinstance(transposed, bool) and len(shape) == 3):
             raise _unclear(weight, f" has shape {shape}, and its matrices are unknown")
-        outputs, division = shape[1 + transposed], Division(stacked=True, transposed=transposed)
-        if any("attention" in name for name, _ in weight.path[:3]):
-            raise _unclear(weight, " is of experts in attention: its outputs may be several heads")
-        if not fused:
-            if taken := self._taken(weight, outputs):
-                raise _unclear(weight, f" looks like several matrices in one{taken}")
+        division = Division(stacked=True, transposed=transposed)
+        if not is_fused(weight.own_name):
             return division, "experts"
-        halves = replace(division, rows=(outputs // 2, outputs - outputs // 2))
-        joined = getattr(weight.module, "is_concatenated", None)
-        if joined is False:
+        if getattr(module, "is_concatenated", True) is False:
             return replace(division, stride=2), "experts' alternating gate and up"
-        if joined is None and f"{weight.own}_bias" in dict(weight.module.named_parameters()):
-            rows = list(halves.rows)
-            layouts = f"halves ('rows': {rows}) or alternating outputs ('stride': 2)"
-            raise _unclear(weight, f" is a gate and its factor, in an unknown layout: {layouts}")
-        return halves, "experts' gate and up"
-
-    def _is_transposed(self, weight: Weight) -> bool | None:
-        """Return whether experts are `[in, out]`, None if nothing says it.
-
-        What says it is their module, or the sizes of other weights.
-        """
-        module, name, (_, first, second) = weight.module, weight.own_name, weight.parameter.shape
-        if isinstance(stated := getattr(module, "is_transposed", None), bool):
-            return stated
-        experts = {n: p.shape[1:] for n, p in module.named_parameters(recurse=False) if p.ndim == 3}
-        fused = [shape for n, shape in experts.items() if is_fused(n)]
-        downs = [shape for n, shape in experts.items() if DOWN.search(n)]
-        for (a, b), (c, d) in product(fused, downs):  # [2 inner, hidden] and [hidden, inner]
-            if ((a, b) == (2 * d, c)) != ((a, b) == (d, 2 * c)):
-                return b == 2 * c
-        outputs, inputs = (
-            _first(module, "out_features output_size"),
-            _first(module, "in_features input_size"),
-        )
-        hidden = _first(module, SIZES) or self._routed(weight)
-        outputs = outputs or (hidden if DOWN.search(name) else 0)
-        inputs = inputs or (hidden if UP.search(name) and not DOWN.search(name) else 0)
-        straight = outputs in (0, first) and inputs in (0, second)
-        crossed = outputs in (0, second) and inputs in (0, first)
-        return crossed if straight != crossed else None
-
-    def _routed(self, weight: Weight) -> int:
-        """Return the size of the inputs of a router next to experts, 0 without one."""
-        near = [layer for _, module in weight.path[:2] for layer in self.layers.within(module)]
-        return next((x.inputs for x in near if ROUTERS.search(x.name.rpartition(".")[2])), 0)
+        return replace(division, rows=(shape[1 + transposed] // 2,)), "experts' gate and up"
 
 
 def is_fused(name: str) -> bool:
@@ -360,22 +271,17 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
     return 0 if not count or outputs % count else outputs // count
 
 
-def _first(module: nn.Module, names: str, *, alone: bool = False) -> int:
-    """Return the first of some attributes that a module or, unless it is to speak alone, its config
-    has, 0 without one."""
-    for source in (module,) if alone else (module, getattr(module, "config", None)):
-        for name in names.split():
-            with suppress(Exception):  # whatever a config raises for what varies over layers
-                if type(value := getattr(source, name)) is int and value > 0:
-                    return value
-    return 0
+def _first(module: nn.Module, names: str) -> int:
+    """Return the first of some attributes that a module has, 0 without one."""
+    values = (getattr(module, name, None) for name in names.split())
+    return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _attribute_rows(attributes: str, around: nn.Module) -> tuple[int, ...]:
     """Return the rows of successive matrices that attributes say, () if one is missing."""
     rows: list[int] = []
     for attribute in attributes.split():
-        *count, size = (_first(around, name, alone=True) for name in attribute.split("*"))
+        *count, size = (_first(around, name) for name in attribute.split("*"))
         rows += [size] * (count[0] if count else 1)
     return tuple(rows) if rows and all(rows) else ()
 
@@ -417,14 +323,20 @@ def _inputs(weight: Weight, outputs: int) -> int:
     return weight.parameter.numel() // outputs
 
 
-def _is_branch(weight: Weight) -> bool:
-    """Whether the outputs of a weight are added to those of other layers."""
-    return any(BRANCHES.search(name) for name, _ in weight.path[:2])
+def _cutter(model: nn.Module) -> str:
+    """Return the class of a module with convolutions that takes a tensor apart, "" without one."""
+    for module in model.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        parts = code is not None and PARTS.intersection(code.co_names)
+        if parts and any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
+            return kind_of(module)
+    return ""
 
 
-def _is_shuffled(scopes: Iterable[tuple[str, nn.Module]]) -> bool:
-    """Whether pixels are made of outputs."""
-    return any(isinstance(module, nn.PixelShuffle) for _, s in scopes for module in s.children())
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module states its heads and contains projections of attention."""
+    stated = _first(module, f"{HEAD_SIZES} {HEAD_COUNTS}")
+    return stated > 0 and any(projection_of(name) for name, _ in module.named_children())
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -447,11 +359,8 @@ def _is_table(weight: Weight) -> bool:
     if weight.is_layer:
         linear = isinstance(weight.module, CONVOLUTIONS) or "Linear" in kind_of(weight.module)
         return not linear and EMBEDDINGS.search(weight.own_name) is not None
-    name = weight.own
-    if isinstance(weight.module, (nn.ParameterList, nn.ParameterDict)):
-        name = f"{weight.path[0][0]}_{name}"
     alone = weight.parameter.ndim > 2 and weight.parameter.shape[0] == 1
-    return alone or TABLES.search(name) is not None
+    return alone or TABLES.search(weight.own) is not None
 
 
 def _unclear(weight: Weight, why: str) -> ValueError:

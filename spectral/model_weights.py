@@ -129,7 +129,6 @@ class Layers:
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []
         self.slices: dict[nn.Module, slice] = {}
-        self.lists: list[tuple[str, slice, int]] = []  # together with the inputs of their modules
         self._add("", model)
 
     def _add(self, name: str, module: nn.Module) -> None:
@@ -140,10 +139,6 @@ class Layers:
             if child not in self.slices:
                 self._add(f"{name}.{short}" if name else short, child)
         self.slices[module] = slice(start, len(self.layers))
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            sizes = [x.inputs for child in module.children() for x in self.within(child)[:1]]
-            if len(sizes) > 1:
-                self.lists.append((name, self.slices[module], sum(sizes)))
 
     def within(self, module: nn.Module) -> list[Layer]:
         """Return the layers of a module, including the module itself."""
@@ -156,9 +151,3 @@ class Layers:
     def after(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
         """Return the layers of `outer` after its part `inner`."""
         return self.layers[self.slices[inner].stop : self.slices[outer].stop]
-
-    def branches(self, inner: nn.Module, outer: nn.Module, inputs: int) -> str:
-        """Return a module list after `inner` whose modules divide so many inputs, "" if none."""
-        start, stop = self.slices[inner].stop, self.slices[outer].stop
-        inside = (x for x in self.lists if start <= x[1].start and x[1].stop <= stop)
-        return next((name for name, _, total in inside if total == inputs), "")

@@ -59,19 +59,10 @@ SIZES = {
 
 ACCEPTED = {
     r"deepseek_v4 .*kv_proj": "a tiny config whose groups of outputs are smaller than a head",
-    r"convbert .*conv_out_layer": "values of heads, which no name shows",
     r"convbert .*key_conv": "a key that queries multiply one by one",
     r"recurrent_gemma .*linear_x": "gates of the recurrence take blocks of what is added whole",
-    r"efficientnet: .*conv_pwl?": "mixed convolutions take a part each, as names do not show",
-    r"cspnet: .*conv_exp": "halves that a later layer takes joined",
-    r"efficientformer_v2: .*talking_head2": "a mix of heads, whose attention maps are taken alone",
-    r"efficientvim: .*BCdt_proj": "parts of a state behind a norm and a convolution of all of them",
-    r"(efficientvit_msra|shvit): ": "attention that takes a part of the channels",
-    r"(sknet|shufflenet\S*): ": "branches that take a part of the channels",
     r"jetmoe .*experts.* changes": "an expert, which is the head of tokens that choose it so",
     r"rvt.* ": "the class token, which is no convolution's, is a query of each head",
-    r"vit_with_patch_merger.*queries": "tokens that multiply others as a layer does",
-    r"normalized_vit.*to_[qkv]": "heads that no attribute shows",
 }
 """Differences between names and the watch, by model and weight, and why they stay."""
 
