@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,79 +12,73 @@ from training.rehearsal.program import put
 from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 
 
-class Face:
-    """What programs ask of `torch.cuda`, for one trace."""
+def install(trace: Trace) -> None:
+    """Replace what programs ask of `torch.cuda`, for the life of this process."""
+    index = trace.rank % trace.device.node_size
+    parts = (_device(trace, index), _memory(trace), GENERATORS, _streams(trace, index))
+    for name, thing in (item for part in parts for item in part.items()):
+        put(torch.cuda, name, thing)
+    for name, function in GENERATORS.items():
+        put(torch.cuda.random, name, function)
+    generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets it by itself
+    put(torch.cuda, "default_generators", (generator,) * trace.device.node_size)
+    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # which errors of collectives name
+    put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.index = trace.rank % trace.device.node_size
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        trace.order.share(trace.memory.storage(tensor, trace.stream), stream.stream_id)
 
-    def install(self) -> None:
-        """Replace all of it, for the life of this process."""
-        streams = _streams(self.trace, self.index)
-        for name, function in {**self._device(), **self._memory(), **self._generators()}.items():
-            put(torch.cuda, name, function)
-        for name, function in self._generators().items():
-            put(torch.cuda.random, name, function)
-        generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets it by itself
-        put(torch.cuda, "default_generators", (generator,) * self.trace.device.node_size)
-        for name, thing in streams.items():
-            put(torch.cuda, name, thing)
-        put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # which errors of collectives name
-        trace = self.trace
-        put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
+    put(torch.Tensor, "record_stream", record_stream)
 
-        def record_stream(tensor: Tensor, stream: Any) -> None:
-            trace.order.share(trace.memory.storage(tensor, trace.stream), stream.stream_id)
 
-        put(torch.Tensor, "record_stream", record_stream)
+Functions = dict[str, Callable[..., Any]]
 
-    def _device(self) -> dict[str, Callable[..., Any]]:
-        device = self.trace.device
-        properties = SimpleNamespace(
-            name=device.name,
-            major=device.capability[0],
-            minor=device.capability[1],
-            multi_processor_count=device.processors,
-            total_memory=device.memory_bytes,
-        )
-        return {
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "init": lambda: None,
-            "_lazy_init": lambda: None,
-            "is_bf16_supported": lambda *_, **__: True,
-            "device_count": lambda: device.node_size,
-            "current_device": lambda: self.index,
-            "set_device": lambda _: None,
-            "get_device_name": lambda *_: device.name,
-            "get_device_capability": lambda *_: device.capability,
-            "get_device_properties": lambda *_: properties,
-            "synchronize": lambda *_: self.trace.synchronize("cuda.synchronize"),
-            "is_current_stream_capturing": lambda: self.trace.recording is not None,
-        }
+GENERATORS: Final[Functions] = {
+    "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
+    "set_rng_state": lambda *_, **__: None,
+    "manual_seed": lambda _: None,
+    "manual_seed_all": lambda _: None,
+    "initial_seed": lambda: 0,
+}
 
-    def _memory(self) -> dict[str, Callable[..., Any]]:
-        memory, size = self.trace.memory, self.trace.device.memory_bytes
-        return {
-            "memory_allocated": lambda *_: memory.live,
-            "memory_reserved": lambda *_: memory.live,
-            "max_memory_allocated": lambda *_: memory.peak,
-            "max_memory_reserved": lambda *_: memory.peak,
-            "reset_peak_memory_stats": lambda *_: None,
-            "mem_get_info": lambda *_: (size - memory.live, size),
-            "empty_cache": lambda: None,
-        }
 
-    @staticmethod
-    def _generators() -> dict[str, Callable[..., Any]]:
-        return {
-            "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
-            "set_rng_state": lambda *_, **__: None,
-            "manual_seed": lambda _: None,
-            "manual_seed_all": lambda _: None,
-            "initial_seed": lambda: 0,
-        }
+def _device(trace: Trace, index: int) -> Functions:
+    device = trace.device
+    properties = SimpleNamespace(
+        name=device.name,
+        major=device.capability[0],
+        minor=device.capability[1],
+        multi_processor_count=device.processors,
+        total_memory=device.memory_bytes,
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: device.node_size,
+        "current_device": lambda: index,
+        "set_device": lambda _: None,
+        "get_device_name": lambda *_: device.name,
+        "get_device_capability": lambda *_: device.capability,
+        "get_device_properties": lambda *_: properties,
+        "synchronize": lambda *_: trace.synchronize("cuda.synchronize"),
+        "is_current_stream_capturing": lambda: trace.recording is not None,
+    }
+
+
+def _memory(trace: Trace) -> Functions:
+    memory, size = trace.memory, trace.device.memory_bytes
+    return {
+        "memory_allocated": lambda *_: memory.live,
+        "memory_reserved": lambda *_: memory.live,
+        "max_memory_allocated": lambda *_: memory.peak,
+        "max_memory_reserved": lambda *_: memory.peak,
+        "reset_peak_memory_stats": lambda *_: None,
+        "mem_get_info": lambda *_: (size - memory.live, size),
+        "empty_cache": lambda: None,
+    }
 
 
 def _streams(trace: Trace, index: int) -> dict[str, Any]:

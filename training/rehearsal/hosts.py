@@ -20,58 +20,50 @@ from training.rehearsal.program import place, put, replace
 from training.rehearsal.trace import Call, Trace
 
 
-class Hosts:
-    """Exchanges of plain values of one rank with itself."""
+def install(trace: Trace) -> None:
+    """Replace exchanges of plain values, for the life of this process."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-
-    def install(self) -> None:
-        """Replace exchanges of plain values, for the life of this process."""
-        for module in (dist, c10d):
-            put(module, "all_gather_object", self.all_gather_object)
-            put(module, "gather_object", self.gather_object)
-            put(module, "broadcast_object_list", self.broadcast_object_list)
-        replace(state_writer.first_rank, self.first_rank)
-        # That what all ranks together write is whole.
-        put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
-        put(StatePlanner, "stage", _without_files(StatePlanner.stage))
-        # Whether all ranks together ask for what a checkpoint has.
-        replace(check_fits, lambda *_, **__: None)
-        # They pair figures of matrices that other ranks look at.
-        put(figures, "pair", lambda units: None)
-
-    def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
-        self._note("all_gather_object", group)
-        values[:] = [value] * len(values)
-
-    def gather_object(
-        self, value: Any, values: list[Any] | None = None, dst: int | None = None,
-        group: Any = None, group_dst: int | None = None,
-    ) -> None:  # fmt: skip
-        self._note("gather_object", group)
-        if values is not None:
-            values[:] = [value] * len(values)
-
-    def broadcast_object_list(
-        self, values: list[Any], *_: Any, group: Any = None, **__: Any
-    ) -> None:
-        self._note("broadcast_object_list", group)
-
-    def first_rank(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns: every rank that is rehearsed counts as the first."""
-        self._note("broadcast_object_list", None)
-        return call()
-
-    def _note(self, name: str, group: Any) -> None:
+    def note(name: str, group: Any = None) -> None:
         """Over NCCL plain values pass through the device, and the host waits for their sizes."""
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"
         if on_device:
-            self.trace.synchronize(name)
-        self.trace.calls.append(
+            trace.synchronize(name)
+        trace.calls.append(
             Call(group.ranks, group.channel, name, "", 0, 0, on_device, place=place())
         )
+
+    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+        note("all_gather_object", group)
+        values[:] = [value] * len(values)
+
+    def gather_object(
+        value: Any, values: list[Any] | None = None, dst: int | None = None, group: Any = None,
+        group_dst: int | None = None,
+    ) -> None:  # fmt: skip
+        note("gather_object", group)
+        if values is not None:
+            values[:] = [value] * len(values)
+
+    def broadcast_object_list(values: list[Any], *_: Any, group: Any = None, **__: Any) -> None:
+        note("broadcast_object_list", group)
+
+    def first_rank(call: Callable[[], Any]) -> Any:
+        """What `call` returns: every rank that is rehearsed counts as the first."""
+        note("broadcast_object_list")
+        return call()
+
+    for module in (dist, c10d):
+        for function in (all_gather_object, gather_object, broadcast_object_list):
+            put(module, function.__name__, function)
+    replace(state_writer.first_rank, first_rank)
+    # That what all ranks together write is whole.
+    put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
+    put(StatePlanner, "stage", _without_files(StatePlanner.stage))
+    # Whether all ranks together ask for what a checkpoint has.
+    replace(check_fits, lambda *_, **__: None)
+    # They pair figures of matrices that other ranks look at.
+    put(figures, "pair", lambda units: None)
 
 
 def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:

@@ -16,11 +16,9 @@ from parallel.comm import groups
 from parallel.plan.devices import Device
 from training.build import build_trainer
 from training.config import Config
-from training.rehearsal import model_parts, process_groups
+from training.rehearsal import fake_cuda, hosts, model_parts, process_groups
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
-from training.rehearsal.fake_cuda import Face
-from training.rehearsal.hosts import Hosts
 from training.rehearsal.program import name_of, replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
@@ -100,9 +98,9 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     os.environ.pop("MASTER_ADDR", None)
     mode = DeviceTensors(trace)
     mode.install()
-    Face(trace).install()
+    fake_cuda.install(trace)
     process_groups.install(trace, world)
-    Hosts(trace).install()
+    hosts.install(trace)
     install_kernels(trace, compiled=compiled)
     install_liger(trace)
     model_parts.install(trace, mode)

@@ -39,9 +39,10 @@ def rehearse(
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
     report = combined(reports, world, device, different)
     planned = plan_run(with_known_kernels(config), world, device)
-    report.planned, report.planned_seconds = planned.memory.total, planned.time.total
-    if report.seconds:
-        report.mfu = planned.model_flops / (report.seconds * planned.peak_flops)
+    report.planned_memory_bytes = planned.memory.total
+    report.planned_seconds = planned.time.total
+    if report.modelled_seconds:
+        report.mfu = planned.model_flops / (report.modelled_seconds * planned.peak_flops)
     return report
 
 

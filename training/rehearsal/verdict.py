@@ -26,14 +26,13 @@ class Report:
     phases     a step on which nothing is due (forward_backward and optimizer), what a monitored and
                logged step does besides that (monitors), a validation of two micro-batches of each
                set, and a save
-    planned    bytes of memory that the planner foretells
-    seconds    modelled, of a step on which nothing is due
+    planned_memory_bytes, planned_seconds   by the plan, of a step
+    modelled_seconds   of a step on which nothing is due
     mfu        model FLOPs over what the device could do in that time
-    elementwise_bytes   that a micro-batch moves besides its products
-    planned_seconds   of a step, by the plan
+    micro_batch_elementwise_bytes   that a micro-batch moves besides its products
     """
 
-    world: int
+    gpus: int
     ranks: list[int]
     device: Device
     error: str | None = None
@@ -41,12 +40,12 @@ class Report:
     setup: Counts = field(default_factory=Counts)
     findings: list[str] = field(default_factory=list)
     microbatches: tuple[int, int] = (0, 0)
-    side_pools: int = 0
-    planned: int = 0
-    seconds: float = 0.0
-    mfu: float = 0.0
-    elementwise_bytes: float = 0.0
+    side_stream_pools_bytes: int = 0
+    planned_memory_bytes: int = 0
     planned_seconds: float = 0.0
+    modelled_seconds: float = 0.0
+    mfu: float = 0.0
+    micro_batch_elementwise_bytes: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -62,32 +61,24 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what the JSON file holds."""
-        return {
-            "ok": self.ok,
-            "error": self.error,
-            "gpus": self.world,
-            "ranks": self.ranks,
-            "device": self.device.name,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "planned_memory_bytes": self.planned,
-            "side_stream_pools_bytes": self.side_pools,
-            "device_memory_bytes": self.device.memory_bytes,
-            "modelled_seconds": self.seconds,
-            "planned_seconds": self.planned_seconds,
-            "mfu": self.mfu,
-            "micro_batch_elementwise_bytes": self.elementwise_bytes,
-            "stream_order_findings": len(self.findings),
-            "findings": self.findings,
-            "phases": {name: counts.as_dict() for name, counts in self.phases.items()},
-            "host_reads": {
-                name: dict(counts.host_reads.most_common()) for name, counts in self.phases.items()
-            },
-            "synchronizations": {
-                name: dict(counts.synchronizations.most_common())
-                for name, counts in self.phases.items()
-            },
-            "roofline": asdict(self.device),
-        }
+        phases = self.phases.items()
+        figures = {k: v for k, v in vars(self).items() if k not in ("setup", "microbatches")}
+        return (
+            {"ok": self.ok}
+            | figures
+            | {
+                "device": self.device.name,
+                "device_memory_bytes": self.device.memory_bytes,
+                "peak_memory_bytes": self.peak_memory_bytes,
+                "stream_order_findings": len(self.findings),
+                "phases": {name: counts.as_dict() for name, counts in phases},
+                "host_reads": {name: dict(c.host_reads.most_common()) for name, c in phases},
+                "synchronizations": {
+                    name: dict(c.synchronizations.most_common()) for name, c in phases
+                },
+                "roofline": asdict(self.device),
+            }
+        )
 
 
 def combined(
@@ -101,14 +92,15 @@ def combined(
         for name, counts in phases_of(each).items():
             report.phases[name] = largest(report.phases[name], counts)
         report.findings += [text for text in each.findings if text not in report.findings]
-        report.side_pools = max(report.side_pools, each.side_pools)
+        report.side_stream_pools_bytes = max(report.side_stream_pools_bytes, each.side_pools)
         passes = each.counts.get((PLAIN_STEP, STEP))
         if passes is not None:
             moved = micro_batch(each, passes).elementwise_bytes
-            report.elementwise_bytes = max(report.elementwise_bytes, moved)
+            moved = max(moved, report.micro_batch_elementwise_bytes)
+            report.micro_batch_elementwise_bytes = moved
         if each.scenario is not None:
             report.microbatches = each.scenario.rehearsed, each.scenario.microbatches
-    report.seconds = step_seconds(reports)
+    report.modelled_seconds = step_seconds(reports)
     report.error = first_error(reports, report, mismatches)
     return report
 
@@ -205,15 +197,16 @@ def described(report: Report) -> str:
     rows = [row(name, counts) for name, counts in report.phases.items()]
     ranks = ", ".join(map(str, report.ranks[:SHOWN])) + ", ..." * (len(report.ranks) > SHOWN)
     lines = [
-        f"rehearsed rank {ranks} of {report.world} on {report.device.name}",
+        f"rehearsed rank {ranks} of {report.gpus} on {report.device.name}",
         table(HEADER, rows, numbers=True),
         f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB; "
-        f"planned {gib(report.planned)} GiB; the allocator keeps {gib(report.side_pools)} GiB for "
-        "side streams",
-        f"a step takes {1e3 * report.seconds:.4g} ms, planned {1e3 * report.planned_seconds:.4g}; "
-        f"MFU {report.mfu:.1%}, modelled: good to compare layouts and rules, up to 25% from "
-        "published runs",
-        f"a micro-batch moves {report.elementwise_bytes / 1e9:.4g} GB besides its products",
+        f"planned {gib(report.planned_memory_bytes)} GiB; the allocator keeps "
+        f"{gib(report.side_stream_pools_bytes)} GiB for side streams",
+        f"a step takes {1e3 * report.modelled_seconds:.4g} ms, planned "
+        f"{1e3 * report.planned_seconds:.4g}; MFU {report.mfu:.1%}, modelled: good to compare "
+        "layouts and rules, up to 25% from published runs",
+        f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB besides its "
+        "products",
     ]
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:
