@@ -14,6 +14,7 @@ from parallel.comm.groups import Groups
 from parallel.optimizer.distributed_optimizer import DisagreementError, DistributedOptimizer
 from training.assignments import config_routes
 from training.build import build_trainer
+from training.checkpoint.checkpoints import check_place
 from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.resume_rules import (
@@ -160,6 +161,8 @@ def train(
         stack.callback(trainer.update.release)
         if start is not None:
             restore(trainer, start)
+        if config.checkpoint.interval:
+            first_rank(lambda: check_place(run_dir))
         # No line before this changes the run folder, and no line after it refuses the run.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:

@@ -214,6 +214,16 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
     return folder
 
 
+def check_place(run_dir: str | Path) -> None:
+    """Raise InputError unless checkpoints can be written to a run folder; leaves none."""
+    try:
+        delete(new_folder(run_dir, 0))
+    except OSError as error:
+        raise InputError(
+            f"run.dir {run_dir} cannot be saved to: {described(error, run_dir)}"
+        ) from None
+
+
 def complete(
     folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
 ) -> Path:

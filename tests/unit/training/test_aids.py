@@ -18,6 +18,7 @@ from tests.run_results import json_lines, metrics_of, same_state, state_of
 from training.checkpoint.checkpoints import steps
 from training.checkpoint.saving import CheckpointError
 from training.config.schema import StopConfig, WatchdogConfig
+from training.errors import InputError
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
 from training.lifecycle.terminal import LastingFile
@@ -237,6 +238,18 @@ def test_a_run_writes_through_no_link(run, tmp_path):
         os.link(kept, tmp_path / "run" / name)
     assert run().step == END
     assert kept.read_text() == "precious"
+
+
+def test_a_run_that_could_not_save_does_not_begin(run, tmp_path):
+    """Rather than at its first save, hours later."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("precious")
+    taken: list[int] = []
+    with pytest.raises(InputError, match="run.dir .* cannot be saved to: File exists"):
+        run(on_step=lambda step, result: taken.append(step))
+    assert taken == []
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoints", "lock"}
+    assert run(checkpoint__interval=0).step == END
 
 
 def test_a_lock_that_has_another_name_is_refused(tmp_path):
