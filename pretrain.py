@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the run handles Ctrl-C, Ctrl-C ends it with
 import argparse
 import gc
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -158,8 +159,8 @@ def rank_or_all(text: str) -> int:
 
 def resume_from(text: str) -> str:
     """Check that `text` is none, latest or a step, and return it."""
-    if text not in ("none", "latest") and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r}")
+    if text not in ("none", "latest") and not re.fullmatch("[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r:.40}")
     return text
 
 

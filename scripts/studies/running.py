@@ -1,6 +1,7 @@
 """Carries out a study: checks it, tunes its variants, trains all seeds and writes the results."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -85,10 +86,10 @@ def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
         key, _, value = text.partition("=")
         if key not in full:
             rest.append(text)
-        elif value.isdecimal():
+        elif re.fullmatch("[0-9]{1,18}", value):
             full[key] = int(value)
         else:
-            raise InputError(f"{key} must be a whole number, got {value}")
+            raise InputError(f"{key} must be a whole number, got {value:.40}")
     return replace(study, full=full), rest
 
 

@@ -137,6 +137,7 @@ def test_script_trains_without_torchrun(folder):
         (["--compile-kernels"], "--compile-kernels needs --rehearse"),
         (["--dry-run", "--resume", "none"], "--resume needs a run that trains"),
         (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
+        (["--resume", "9" * 5000], "must be none, latest or a step, got '999"),
         (["--rehearse"], "--rehearse needs --gpus N"),
         (["--rehearse", "--gpus", "0"], "must be a whole number, at least 1, got '0'"),
         (["--rehearse", "--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),

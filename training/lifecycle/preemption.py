@@ -1,6 +1,7 @@
 """Stop requests: Ctrl-C, a signal, a STOP file, or the SLURM time limit."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ class StopRequests:
         end = os.environ.get("SLURM_JOB_END_TIME")
         margin = config.slurm_margin_seconds
         self.deadline = None
-        if margin is not None and end is not None and end.isdecimal():
+        if margin is not None and end is not None and re.fullmatch("[0-9]{1,12}", end):
             half = max(0.0, int(end) - time.time()) / 2
             self.deadline = int(end) - min(margin, half)
             if first and margin > half:

@@ -222,6 +222,10 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     monkeypatch.setenv("SLURM_JOB_END_TIME", "abc")
     assert train(config_of(folder), world).step == 10
     assert "SLURM_JOB_END_TIME is not a time in seconds: 'abc'" in capsys.readouterr().out
+    for text in ("9" * 400, "9" * 5000, "\u0663"):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", text)
+        assert StopRequests(folder, StopConfig(), first=True).deadline is None
+        assert "SLURM_JOB_END_TIME is not a time in seconds: " in capsys.readouterr().out
     assert (folder / "run" / "DONE").exists()
 
 
