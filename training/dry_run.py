@@ -25,6 +25,7 @@ from training.data.manifest import manifest_of
 from training.data.mock_tokens import MockTokens
 from training.data.order import build_blend, repeats
 from training.data.token_set import TokenSet
+from training.errors import ConfigError
 from training.machine.backends import DTYPES, exchange_dtype
 from training.report.table import table
 
@@ -152,6 +153,13 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
+    device = device or device_named(config.plan.device)
+    operands = "fp8" if train.fp8 is not None else train.precision
+    if operands not in device.peak:
+        raise ConfigError(
+            f"train.fp8 must be null on {device.name}, which has no products of fp8, got "
+            f"{train.fp8}"
+        )
     inputs = PlanInputs(
         **vars(parallel.layout),
         data=world_size // (parallel.tensor * parallel.pipeline),
@@ -169,11 +177,11 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     return StepShape(
         model=config.model,
         inputs=inputs,
-        device=device or device_named(config.plan.device),
+        device=device,
         micro_batch=train.micro_batch,
         sequence_length=train.sequence_length,
         microbatches=train.global_batch // (train.micro_batch * copies),
-        operands="fp8" if train.fp8 is not None else train.precision,
+        operands=operands,
         attended=attended_length(config) if config.data.document_mask else None,
     )
 

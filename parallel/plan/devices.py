@@ -58,8 +58,9 @@ class Device(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check the types of the operands."""
-        wrong = self.peak.keys() - {*OPERANDS}
-        yield "peak", wrong, f"must have keys among {', '.join(OPERANDS)}, got {', '.join(wrong)}"
+        wrong = (self.peak.keys() ^ {*OPERANDS}) - {"fp8"}
+        rule = f"must have the keys {', '.join(OPERANDS)}, of which fp8 may be missing"
+        yield "peak", wrong, f"{rule}, got {', '.join(self.peak)}"
 
     @property
     def room(self) -> int:

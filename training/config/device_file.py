@@ -10,8 +10,8 @@ from training.config.yaml_files import over, read_saved
 
 
 def device_named(text: str) -> Device:
-    """Return the device `text` names, or that a YAML file of that name describes: its `base` names
-    the device that has all figures which the file leaves out.
+    """Return the device `text` names, or that a YAML file of that name describes: its `base` is the
+    name of the device that has all figures which the file leaves out.
 
     Raises InvalidConfigError for a name that is neither, or with all problems of the file.
     """
@@ -20,8 +20,10 @@ def device_named(text: str) -> Device:
     if not Path(text).is_file():
         raise InvalidConfigError([f"device must be a file or {named(text, DEVICES)}"])
     figures = dict(read_saved(Path(text)))
-    base = device_named(str(figures.pop("base", "h100")))
+    base = str(figures.pop("base", "h100"))
+    if base not in DEVICES:
+        raise InvalidConfigError([f"{text}: base must be {named(base, DEVICES)}"])
     try:
-        return bind(Device, over(asdict(base), figures))
+        return bind(Device, over(asdict(DEVICES[base]), figures))
     except InvalidConfigError as error:
         raise InvalidConfigError([f"{text}: {line}" for line in error.problems]) from None

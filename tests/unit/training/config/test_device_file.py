@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from parallel.plan.devices import DEVICES
-from training.config import InvalidConfigError
+from tests.paths import ROOT
+from training.config import InvalidConfigError, load_config
 from training.config.device_file import device_named
+from training.dry_run import step_shape
+from training.errors import ConfigError
 
 
 def described(folder: Path, text: str) -> str:
@@ -30,8 +33,10 @@ def test_a_file_replaces_figures_of_its_base(tmp_path: Path) -> None:
             "{memory_bytes: much, copy_rate: 0}",
             ["memory_bytes must be an integer, got 'much'", "copy_rate must be above 0, got 0"],
         ),
-        ("{peak: {int4: 1.0e+15}}", ["peak must have keys among fp8, bf16, tf32, fp32, fp64"]),
-        ("{base: h900}", ["h900"]),
+        ("{peak: {int4: 1.0e+15}}", ["peak must have the keys fp8, bf16", "got fp8, bf16"]),
+        ("{peak: {replace: true, bf16: 1.0e+15}}", ["of which fp8 may be missing, got bf16"]),
+        ("{base: h900}", ["base must be one of h100", "got 'h900'"]),
+        ("{base: device.yaml}", ["base must be one of h100"]),
         ("- 3", ["device.yaml"]),
     ],
 )
@@ -40,6 +45,14 @@ def test_all_problems_of_a_file_are_named(text: str, problems: list[str], tmp_pa
         device_named(described(tmp_path, text))
     for problem in problems:
         assert problem in str(error.value)
+
+
+def test_a_plan_in_fp8_needs_a_device_with_such_products() -> None:
+    keys = ["train.fp8=hybrid", "model.attention_backend=transformer_engine"]
+    config = load_config(ROOT / "configs/llama1b_muon.yaml", [*keys, "model.vocab_size=4096"])
+    assert step_shape(config, 8, DEVICES["h100"]).operands == "fp8"
+    with pytest.raises(ConfigError, match=r"train\.fp8 must be null on NVIDIA A100"):
+        step_shape(config, 8, DEVICES["a100"])
 
 
 def test_an_unknown_name_has_a_hint() -> None:
