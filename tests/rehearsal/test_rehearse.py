@@ -14,6 +14,7 @@ from tests.paths import ROOT
 from tests.rehearsal.programs import MONITORED, SHAPE
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
+from training.rehearsal import processes
 from training.rehearsal import rehearse as rehearsal
 
 FIGURES = {
@@ -23,12 +24,11 @@ FIGURES = {
 
 
 @pytest.fixture
-def rehearse(tmp_path, perform, monkeypatch):
+def rehearse(tmp_path, perform):
     """Return a function that rehearses the tiny config with options and returns the exit code.
 
     It uses the common processes, as starting new ones takes longer than the rehearsal.
     """
-    monkeypatch.setattr(rehearsal, "perform", perform)
     shape = SHAPE | MONITORED
     tiny_config(str(tmp_path), "muon", **shape | overrides(settings("llama")))
     changes = [f"{key.replace('__', '.')}={value}" for key, value in shape.items()]
@@ -87,6 +87,7 @@ def test_wrong_input_is_said_and_exits_with_2(options, words, rehearse, capsys):
 
 
 def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rehearsal, "perform", processes.perform)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert rehearse("--gpus", "1") == 2

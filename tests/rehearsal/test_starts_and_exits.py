@@ -56,11 +56,16 @@ def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(perform, tmp_pat
     called(perform, device_error, config)
 
 
-def test_a_job_without_a_report_ends_the_others(perform):
+def one_dies() -> None:
+    """Fail unless the others end with a job that has no report."""
     began = time.monotonic()
     with pytest.raises(RehearsalError, match="ended with 3: the last words"):
         processes.perform([TracedCall(time.sleep, (60,)), TracedCall(dies)], side_by_side=2)
     assert not multiprocessing.active_children() and time.monotonic() - began < 50
+
+
+def test_a_job_without_a_report_ends_the_others(apart, perform):
+    apart.submit(one_dies).result()
     called(perform, time.sleep, 0)
 
 
