@@ -144,6 +144,7 @@ def test_another_torch_takes_the_wheel(
     assert found[0] > 5 and found[-1] < 3.9, printed
 
 
+@pytest.mark.slow  # mypy reads all of torch; `make lint` checks the types, another test py.typed
 def test_mypy_knows_the_types(environment: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(USER)
     options = ["--strict", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}"]
