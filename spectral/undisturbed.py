@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-EAGER_FLEX = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-"""The setting that torch recommends for flex attention without compilation."""
-
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
@@ -28,14 +25,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
     for parameter, *_ in trained:
         parameter.grad = None  # a backward pass would add to it
-    flex = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "__dict__", {})
-    eager_flex = flex.get(EAGER_FLEX)
     numpy = sys.modules.get("numpy")
     numbers = numpy.random.get_state() if numpy is not None else None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
     torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer
-    flex[EAGER_FLEX] = True  # dispatch modes do not see compiled code
     try:
         for space in spaces:
             space.update({k: copied(v, parameters, copies) for k, v in space.items()})
@@ -48,7 +42,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(numbers)
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        flex[EAGER_FLEX] = eager_flex
         for parameter, data, gradient, flag in trained:
             storages = parameter.untyped_storage(), data.untyped_storage()
             if storages[0] is not storages[1] or parameter.shape != data.shape:

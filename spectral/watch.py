@@ -63,8 +63,6 @@ STAYS = re.compile(
 """Operations that act on each place or scale it, in addition to torch's pointwise tag."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
 """Reductions other than sums, which over a part of the columns hide the outputs' identity."""
-DISTANCES = ("_cdist_forward", "_euclidean_dist")
-"""Operations that use the vectors of two tensors in pairs, as matrix products do."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
@@ -74,7 +72,7 @@ VIEWS = re.compile(r"as_strided|t|transpose|squeeze|unsqueeze|swap(axes|dims)|de
 """Operations that change the shape of a tensor in place."""
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read only the shape of an input."""
-ENDS = re.compile(r".*(loss|histc|cdist|_dist|_like|new_).*")
+ENDS = re.compile(r".*(loss|histc).*")
 """Operations whose results do not enter a layer."""
 
 
@@ -135,21 +133,17 @@ class Watch(TorchDispatchMode):
         """Run an operation, and propagate the shadows as it moves numbers."""
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
-            result = func(*args, **kwargs)
-            with torch.inference_mode(False):
-                self._follow_higher(str(func), args, result)
-            return result
+            self._hide(tensors_in((args, kwargs)), str(func))
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "the pass runs in inference mode, which hides products: use torch.no_grad"
+            )
         if func._schema.is_mutable:
             self._keep(tensors_in((args, kwargs)))
-        if torch.is_inference_mode_enabled() and not self.paused:
-            with self:  # there, composite operations arrive whole
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
         result = func(*args, **kwargs)
         if not self.paused:
-            with torch.inference_mode(False):
-                self._follow(func, args, kwargs, result)
+            self._follow(func, args, kwargs, result)
         return result
 
     def _keep(self, tensors: Iterable[Tensor]) -> None:
@@ -170,6 +164,8 @@ class Watch(TorchDispatchMode):
         if random or (depends and not SHAPES.match(name)):
             for t in tensors_in(result):
                 self.live[t.untyped_storage()] = None
+        if SHAPES.match(name):
+            return
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
         if not weights and not tracked:
@@ -207,24 +203,10 @@ class Watch(TorchDispatchMode):
             self._reduce(name, args[0], args[1:] or [*kwargs.values()], fresh[0])
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
-        elif len(tracked) > 1 and name in DISTANCES:
-            for t in tracked:
-                self.numbers.consume(self.columns.read(t), [-1], INNER)
         elif tracked and ENDS.match(name):
             self.end_with(tracked)
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
-
-    def _follow_higher(self, name: str, args: Any, result: Any) -> None:
-        """Follow a higher-order operation: flex attention of queries, keys and values."""
-        heads = args[:3] if name == "flex_attention" else ()
-        self._hide(tensors_in(args[len(heads) :]), name)
-        for t in heads:
-            if (columns := self.columns.read(t)) is not None:
-                self.numbers.consume(columns, [-1], INNER)
-        if heads and columns is not None:
-            repeat = result[0].shape[1] // t.shape[1]
-            self.columns.write(result[0], columns.repeat_interleave(repeat, 1))
 
     def _use(self, weight: Tensor) -> Use:
         shadow = self.weights[weight]

@@ -255,11 +255,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         image,
         {"both.weight": convolution(2), "weigh.weight": whole},
     ),
-    "attention by distances": (
-        lambda: Module(attention_by_distances, qkv=linear(12, 36), out=linear(12, 12)),
-        x,
-        {"qkv.weight": rows(4)},
-    ),
     "a power": (halves(lambda a, b: a.abs() ** b), x, {"both.weight": rows(10)}),
     "a minimum": (halves(torch.minimum), x, {"both.weight": rows(10)}),
     "an angle": (halves(torch.atan2), x, {"both.weight": rows(10)}),
@@ -700,15 +695,12 @@ def test_units_and_elementwise_go_before_what_is_seen() -> None:
     assert "elementwise" in str(split)
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "mapping", "function", "inference", "half"])
+@pytest.mark.parametrize("form", ["tensor", "tuple", "mapping", "function", "half"])
 def test_an_example_has_many_forms(form: str) -> None:
     model = CASES["a chunk and a product"][0]()
 
     def run() -> None:
-        with (
-            torch.inference_mode(form == "inference"),
-            torch.autocast("cpu", enabled=form == "half"),
-        ):
+        with torch.autocast("cpu", enabled=form == "half"):
             model(x)
 
     example = {"tensor": x, "tuple": (x,), "mapping": {"x": x}}.get(form, run)
@@ -740,6 +732,24 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "a hidden product": (
         Module(lambda m, x: m.out(hidden(x, m.weight)), weight=torch.ones(6, 12), out=linear(6, 4)),
         "weight: spectrain_tests.product.default hides",
+    ),
+    "distances": (
+        Module(attention_by_distances, qkv=linear(12, 36), out=linear(12, 12)),
+        "qkv.weight: aten.*dist.* hides",
+    ),
+    "inference mode": (
+        Module(
+            torch.inference_mode()(lambda m, x: m.out(m.first(x))),
+            first=linear(12, 8),
+            out=linear(8, 4),
+        ),
+        "inference mode, which hides products: use torch.no_grad",
+    ),
+    "a shape alone": (
+        Module(
+            lambda m, x: m.out(torch.zeros_like(m.first(x))), first=linear(12, 8), out=linear(8, 4)
+        ),
+        "first.weight: nothing took its outputs",
     ),
     "a hidden consumer": (
         Module(
@@ -856,20 +866,16 @@ def test_a_failed_example_leaves_weights_as_they_were() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_takes_heads() -> None:
+def test_flex_attention_is_refused() -> None:
     from torch.nn.attention import flex_attention
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        q, k, v = m.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).split([4, 2, 2], 1)
-        attended = flex_attention.flex_attention(
-            q, k, v, score_mod=lambda score, *place: score.tanh(), enable_gqa=True
-        )
-        return m.head(m.out(attended.transpose(1, 2).flatten(2)))
+        q, k, v = m.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).chunk(3, 1)
+        return m.out(flex_attention.flex_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    model = Module(forward, qkv=linear(12, 32), out=linear(16, 12), head=linear(12, 4))
-    rows = split_parameters(model, example=x).rows
-    assert [(r.matrices, r.matrix) for r in rows] == [(8, (4, 12)), (1, (12, 16)), (1, (4, 12))]
-    assert not flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    model = Module(forward, qkv=linear(12, 36), out=linear(12, 12))
+    with pytest.raises(ValueError, match="qkv.weight: flex_attention hides"):
+        split_parameters(model, example=x)
 
 
 class Frozen(dict[str, Any]):
