@@ -27,9 +27,13 @@ from tests.token_files import write_token_set
 from training.checkpoint.checkpoints import BrokenCheckpointError, problems, read_checkpoint
 from training.checkpoint.stored_checkpoint import ResumeError
 
-# Replaces the choice of tests/launch.py for all files of this process.
-FORKS.set_forkserver_preload(["training.run", "transformers", "tokenizers"])
 KILLS = 50
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    """Choose what forks have imported, unless another file of this process has started them."""
+    FORKS.set_forkserver_preload(["training.run", "transformers", "tokenizers", "tests.frozen"])
 
 
 @dataclass(frozen=True)
