@@ -273,10 +273,13 @@ def test_broken_checkpoints_are_left_out_by_name_or_refused(copied, tmp_path: Pa
     assert meta["averaged"]["steps"] == [1, 3]
     assert main([str(run), str(tmp_path / "other"), "--steps", "1", "2"]) == 2
     capsys.readouterr()
-    state = next((step_folder(run, 3) / "state").glob("*.distcp"))
-    damage(state, FLIP)
-    assert main([str(run), str(tmp_path / "other")]) == 2
-    assert "has changed since it was written" in capsys.readouterr().err
+    for step in (1, 3):
+        state = next((step_folder(run, step) / "state").glob("*.distcp"))
+        whole = state.read_bytes()
+        damage(state, FLIP)
+        assert main([str(run), str(tmp_path / "other")]) == 2
+        assert "has changed since it was written" in capsys.readouterr().err
+        state.write_bytes(whole)
     shutil.rmtree(step_folder(run, 3))
     assert main([str(run), str(tmp_path / "other")]) == 2
     assert "must have two checkpoints to average, got 1" in capsys.readouterr().err

@@ -130,6 +130,12 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None
     (out / "generation_config.json").write_text(json.dumps(surprises))
     assert generate([str(out), "A matrix", "--tokens", "8"]) == 0
     assert capsys.readouterr().out == texts[0]
+    drawn = []
+    for seed in "112":
+        sampling = ["--tokens", "8", "--temperature", "5", "--seed", seed]
+        assert generate([str(out), "A matrix", *sampling]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> None:

@@ -200,6 +200,7 @@ def test_killed_shards_and_a_killed_join_go_on(
     inputs: Path, whole: Callable[[str], dict], tmp_path: Path, command: str
 ) -> None:
     options, chance = arguments(command, inputs, tmp_path / "out"), random.Random(command)
+    assert killed("add", 45, options)  # before there are shards, and within a block
     for number in (1, 2, 3, 4):
         shard = [*options, "--shard", f"{number}/4"]
         for _ in range(2):
@@ -297,11 +298,12 @@ def test_the_index_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                                     "--validation-fraction=0.2", "--text-key=other"])  # fmt: skip
 def test_every_option_counts_in_the_fingerprint(inputs: Path, option: str) -> None:
     command = arguments("limited", inputs, Path("out"))
+    keyed = [word.replace("one=", "one:other=") for word in command]
     prints = [
         chosen(parse(each)).fingerprint()
-        for each in (command, [*command, option], [*command, option])
+        for each in (command, keyed, [*command, option], [*command, option])
     ]
-    assert prints[0] != prints[1] == prints[2]
+    assert len({*prints}) == 3 and prints[2] == prints[3]
 
 
 def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: Path) -> None:

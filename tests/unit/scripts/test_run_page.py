@@ -15,7 +15,7 @@ from scripts.plot import main
 from scripts.plots import curves, spectra
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_figures import FIGURES
-from scripts.plots.run_page import report
+from scripts.plots.run_page import happenings, report
 from scripts.plots.run_status import run_status
 from scripts.plots.style import mark_single_points
 from tests.run_configs import tiny_config
@@ -159,6 +159,17 @@ def test_damaged_lines_are_warned_of_and_texts_of_models_are_harmless(folder, tm
     assert main([str(copy), "--html"]) == 0
     assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().err
     assert "x\ufffd[2J\ufffd y" in (copy / "report.html").read_text()
+
+
+def test_skipped_steps_are_an_event_of_the_line_that_counts_more_of_them():
+    counts = [None, 0, 2, None, 2, 3, None]  # lines of a validation have no count
+    lines = [
+        {"step": i} if count is None else {"step": i, "optim/skipped_steps": count}
+        for i, count in enumerate(counts)
+    ]
+    run = RunData(Path(), lines, [], {}, [])
+    rows = [(row["step"], row["text"][:7]) for row in happenings(run)]
+    assert rows == [("2", "2 steps"), ("5", "1 steps")]
 
 
 def test_figures_are_written_through_no_link(folder, tmp_path, capsys):

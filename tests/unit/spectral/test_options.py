@@ -192,6 +192,16 @@ def test_a_copy_gives_its_options_to_later_groups() -> None:
     assert twin.param_groups[1]["steps"] == 3 and twin.param_groups[1]["lr"] == 0.3
 
 
+def test_options_that_a_state_lacks_stay_as_they_are() -> None:
+    given = {"momentum": 0.5, "krylov_steps": 6, "radius_scaler": 2.0, "retraction": "dynamic"}
+    optimizer = SpectralSphere([weight(8, 12)], weight_decay=0.0, **given)
+    saved = optimizer.state_dict()
+    for name in given:
+        del saved["param_groups"][0][name]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0].items() >= given.items()
+
+
 def test_a_state_of_momenta_alone_is_enough() -> None:
     optimizer = SpectralSphere([weight(8, 12)])
     optimizer.step()

@@ -45,6 +45,7 @@ def test_no_random_layout_is_faster_than_the_best(recipe, memory):
     for changes in chosen:
         check(changed(layouts.config, changes), 16)  # legal by the run's own checks
         planned, shape = layouts.plan(changes), layouts.shape(changes)
+        assert planned.tokens == layouts.config.train.global_batch * 1024
         assert least_seconds(shape, flops) <= planned.time.total * (1 + 1e-9)
         assert fits_at_best(shape, planned.memory.total)
         if planned.fits:

@@ -150,6 +150,9 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, f
         momentum = record["momentum_quantiles"]
         scaled = [value / momentum[-1] for value in momentum]
         assert scaled == pytest.approx([value / gradient[-1] for value in gradient], abs=1e-4)
+    next(iter(trainer.model.parameters.values())).register_hook(lambda grad: grad * torch.inf)
+    Loop(trainer, hooks).step_and_report()  # is skipped
+    assert {found[1]["units"][unit.name]["applied_rms"] for unit in units} == {0}
 
 
 def matrix(trainer: Trainer, unit) -> torch.Tensor:

@@ -58,7 +58,7 @@ CHECKED: dict[str, Callable[[Line, re.Match[str], Config], float]] = {
 
 ELSEWHERE = {
     r"train/loss|val/\w+/loss": "parity/, on the same weights",
-    r"optim/grad_norm": "distributed/test_trainer.py",
+    r"optim/grad_norm": "distributed/test_gradients.py",
     r"perf/step_time_s": "seconds, by the clock",
     r"moe/max_vio/\d": "unit/training/monitor/test_expert_balance.py",
     r"moe/global_aux_loss": "distributed/test_gradients.py",
