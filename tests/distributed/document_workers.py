@@ -13,6 +13,7 @@ from models.pc_config import PCConfig
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel
+from parallel.observe.activations import ActivationWatch
 from tests.distributed.workers import start, whole_gradients
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, parallel_model
@@ -89,6 +90,7 @@ def of_packed(model: ParallelModel, groups: Groups) -> dict[str, Any]:
         "weights": own(whole).chunk(tensor.size, 2)[tensor.rank] * groups.dense.replicas.size,
     }
     model.zero_gradients()
+    watch = ActivationWatch(model, groups, (), inputs=False, attention=True)
     figures = model.forward_backward(
         lambda: iter([batch]),
         weighted_sum,
@@ -96,10 +98,12 @@ def of_packed(model: ParallelModel, groups: Groups) -> dict[str, Any]:
         micro_batch=len(batch["tokens"]),
         train=True,
     )
+    watch.stop()
     return {
         "place": (data.rank, groups.context.rank, tensor.rank),
         "logits": [figure["logits"] for figure in figures],
         "gradients": whole_gradients(model),
+        "scores": watch.blocks(),
     }
 
 
@@ -124,6 +128,8 @@ def of_each(model: ParallelModel, groups: Groups) -> dict[str, Any]:
     model.zero_gradients()
     run = partial(model.forward_backward, batches, weighted_sum, micro_batch=1, train=True)
     logits = torch.empty_like(weights)
+    watch = ActivationWatch(model, groups, (), inputs=False, attention=True)
     for (row, begin, end), figure in zip(pieces, run(microbatches=len(pieces)), strict=True):
         logits[row, begin:end] = figure["logits"][0]
-    return {"logits": logits, "gradients": whole_gradients(model)}
+    watch.stop()
+    return {"logits": logits, "gradients": whole_gradients(model), "scores": watch.blocks()}

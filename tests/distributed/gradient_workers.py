@@ -9,6 +9,7 @@ from models.blocks.router import balance_, layer_numbers, routers, token_counts
 from models.layout import context_part
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
+from parallel.optimizer.distributed_optimizer import build_optimizer
 from tests.distributed.workers import start, whole_gradients
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, figures_of, parallel_model
@@ -28,8 +29,8 @@ def losses_and_gradients(
 
 
 def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """Return the mean loss over the batch, gradients of this rank's whole units, and by layer each
-    expert's tokens and bias."""
+    """Return the mean loss over the batch, gradients of this rank's whole units, the norm of all,
+    and by layer each expert's tokens and bias."""
     config, assign = model_of({**SHAPE, **settings}), assign_matrices("adamw")
     model = parallel_model(config, groups, assign, sequence_length=LENGTH)
     batch = {
@@ -46,6 +47,7 @@ def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
             router.earlier_load.copy_(torch.arange(len(router.earlier_load)).square())
     model.zero_gradients()
     figures = figures_of(model, batch)
+    norm = build_optimizer(model, assign).clip(None).total
     loss = sum((figure["loss"].double() for figure in figures), torch.zeros(()).double())
     for axis in (groups.pipeline, groups.context, groups.data):
         dist.all_reduce(loss, group=axis.group)
@@ -59,6 +61,7 @@ def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
     return {
         "loss": loss.item() / (groups.data.size * groups.context.size),
         "gradients": whole_gradients(model),
+        "norm": norm.item(),
         "counts": dict(zip(layers, counts, strict=True)),
         "bias": dict(zip(layers, biases, strict=True)),
     }

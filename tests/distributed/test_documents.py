@@ -73,8 +73,9 @@ def compare(
 ) -> None:
     """Check the results of all ranks for one model."""
     data = 1 + max(result["place"][0] for result in results)
-    seen, logits = set(), 0
+    seen, logits, scores = set(), 0, {}
     for result in results:
+        scores |= result["scores"]
         rank, context, tensor = result["place"]
         rows = alone["logits"].chunk(data)[rank]
         part = context_part(rows, 1, rank=context, size=layout.get("context", 1))
@@ -88,4 +89,6 @@ def compare(
             assert error < TOLERANCE[model], (model, name)
             seen.add(name)
     assert seen == alone["gradients"].keys()
+    for layer, largest in alone["scores"].items():
+        assert scores[layer] == pytest.approx(largest, rel=TOLERANCE[model]), (model, layer)
     assert logits >= alone["logits"].numel()

@@ -82,9 +82,11 @@ def test_layout_gives_the_losses_and_gradients_of_one_process(name, alone):
 def compare(results: list[dict[str, Any]], alone: dict[str, Any], family: str) -> None:
     """Check the results of all ranks for one family."""
     seen = set()
+    norm = sum(gradient.square().sum() for gradient in alone["gradients"].values()) ** 0.5
     counts: dict[int, torch.Tensor] = {}
     for result in results:
         assert result["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE), family
+        assert result["norm"] == pytest.approx(norm.item(), rel=TOLERANCE), family
         for name, gradient in result["gradients"].items():
             expected = alone["gradients"][name]
             error = (gradient - expected).norm() / expected.norm()
