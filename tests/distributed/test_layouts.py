@@ -37,7 +37,7 @@ EXPERTS = {
     **ROUTED,
     **WATCHED,
     "gram_penalty__roles": "[v,o,down,expert_up,expert_down]",
-    "model__moe__global_aux_loss": 0.1,
+    **{f"model__moe__{name}": 0.1 for name in ("sequence_aux_loss", "global_aux_loss", "z_loss")},
 }
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 TIED = {"model__tie_embeddings": True, "model__layers": 4, "model__attention_bias": "all"}
@@ -94,7 +94,7 @@ FAST: list[Run] = [
     ("pipeline 2", "dense", {}),
     ("pipeline 2", "z-loss", {"train__micro_batch": 1, "train__loss_chunk": 13}),
     ("pipeline 2", "tied", {}),
-    ("context 2", "dense", {}),
+    ("context 2", "experts", {}),
     ("context 2", "documents", {}),
     ("expert 2", "experts", {}),
     ("expert tensor 2", "latent attention", {"model__moe__backend": "grouped"}),
@@ -107,6 +107,7 @@ SLOW: list[Run] = [
     ("tensor 2", "experts", UNLIKE),
     ("pipeline 2", "PC layers of AdamW", {}),
     ("pipeline 2", "bfloat16", {}),
+    ("context 2", "dense", {}),
     ("expert 2", "experts, PC layers", IN_GRAPH),
     ("expert 2", "latent attention", {"train__recompute": "selective"}),
     ("expert tensor 2", "experts", {}),
@@ -216,11 +217,12 @@ def compare(
         for unit, weight in result["units"].items():
             distance = (weight - expected["units"][unit]).norm()
             assert distance < WEIGHT_TOLERANCE * expected["units"][unit].norm() or narrow, unit
-    for step, metrics in expected["logged"].items():
-        for key in (key for key in metrics if key.startswith("penalty/") or "z_loss" in key):
+    for step, metrics in expected["logged"].items() if not narrow else ():
+        for key in (key for key in metrics if not key.startswith("monitor/")):
             found = results[0]["logged"][step][key]
             # Another order of sums in float32.
-            assert found == pytest.approx(metrics[key], rel=2e-3, abs=1e-6), (step, key)
+            close = {"rel": 1e-2 if key == "optim/grad_norm" else 2e-3, "abs": 1e-6}
+            assert found == pytest.approx(metrics[key], **close), (step, key)
     if expected["lines"]:
         noise = "noise" in RUNS[run][1]["monitors__groups"]
         lines = results[0]["lines"], expected["lines"]

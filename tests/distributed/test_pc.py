@@ -51,6 +51,7 @@ def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
 def case(rule: str, evaluator: str, **layout: int) -> Case:
     """Return a run with PC layers in several micro-batches."""
     pc = {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
+    pc["pc__gamma_weight_decay"] = 30.0
     batches = {"train__global_batch": 16, "train__micro_batch": 4}
     return layout, rule, {**batches, **pc, "pc__blocks": "[k,o,gate,up,down]"}
 
