@@ -5,6 +5,7 @@ several, and a layer near it takes as many inputs as the weight has outputs. A w
 neither known nor plainly one matrix is an error with a remedy.
 """
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -326,7 +327,7 @@ def _inputs(weight: Weight, outputs: int) -> int:
 def _cutter(model: nn.Module) -> str:
     """Return the class of a module with convolutions that takes a tensor apart, "" without one."""
     for module in model.modules():
-        code = getattr(type(module).forward, "__code__", None)
+        code = getattr(inspect.unwrap(module.forward), "__code__", None)
         parts = code is not None and PARTS.intersection(code.co_names)
         if parts and any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
             return kind_of(module)

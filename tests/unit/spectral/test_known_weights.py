@@ -4,6 +4,7 @@ Every answer is held against plain slices of the weight: a step on it equals the
 slices, each a parameter of an optimizer of its own.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -389,6 +390,13 @@ class Parts(nn.Module):
         return torch.cat([self.a(a), self.b(b)], 1)
 
 
+def wrapped(module: nn.Module) -> nn.Module:
+    """Return a module whose forward pass is another function, as hooks of accelerate make it."""
+    forward = module.forward
+    module.forward = functools.wraps(forward)(lambda *arguments: forward(*arguments))
+    return module
+
+
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gate in a module of its own": (
         lambda: holder(net=nn.Sequential(Geglu(linear), nn.Dropout(), linear(12, 8))),
@@ -412,6 +420,10 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "branches that take parts": (
         lambda: holder(stem=nn.Conv2d(3, 8, 1), block=Parts(), out=nn.Conv2d(8, 4, 1)),
+        "stem.weight looks like .*Parts takes channels apart",
+    ),
+    "parts in a forward pass that is wrapped": (
+        lambda: holder(stem=nn.Conv2d(3, 8, 1), block=wrapped(Parts()), out=nn.Conv2d(8, 4, 1)),
         "stem.weight looks like .*Parts takes channels apart",
     ),
     "shuffled channels": (
