@@ -149,7 +149,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+# Data also changes in tests/unit/training/test_document_mask.py.
+@pytest.mark.parametrize("kind", slow_but(CHANGES.keys() - {"data"}, CHANGES))
 def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run):
     change, said = CHANGES[kind]
     run(train__exit_step=2)
@@ -235,10 +236,22 @@ DAMAGE = {
 }
 
 
-def test_a_broken_checkpoint_is_passed_over_for_the_one_before(run, whole, tmp_path, capsys):
+QUICK = (
+    "no marker", "truncated", "one bit of meta.json", "one bit of state/__0_0.distcp",
+    "a file is missing", "meta.json is a FIFO", "empty", "a weight is not finite",
+    "a state is not finite",
+)  # fmt: skip
+"""One damage of each kind; the others, to other files, are slow."""
+
+
+@pytest.mark.parametrize("quick", slow_but([True], [True, False]))
+def test_a_broken_checkpoint_is_passed_over_for_the_one_before(quick, run, whole, tmp_path, capsys):
+    assert set(QUICK) <= DAMAGE.keys()
     now = saved_identity(read_checkpoint(whole))
     folder = tmp_path / "run" / "checkpoints"
     for name, change in DAMAGE.items():
+        if (name in QUICK) is not quick:
+            continue
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(whole, tmp_path / "run")
         change(folder / "step_00000004")
