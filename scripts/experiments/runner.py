@@ -115,6 +115,8 @@ def drawn(panels: Sequence[Panel]) -> Figure:
         axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         if "x" in panel.log:
             axis.set_xscale("symlog" if axis.dataLim.x0 <= 0 else "log")
+        else:
+            axis.locator_params(axis="x", nbins=5)
         if "y" in panel.log:
             axis.set_yscale("log")
         axis.legend(fontsize=8)
