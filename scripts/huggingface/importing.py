@@ -68,7 +68,7 @@ def import_model(
         state.mkdir()
         parts = grouped(tensors, lambda tensor: tensor.parameter)
         buffers = {name: part[0].view_shape for name, part in parts.items() if part[0].buffer}
-        facts = write_state(state, config, ParameterReader(parts, files), buffers)
+        facts = write_state(state, config, partial(read_parameter, parts, files), buffers)
         (folder.path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         meta = {
             "step": 0,
@@ -254,16 +254,10 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     return {"tokenizer": {"sha256": sha256(files[TOKENIZER_FILE]).hexdigest()}}
 
 
-class ParameterReader:
-    """Our parameters and buffers from their files."""
-
-    def __init__(self, parts: Mapping[str, list[TheirTensor]], files: TheirFiles) -> None:
-        self._parts = parts
-        self._files = files
-
-    def __call__(self, name: str) -> Tensor:
-        """Return a whole parameter, float32; rows that pad the vocabulary are 0."""
-        value = torch.zeros(self._parts[name][0].view_shape, dtype=torch.float32)
-        for part in self._parts[name]:
-            part.put(value, self._files.read(part.name))
-        return value
+def read_parameter(parts: Mapping[str, list[TheirTensor]], files: TheirFiles, name: str) -> Tensor:
+    """Return a whole parameter or buffer of ours from the files of its `parts`, float32; rows that
+    pad the vocabulary are 0."""
+    value = torch.zeros(parts[name][0].view_shape, dtype=torch.float32)
+    for part in parts[name]:
+        part.put(value, files.read(part.name))
+    return value
