@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # runs from any folder
@@ -26,7 +27,7 @@ from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
-from scripts.data.sources import SUFFIXES, Listing, find_inputs
+from scripts.data.sources import SUFFIXES, find_inputs
 from training.errors import DataError, InputError, fail
 from training.json_file import real_path
 
@@ -205,19 +206,12 @@ def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
 
 def _demo() -> Preparation:
     """Return the embedded corpus: three sets, a twentieth held out, a BPE with 4,096 tokens."""
-    files = {name: f"examples/data/{name}.txt.xz" for name in _DEMO_SETS}
-    return Preparation(
-        sets=[
-            SetPlan(
-                name=name,
-                train=[Portion(find_inputs(str(_ROOT / file)).inputs)],
-                train_source=[file],
-                fraction=_DEMO_FRACTION,
-            )
-            for name, file in files.items()
-        ],
-        vocabulary=_DEMO_VOCABULARY,
-    )
+    sets = []
+    for name in _DEMO_SETS:
+        file = f"examples/data/{name}.txt.xz"
+        portion = Portion(inputs=find_inputs(str(_ROOT / file)).inputs, source=[file])
+        sets.append(SetPlan(name, [portion], _DEMO_FRACTION))
+    return Preparation(sets=sets, vocabulary=_DEMO_VOCABULARY)
 
 
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
@@ -235,19 +229,10 @@ def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
         raise InputError(f"--validation {name}=... has no training set {name}=...")
     plans = []
     for name, sources in train.items():
-        held_out = validation.get(name, [])
-        inputs, held_out_inputs = _listing(sources), _listing(held_out)
-        plans.append(
-            SetPlan(
-                name=name,
-                train=[Portion(inputs.inputs, options.tokens)],
-                train_source=[*map(str, sources)],
-                validation=held_out_inputs.inputs,
-                validation_source=[*map(str, held_out)],
-                fraction=Fraction(0) if held_out else options.validation_fraction,
-                ignored=[*inputs.ignored, *held_out_inputs.ignored],
-            )
-        )
+        portions, fraction = [_portion(sources, tokens=options.tokens)], options.validation_fraction
+        if name in validation:
+            portions, fraction = [*portions, _portion(validation[name], held_out=True)], Fraction(0)
+        plans.append(SetPlan(name, portions, fraction))
     return plans, options.tokenizer
 
 
@@ -262,8 +247,15 @@ class _Source:
         return self.text if self.key is None else f"{self.text} (key {self.key})"
 
 
-def _listing(sources: list[_Source]) -> Listing:
-    return sum((find_inputs(source.text, source.key) for source in sources), Listing())
+def _portion(sources: list[_Source], **limits: Any) -> Portion:
+    """The inputs of sources, in order; `limits` are fields of `Portion`."""
+    listings = [find_inputs(source.text, source.key) for source in sources]
+    return Portion(
+        inputs=[each for listing in listings for each in listing.inputs],
+        source=[*map(str, sources)],
+        ignored=[each for listing in listings for each in listing.ignored],
+        **limits,
+    )
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:

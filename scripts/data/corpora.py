@@ -9,7 +9,7 @@ from typing import Final
 import yaml
 
 from scripts.data.plan import Portion, SetPlan
-from scripts.data.sources import FileInput, Listing, find_inputs
+from scripts.data.sources import FileInput, find_inputs
 from training.errors import DataError
 
 FILE: Final = Path(__file__).with_name("corpora.yaml")
@@ -60,21 +60,16 @@ class Corpus:
         """
         total = self.tokens if tokens is None else tokens
         shares = sum(part.share for part in self.parts.values())
-        sources = {
-            name: part.source if local is None else self._local(local, name)
-            for name, part in self.parts.items()
-        }
-        inputs = {name: find_inputs(source) for name, source in sources.items()}
-        return SetPlan(
-            name=self.name,
-            train=[
-                Portion(inputs[name].inputs, max(1, round(total * part.share / shares)))
-                for name, part in self.parts.items()
-            ],
-            train_source=list(sources.values()),
-            fraction=self.validation,
-            ignored=sum(inputs.values(), Listing()).ignored,
-        )
+        portions = []
+        for name, part in self.parts.items():
+            source = part.source if local is None else self._local(local, name)
+            listing, share = find_inputs(source), max(1, round(total * part.share / shares))
+            portions.append(
+                Portion(
+                    inputs=listing.inputs, source=[source], tokens=share, ignored=listing.ignored
+                )
+            )
+        return SetPlan(self.name, portions, self.validation)
 
     def _local(self, place: Path, name: str) -> str:
         """Return where the files of a part are in a local copy."""

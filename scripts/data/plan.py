@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from scripts.command import counted
 from scripts.data.document_files import ReadOptions, check_first_documents
 from scripts.data.hub import HubInput
 from scripts.data.sources import FileInput, Input, Listing
@@ -57,56 +58,60 @@ WHOLE: Final = Shard(0, 1)
 """The whole work as one shard."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Inputs that are read in order, until `tokens` of them are written if that is given."""
+    """Inputs that are read in order.
+
+    inputs    what is read
+    source    where that is, as given, for the manifest
+    tokens    number of tokens after which no more is read; None: all is read
+    held_out  whether it is for validation alone
+    ignored   files of the source's folders that are not read
+    """
 
     inputs: list[Input]
+    source: list[str]
     tokens: int | None = None
-    held_out: bool = False  # for validation
+    held_out: bool = False
+    ignored: list[Path] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SetPlan:
-    """The sources of a set's training and validation documents."""
+    """A set's documents: portions, of which that for validation is the last one, or else a
+    `fraction` of all is for validation."""
 
     name: str
-    train: list[Portion]
-    validation: list[Input] = field(default_factory=list)  # empty: a fraction of `train`
+    portions: list[Portion]
     fraction: Fraction = Fraction(0)
-    train_source: list[str] = field(default_factory=list)  # as given, for the manifest
-    validation_source: list[str] = field(default_factory=list)
-    ignored: list[Path] = field(default_factory=list)  # files of its folders that are not read
 
     def inputs(self) -> list[Input]:
-        """All inputs of the set, those of training first."""
-        return [*(each for portion in self.train for each in portion.inputs), *self.validation]
+        """All inputs of the set, in order."""
+        return [each for portion in self.portions for each in portion.inputs]
 
     def with_hub_files(self) -> "SetPlan":
         """Return it with each dataset of the hub as its files."""
-        portions = [replace(each, inputs=_hub_files(each.inputs)) for each in self.train]
-        return replace(self, train=portions, validation=_hub_files(self.validation))
-
-    def portions(self) -> list[Portion]:
-        """Return the portions of the training documents, then that of the validation documents."""
-        return [*self.train, Portion(self.validation, held_out=True)]
+        portions = [replace(each, inputs=_hub_files(each.inputs)) for each in self.portions]
+        return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
         """Return the sources of each set to write, by its name."""
-        outputs = {f"{self.name}.train": self.train_source}
-        if self.fraction or self.validation:
-            outputs[f"{self.name}.validation"] = self.validation_source or self.train_source
+        outputs: dict[str, list[str]] = {}
+        for portion in self.portions:
+            for name in self.outputs_of(portion):
+                outputs[name] = [*outputs.get(name, []), *portion.source]
         return outputs
 
     def outputs_of(self, portion: Portion) -> list[str]:
         """Return the names of the sets that a portion's documents may go to."""
+        train, validation = f"{self.name}.train", f"{self.name}.validation"
         if portion.held_out:
-            return [f"{self.name}.validation"] if self.validation else []
-        return [f"{self.name}.train", *([f"{self.name}.validation"] if self.fraction else [])]
+            return [validation]
+        return [train, validation] if self.fraction else [train]
 
     def listing(self) -> Listing:
         """Return its inputs and ignored files."""
-        return Listing(self.inputs(), self.ignored)
+        return Listing(self.inputs(), [each for part in self.portions for each in part.ignored])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +175,8 @@ class Preparation:
             "sets": [
                 {
                     "name": plan.name,
-                    "train": [each for portion in plan.train for each in _described(portion, left)],
-                    "validation": [*islice(left, len(plan.validation))],
+                    "train": _described(plan, left, held_out=False),
+                    "validation": _described(plan, left, held_out=True),
                     "fraction": str(plan.fraction),
                 }
                 for plan in self.sets
@@ -201,27 +206,23 @@ class Preparation:
 
     def repeated(self, identities: list[str]) -> list[str]:
         """Return a warning if inputs have the same content, [] if all differ."""
-        names = [
-            f"{plan.name}.{'validation' if portion.held_out else 'train'}"
+        inputs = (
+            (f"{plan.name}.{'validation' if portion.held_out else 'train'}", each)
             for plan in self.sets
-            for portion in plan.portions()
-            for _ in portion.inputs
-        ]
-        places: dict[str, list[int]] = {}
-        for number, identity in enumerate(identities):
+            for portion in plan.portions
+            for each in portion.inputs
+        )
+        places: dict[str, list[tuple[str, Input]]] = {}
+        for place, identity in zip(inputs, identities, strict=True):
             if identity != _EMPTY:
-                places.setdefault(identity, []).append(number)
-        repeated = [numbers for numbers in places.values() if len(numbers) > 1]
+                places.setdefault(identity, []).append(place)
+        repeated = [same for same in places.values() if len(same) > 1]
         if not repeated:
             return []
-        inputs = self.inputs()
-        numbers = max(repeated, key=lambda places: len({names[number] for number in places}))
-        example = " and ".join(
-            f"{names[number]} ({inputs[number]})" for number in (numbers[0], numbers[-1])
-        )
-        return [
-            f"the same text is read more than once: {len(repeated):,} inputs, such as {example}"
-        ]
+        (one, first), *_, (other, last) = max(repeated, key=lambda same: len({n for n, _ in same}))
+        count = counted(len(repeated), "input")
+        example = f"{one} ({first}) and {other} ({last})"
+        return [f"the same text is read more than once: {count}, such as {example}"]
 
     def _tokenizer_files(self) -> list[Path]:
         if self.tokenizer is None:
@@ -249,9 +250,12 @@ def is_validation(index: int, fraction: Fraction) -> bool:
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
 
 
-def _described(portion: Portion, identities: Iterator[str]) -> list[str]:
-    limit = [] if portion.tokens is None else [f"{portion.tokens} tokens"]
-    return [*islice(identities, len(portion.inputs)), *limit]
+def _described(plan: SetPlan, identities: Iterator[str], *, held_out: bool) -> list[str]:
+    described: list[str] = []
+    for portion in (each for each in plan.portions if each.held_out == held_out):
+        described += islice(identities, len(portion.inputs))
+        described += [] if portion.tokens is None else [f"{portion.tokens} tokens"]
+    return described
 
 
 def _identity(each: Input, folders: dict[str, str]) -> str:

@@ -214,7 +214,8 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
     share = TOKENIZER_BYTES // len(preparation.sets)
     for plan in preparation.sets:
         size = 0
-        inputs = [each for portion in plan.train for each in portion.inputs]
+        train = [portion for portion in plan.portions if not portion.held_out]
+        inputs = [each for portion in train for each in portion.inputs]
         with closing(read_documents(inputs, preparation.reading)) as documents:
             for index, text in enumerate(documents):
                 if is_validation(index, plan.fraction):
@@ -225,7 +226,8 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
                 progress.update(len(text))
                 yield text
         if not size:
-            raise no_documents(f"{plan.name}.train", plan.train_source)
+            name = f"{plan.name}.train"
+            raise no_documents(name, plan.outputs()[name])
 
 
 @dataclass(frozen=True)

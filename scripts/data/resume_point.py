@@ -61,7 +61,7 @@ class Progress:
         """
         first = 0
         for number, plan in enumerate(preparation.sets):
-            for place, portion in enumerate(plan.portions()):
+            for place, portion in enumerate(plan.portions):
                 if (number, place) > (self.set, self.portion):
                     self.index = self.index if number == self.set else 0
                     self.set, self.portion = number, place

@@ -70,9 +70,6 @@ class Listing:
     inputs: list[Input] = field(default_factory=list)
     ignored: list[Path] = field(default_factory=list)
 
-    def __add__(self, other: "Listing") -> "Listing":
-        return Listing([*self.inputs, *other.inputs], [*self.ignored, *other.ignored])
-
     def __str__(self) -> str:
         files = [each.path for each in self.inputs if isinstance(each, FileInput)]
         hub = [str(each) for each in self.inputs if isinstance(each, HubInput)]

@@ -52,7 +52,7 @@ def test_parts_have_their_shares_of_the_tokens(tmp_path: Path) -> None:
     for part in corpus.parts:
         (tmp_path / part).mkdir(parents=True)
         (tmp_path / part / "part.jsonl").write_text('{"text": "A document"}\n')
-    portions = corpus.set_plan(100_000, tmp_path).train
+    portions = corpus.set_plan(100_000, tmp_path).portions
     tokens = [portion.tokens or 0 for portion in portions]
     assert sum(tokens) == pytest.approx(100_000, abs=7)
     shares = [float(part.share) for part in corpus.parts.values()]

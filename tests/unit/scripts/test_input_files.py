@@ -317,7 +317,7 @@ def test_parts_are_found_in_a_snapshot_of_the_hub(tmp_path: Path, layout: str) -
         folder.mkdir(parents=True)
         (folder / "part.json.gz").write_bytes(gzip.compress(lines([part])))
     plan = corpus.set_plan(100_000, tmp_path)
-    for portion, part in zip(plan.train, corpus.parts, strict=True):
+    for portion, part in zip(plan.portions, corpus.parts, strict=True):
         assert list(read_documents(portion.inputs, ReadOptions())) == [part]
     shutil.rmtree(tmp_path / layout / "wiki")
     looked = f"looked for {tmp_path}/wiki, {tmp_path}/data/wiki"
@@ -335,7 +335,7 @@ def test_a_sample_is_not_taken_for_another(tmp_path: Path) -> None:
         ("fineweb_edu", "10BT"),
         ("fineweb_edu_100b", "100BT"),
     ):
-        portions = read_corpora()[name].set_plan(1000, tmp_path).train
+        portions = read_corpora()[name].set_plan(1000, tmp_path).portions
         assert list(read_documents(portions[0].inputs, ReadOptions())) == [size]
 
 
@@ -347,8 +347,8 @@ def test_a_corpus_of_one_part_is_read_from_its_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no folder of en, a part of c4"):
         corpus.set_plan(1000, tmp_path)
     for place in (tmp_path / "realnewslike", tmp_path / "realnewslike/a.json"):
-        assert len(corpus.set_plan(1000, place).train[0].inputs) == 1
+        assert len(corpus.set_plan(1000, place).portions[0].inputs) == 1
     (tmp_path / "en").mkdir()
     (tmp_path / "en/b.json.gz").write_bytes(gzip.compress(json.dumps({"text": "b"}).encode()))
-    (portion,) = corpus.set_plan(1000, tmp_path).train
+    (portion,) = corpus.set_plan(1000, tmp_path).portions
     assert list(read_documents(portion.inputs, ReadOptions())) == ["b"]

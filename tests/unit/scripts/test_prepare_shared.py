@@ -345,7 +345,7 @@ def test_the_same_text_twice_is_warned_of(
                str(tmp_path / "out")]  # fmt: skip
     assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
     expected = (
-        r"warning: the same text is read more than once: 1 inputs, such as a.train \(.*\) and "
+        r"warning: the same text is read more than once: 1 input, such as a.train \(.*\) and "
         + ("[ab].validation" if "sides" in name else "[ab].train")
     )
     assert re.search(expected, capsys.readouterr().err)
