@@ -16,7 +16,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import command, whole_number, write_whole
+from scripts.command import command, counted, whole_number, write_whole
 from training.data.tasks import Example, example_of
 from training.errors import DataError, InputError
 from training.json_file import parse_json
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     choices = [len(each.choices) for each in rows]
     chance = sum(1 / count for count in choices) / len(choices)
     print(
-        f"wrote {options.output}: {len(rows):,} examples, {sum(choices):,} choices, "
+        f"wrote {options.output}: {counted(len(rows), 'example')}, {sum(choices):,} choices, "
         f"{chance:.3f} by chance; tasks.files.{options.output.stem}={options.output} scores it"
     )
     return 0

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from scripts.command import counted
 from scripts.data.sources import Position
 from training.errors import DataError
 
@@ -213,10 +214,9 @@ class RoundTrip:
             )
 
     def __str__(self) -> str:
-        share = self.lost / max(1, self.decoded)
+        share, of = self.lost / max(1, self.decoded), counted(self.decoded, "decoded document")
         return (
-            f"the tokenizer gives {share:.1%} of {self.decoded:,} decoded documents back as "
-            f"another text, such as {self.example}"
+            f"the tokenizer gives {share:.1%} of {of} back as another text, such as {self.example}"
         )
 
 

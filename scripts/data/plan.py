@@ -137,13 +137,15 @@ class Preparation:
             counts = check_first_documents(inputs, self.reading)
             empty = [each for each, (n, blank) in zip(inputs, counts, strict=True) if blank == n]
             if empty:
-                more = f" and {len(empty) - 1:,} more inputs give" if empty[1:] else " gives"
+                more = (
+                    f" and {counted(len(empty) - 1, 'more input')} give" if empty[1:] else " gives"
+                )
                 warnings.append(f"set {plan.name}: {empty[0]}{more} no document")
             first, blank = map(sum, zip(*counts, strict=True))
             if blank:
                 warnings.append(
-                    f"set {plan.name}: {blank:,} of the first {first:,} documents are blank; blank "
-                    "documents are left out"
+                    f"set {plan.name}: {blank:,} of the first {counted(first, 'document')} "
+                    f"{'is' if blank == 1 else 'are'} blank; blank documents are left out"
                 )
             if mixture := plan.listing().mixture():
                 warnings.append(f"set {plan.name}: {mixture}")

@@ -311,25 +311,27 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
     plans, dtype = pipeline.preparation.sets, pipeline.encoder.dtype
     with ExitStack() as stack:
         writers = {
-            name: SetWriter(folder.path, folder.state, name, dtype, source, progress.file(name))
+            name: stack.enter_context(
+                closing(
+                    SetWriter(folder.path, folder.state, name, dtype, source, progress.file(name))
+                )
+            )
             for plan in plans
             for name, source in plan.outputs().items()
         }
-        for writer in writers.values():
-            stack.enter_context(closing(writer))
         for plan, portion, first in pipeline.portions():
             end = len(portion.inputs)
-            documents = pipeline.documents(plan, portion, first, writers.values())
-            for number, tokens, size in documents:
-                if portion.tokens is not None and progress.tokens >= portion.tokens:
-                    end = progress.last + 1
-                    break
-                progress.last = number
-                held_out = portion.held_out or is_validation(progress.index, plan.fraction)
-                writers[f"{plan.name}.{'validation' if held_out else 'train'}"].add(tokens, size)
-                progress.index += 1
-                progress.tokens += len(tokens)
-            documents.close()
+            with closing(pipeline.documents(plan, portion, first, writers.values())) as documents:
+                for number, tokens, size in documents:
+                    if portion.tokens is not None and progress.tokens >= portion.tokens:
+                        end = progress.last + 1
+                        break
+                    progress.last = number
+                    held_out = portion.held_out or is_validation(progress.index, plan.fraction)
+                    name = f"{plan.name}.{'validation' if held_out else 'train'}"
+                    writers[name].add(tokens, size)
+                    progress.index += 1
+                    progress.tokens += len(tokens)
             for name in plan.outputs_of(portion):
                 progress.read.setdefault(name, []).append([first, first + end])
             _say_if_short(portion, progress.tokens)
@@ -350,8 +352,8 @@ def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
     more = f"give at least 1/{2 * count}, or " if count > 1 else ""
     raise DataError(
         f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} holds "
-        f"out none of {count} documents; {more}cut .txt and .md files into more documents by a "
-        "smaller --document-bytes"
+        f"out none of {counted(count, 'document')}; {more}cut .txt and .md files into more "
+        "documents by a smaller --document-bytes"
     )
 
 
@@ -369,18 +371,17 @@ def _write_shard(pipeline: Pipeline) -> None:
     file = DocumentFile(folder / TOKENS_FILE, folder / RECORDS_FILE, dtype, written)
     with closing(file):
         for plan, portion, first in pipeline.portions():
-            documents = pipeline.documents(plan, portion, first, [file])
-            for number, tokens, size in documents:
-                unit = str(first + number)
-                if enough(portion, unit):
-                    progress.left.append([first + number, first + len(portion.inputs)])
-                    break
-                file.add(tokens, size)
-                part = progress.parts.setdefault(unit, [0, 0])
-                part[0] += 1
-                part[1] += len(tokens)
-                progress.tokens += len(tokens)
-            documents.close()
+            with closing(pipeline.documents(plan, portion, first, [file])) as documents:
+                for number, tokens, size in documents:
+                    unit = str(first + number)
+                    if enough(portion, unit):
+                        progress.left.append([first + number, first + len(portion.inputs)])
+                        break
+                    file.add(tokens, size)
+                    part = progress.parts.setdefault(unit, [0, 0])
+                    part[0] += 1
+                    part[1] += len(tokens)
+                    progress.tokens += len(tokens)
         file.sync()
 
 

@@ -205,7 +205,7 @@ def test_rows_become_examples(tmp_path, capsys):
             "answer": 2,
         }
     ]
-    assert "1 examples, 5 choices, 0.200 by chance" in capsys.readouterr().out
+    assert "1 example, 5 choices, 0.200 by chance" in capsys.readouterr().out
     compressed = tmp_path / "rows.jsonl.gz"
     compressed.write_bytes(gzip.compress((json.dumps(plain) + "\n").encode() * 3))
     assert main([str(compressed), "--output", str(output), "--limit", "2"]) == 0
