@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -236,23 +235,16 @@ def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
     return plans, options.tokenizer
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Source of documents, and the field of their text if the argument names it."""
-
-    text: str
-    key: str | None
-
-    def __str__(self) -> str:
-        return self.text if self.key is None else f"{self.text} (key {self.key})"
+_Source = tuple[str, str | None]
+"""Where documents come from, and the field of their text if the argument names it."""
 
 
 def _portion(sources: list[_Source], **limits: Any) -> Portion:
     """The inputs of sources, in order; `limits` are fields of `Portion`."""
-    listings = [find_inputs(source.text, source.key) for source in sources]
+    listings = [find_inputs(text, key) for text, key in sources]
     return Portion(
         inputs=[each for listing in listings for each in listing.inputs],
-        source=[*map(str, sources)],
+        source=[text if key is None else f"{text} (key {key})" for text, key in sources],
         ignored=[each for listing in listings for each in listing.ignored],
         **limits,
     )
@@ -269,7 +261,7 @@ def _named(arguments: list[str]) -> dict[str, list[_Source]]:
                 f"digits, _ and -, got {argument}"
             )
         name, key, source = match.groups()
-        named.setdefault(name, []).append(_Source(source, key))
+        named.setdefault(name, []).append((source, key))
     return named
 
 
