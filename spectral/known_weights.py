@@ -325,13 +325,23 @@ def _inputs(weight: Weight, outputs: int) -> int:
 
 
 def _cutter(model: nn.Module) -> str:
-    """Return the class of a module with convolutions that takes a tensor apart, "" without one."""
+    """Return the class of a module with convolutions that takes a tensor apart, "" without one.
+
+    Its forward pass does so, or a function that the pass calls.
+    """
     for module in model.modules():
-        code = getattr(inspect.unwrap(module.forward), "__code__", None)
-        parts = code is not None and PARTS.intersection(code.co_names)
+        forward = inspect.unwrap(module.forward)
+        names, known = _words(forward), getattr(forward, "__globals__", {})
+        called = [getattr(type(module), name, None) or known.get(name) for name in names]
+        parts = PARTS & names.union(*map(_words, called))
         if parts and any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
             return kind_of(module)
     return ""
+
+
+def _words(function: object) -> set[str]:
+    """Return the names in the code of a function."""
+    return {*getattr(getattr(function, "__code__", None), "co_names", ())}
 
 
 def _is_attention(module: nn.Module) -> bool:

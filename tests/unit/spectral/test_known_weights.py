@@ -390,6 +390,14 @@ class Parts(nn.Module):
         return torch.cat([self.a(a), self.b(b)], 1)
 
 
+class OwnParts(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(self.both(x), 1)
+
+    def both(self, x: Tensor) -> list[Tensor]:
+        return [self.a(x.split(4, 1)[0]), self.b(x.split(4, 1)[1])]
+
+
 def wrapped(module: nn.Module) -> nn.Module:
     """Return a module whose forward pass is another function, as hooks of accelerate make it."""
     forward = module.forward
@@ -425,6 +433,10 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "parts in a forward pass that is wrapped": (
         lambda: holder(stem=nn.Conv2d(3, 8, 1), block=wrapped(Parts()), out=nn.Conv2d(8, 4, 1)),
         "stem.weight looks like .*Parts takes channels apart",
+    ),
+    "parts in a method": (
+        lambda: holder(stem=nn.Conv2d(3, 8, 1), block=OwnParts(), out=nn.Conv2d(8, 4, 1)),
+        "stem.weight looks like .*OwnParts takes channels apart",
     ),
     "shuffled channels": (
         lambda: nn.Sequential(Parts(), Parts(), nn.Conv2d(8, 4, 1)),
