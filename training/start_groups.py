@@ -56,15 +56,15 @@ def check_restarts() -> None:
 
 
 def program() -> dict[str, Any]:
-    """Return a hash of the source files of every package, and the versions of libraries."""
+    """Return a hash of the files of every package, and the versions of libraries."""
     facts: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in PACKAGES}
     return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
 def source_hash(folder: Path) -> str:
-    """Return a hash of all Python files in a folder and their paths."""
+    """Return a hash of all Python and JSON files in a folder and their paths."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]

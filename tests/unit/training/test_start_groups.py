@@ -1,6 +1,13 @@
-"""Messages about ranks that differ."""
+"""Messages about ranks that differ, and what is compared."""
+
+import shutil
+from pathlib import Path
+
+import pytest
 
 from parallel.comm.collectives import differing
+from tests.paths import ROOT
+from training.start_groups import source_hash
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
@@ -16,3 +23,12 @@ def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
     (line,) = differing(many, ["a"] * 50)
     assert line.startswith("seed differs between ranks: absent on rank 30 (host a)")
     assert line.endswith("rank 37 (host a) and 12 more, 7 on the other 30")
+
+
+@pytest.mark.parametrize("name", ["kernels/dispatch.py", "kernels/table.json"])
+def test_ranks_with_other_code_or_kernels_differ(name: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "spectral", tmp_path / "spectral")
+    before = source_hash(tmp_path / "spectral")
+    with (tmp_path / "spectral" / name).open("a") as file:
+        file.write("\n")
+    assert before == source_hash(ROOT / "spectral") != source_hash(tmp_path / "spectral")
