@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import io
 import os
 import re
 import socket
@@ -89,11 +90,14 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
 
     `main` returns 0 on success, and 1 if a check or a run failed. A wrong input or an unusable file
     becomes `error: ...` and 2, Ctrl-C becomes 130. Other exceptions are bugs and keep their
-    traceback.
+    traceback. Characters outside the encoding of stdout and stderr are escaped.
     """
 
     @functools.wraps(main)
     def checked(*args: P.args, **kwargs: P.kwargs) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # not the stream of a notebook
+                stream.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)
         except (InputError, OSError) as error:

@@ -1,6 +1,8 @@
 """Scripts use the same conventions of arguments, errors and exit codes, as in CONTRIBUTING.md."""
 
 import argparse
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,17 @@ def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> N
     assert command(lambda: 1)() == 1
     assert interrupted() == 130
     assert too_large() == 1 and "error: out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("ascii", "stdout"), ("latin-1", "stderr")])
+def test_what_a_stream_cannot_encode_is_escaped(
+    encoding: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, name, stream)
+    assert command(lambda: print("runs/\u732b", file=getattr(sys, name)) or 0)() == 0
+    stream.seek(0)
+    assert stream.read() == "runs/\\u732b\n"
 
 
 SHELL_SCRIPTS = sorted((ROOT / "scripts").rglob("*.s[hb]*"))
