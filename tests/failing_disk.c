@@ -24,7 +24,7 @@ enum { WRITE, FSYNC, RENAME, STAT, OPEN, MKDIR, UNLINK, KINDS };
 static const char *names[] = {"write", "fsync", "rename", "stat", "open", "mkdir", "unlink"};
 
 static struct {
-    int64_t kind, number, error, always, microseconds, counts[KINDS];
+    int64_t kind, number, error, period, microseconds, counts[KINDS];
 } *control;
 static char folder[PATH_MAX];
 static size_t length;
@@ -68,8 +68,9 @@ static int fails(int kind, int at, const char *name) {
     }
     if (kind == FSYNC && control->microseconds) usleep(control->microseconds);
     errno = before;
-    if (kind != control->kind || number < control->number) return 0;
-    if (number > control->number && !control->always) return 0;
+    if (kind != control->kind) return 0;
+    int64_t later = number - control->number;
+    if (later < 0 || (later && (!control->period || later % control->period))) return 0;
     errno = control->error;
     return 1;
 }

@@ -23,7 +23,7 @@ def compiler() -> str | None:
 
 @dataclass(frozen=True)
 class Fault:
-    """The failing call: the `number`-th of a kind, and with `always` all later ones.
+    """The failing calls: the `number`-th of a kind and every `period`-th later one, 0 for none.
 
     error    number of the error
     seconds  for which each fsync waits
@@ -32,13 +32,13 @@ class Fault:
     kind: str | None = None
     number: int = 0
     error: int = 0
-    always: bool = False
+    period: int = 0
     seconds: float = 0.0
 
     def __bytes__(self) -> bytes:
         """Return the control file of a run that has not started."""
         kind = KINDS.index(self.kind) if self.kind else -1
-        head = kind, self.number, self.error, self.always, round(1e6 * self.seconds)
+        head = kind, self.number, self.error, self.period, round(1e6 * self.seconds)
         return struct.pack("12q", *head, *[0] * len(KINDS))
 
 
