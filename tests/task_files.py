@@ -28,7 +28,7 @@ def write_tasks(folder: Path, *, examples: int = 12, window: int = 32) -> dict[s
         answer = draw.randrange(len(choices))
         words.append({"context": context, "choices": choices, "answer": answer})
     digits = [
-        {"context": f"{text(2, 9)}:", "choices": list("01é3"), "answer": draw.randrange(4)}
+        {"context": f"{text(2, 9)}:", "choices": list("0123"), "answer": draw.randrange(4)}
         for _ in range(examples)
     ]
     files = {}

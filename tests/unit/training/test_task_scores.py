@@ -308,7 +308,11 @@ def test_only_the_first_examples_are_scored(tokens, tmp_path):
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     files = write_tasks(tmp_path)
     config = tiny_config(str(tmp_path), **keys, **task_keys(files, tasks__examples=3))
-    assert [len(task.answers) for task in build_tasks(config)] == [3, 3]
+    tasks = build_tasks(config)
+    assert [len(task.answers) for task in tasks] == [3, 3]
+    rows = json_lines(Path(files["words"]))[:3]
+    assert tasks[0].sizes == [list(map(len, row["choices"])) for row in rows]
+    assert any(not text.isascii() for row in rows for text in row["choices"])
     assert len(read_examples(Path(files["words"]))) == 12
 
 
