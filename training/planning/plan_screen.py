@@ -17,6 +17,7 @@ from training.assignments import config_routes
 from training.config import Config
 from training.dry_run import attended_length, batch_seconds, data_table, documents_known, step_shape
 from training.planning.added_cost import planned_cost, run_hours, task_cost
+from training.planning.disk import checkpoints_text
 from training.report.console import layout
 from training.report.table import table
 
@@ -78,6 +79,7 @@ def run_table(config: Config, planned: Plan) -> str:
             f"{train.steps:,} steps, {total:,} tokens, {size.flops_per_token:.4g} FLOPs per token, "
             f"{size.flops_per_token * total:.4g} in all",
         ),
+        ("checkpoints", checkpoints_text(config)),
     ]
     if config.data.document_mask:
         whose = (
@@ -184,7 +186,7 @@ def time_table(config: Config, planned: Plan) -> str:
         *(("uneven", text) for text in unevenness(planned, shape)),
         ("monitors", str(planned_cost(config, planned, shape))),
         *(("tasks", text) for text in [task_cost(config, planned)] if text is not None),
-        ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
+        ("time of the run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
         ("", "modelled as docs/planning.md says, up to 25% from published runs"),
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),
     ]
