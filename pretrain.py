@@ -34,6 +34,7 @@ from training.errors import (
     own_rank,
 )
 from training.lifecycle.terminal import Interrupts, outlive_readers
+from training.report.progress import progress
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -178,6 +179,9 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
 
         given = list(sys.argv[1:] if arguments is None else arguments)
         return launch(options.ranks, [__file__, *without_ranks(given)])
+    if options.dry_run or options.fit or options.rehearse:
+        with progress(lambda: "PyTorch and megatron-core are imported, then the run is planned"):
+            return run(options, interrupts)
     return run(options, interrupts)
 
 

@@ -24,11 +24,22 @@ class BrokenJob(Job):
 
     before: Callable[[], None] | None = None
 
-    def perform(self) -> RankReport:
+    def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
         """Rehearse the broken program."""
         if self.before is not None:
             self.before()
-        return super().perform()
+        return super().perform(say)
+
+
+class ToldJob(Job):
+    """A rehearsal that writes the places which it states next to the folder of its run."""
+
+    def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
+        """Rehearse it."""
+        told: list[str] = []
+        report = super().perform(told.append)
+        Path(f"{self.config.run.dir}.told").write_text("\n".join(told), encoding="utf-8")
+        return report
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class TracedCall:
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
 
-    def perform(self) -> RankReport:
+    def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
         """Call it with device tensors without values, and count its launches."""
         trace, report = Trace(H100), RankReport(0)
         try:

@@ -11,7 +11,7 @@ import pytest
 
 import pretrain
 from tests.paths import ROOT
-from tests.rehearsal.programs import MONITORED, SHAPE
+from tests.rehearsal.programs import MONITORED, SHAPE, ToldJob
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
 from training.rehearsal import processes
@@ -40,12 +40,19 @@ def rehearse(tmp_path, perform):
     return call
 
 
-def test_a_run_that_would_not_break(rehearse, tmp_path, capsys):
+def test_a_run_that_would_not_break(rehearse, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rehearsal, "Job", ToldJob)
     # Rehearsals leave out samples of text.
     samples = ("validation.samples_interval=2", "validation.samples_tokens=4")
     assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json"), *samples) == 0
     said, begun = capsys.readouterr()
-    assert begun.startswith("rehearses ranks 0 of 4 on NVIDIA H100 80GB HBM3\n")
+    assert "rehearses rank 0 of 4 on NVIDIA H100 80GB HBM3\n" in begun
+    # A large model is rehearsed for minutes, in which these texts are printed.
+    told = (tmp_path / "run.told").read_text().splitlines()
+    assert told[0] == "rank 0: builds the model"
+    assert told[-1] == "rank 0: step 3 of 3, checkpoint"
+    assert "rank 0: step 2 of 3, forward_backward, forward pass 1 of 1" in told, told
+    assert "rank 0: step 3 of 3, monitors" in told
     assert "passed: it would not break" in said and "rank 0 of 4" in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ok"] is True and report["error"] is None and report["ranks"] == [0]
@@ -57,6 +64,15 @@ def test_a_run_that_would_not_break(rehearse, tmp_path, capsys):
         assert counts.keys() >= FIGURES and counts["launches"] > 0
     plain = report["phases"]["optimizer"]
     assert plain["host_reads"] == plain["synchronizations"] == 0 < plain["collective_bytes"]
+
+
+def test_the_place_of_each_rank_is_stated(tmp_path):
+    paths = [tmp_path / f"{i}.out" for i in range(3)]
+    (tmp_path / "0.at").write_text("rank 0: step 3 of 3, checkpoint")
+    paths[0].touch()
+    (tmp_path / "1.at").write_text("rank 8: step 2 of 3, optimizer")
+    text = "1 of 3 ranks are rehearsed; rank 8: step 2 of 3, optimizer"
+    assert processes.places(paths) == text
 
 
 def test_a_run_that_would_break_says_where(rehearse, tmp_path, capsys):

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from heapq import nsmallest
 from typing import Any, Final
 
-from tqdm import tqdm
-
 from parallel.plan.devices import GIB, Device
 from parallel.plan.planner import (
     Plan,
@@ -30,6 +28,7 @@ from training.config import Config
 from training.config.checks import divisors, fits, holds, layout_checks, run_checks
 from training.config.yaml_files import as_yaml, escaped, merged_overrides, over
 from training.dry_run import step_flops, step_shape
+from training.report.progress import progress
 from training.report.table import table
 
 Changes = Mapping[str, Any]
@@ -161,29 +160,39 @@ BEST: Final = 10
 def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
     """Return the fastest layouts that fit, by modelled time, with their best batch and
     recomputation."""
-    flops = layouts.owned_flops()
-    room = layouts.device.room
-    bounds = []
-    for number, changes in enumerate(legal_layouts(layouts)):
-        shape = layouts.shape(changes)
-        if fits_at_best(shape, room):
-            bounds.append((least_seconds(shape, flops), number, changes))
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
-    ordered = sorted(bounds, key=lambda each: each[:2])
+    ordered = by_bound(layouts)
+    tried = 0
     print(f"plans up to {len(ordered):,} layouts, the most promising first", file=sys.stderr)
-    for bound, _, changes in tqdm(ordered, unit=" plans", disable=None, leave=False):
-        if bound >= slowest:
-            break
-        axes = tuple(changes[f"parallel.{name}"] for name in AXES)
-        if axes in best and bound >= best[axes].seconds:
-            continue
-        planned = layouts.fitting_plan(changes)
-        if planned is not None and (axes not in best or planned.time.total < best[axes].seconds):
+    with progress(lambda: f"layout {tried:,} of {len(ordered):,} is planned"):
+        for bound, changes in ordered:
+            if bound >= slowest:
+                break
+            tried += 1
+            axes = tuple(changes[f"parallel.{name}"] for name in AXES)
+            if axes in best and bound >= best[axes].seconds:
+                continue
+            planned = layouts.fitting_plan(changes)
+            if planned is None or (axes in best and planned.time.total >= best[axes].seconds):
+                continue
             best[axes] = Variant(changes, planned)
             seconds = nsmallest(count, (each.seconds for each in best.values()))
             slowest = seconds[-1] if len(seconds) == count else math.inf
     return nsmallest(count, best.values(), key=lambda each: each.seconds)
+
+
+def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
+    """Return lower bounds of the step's seconds, ascending, and the changes of all layouts that
+    may fit."""
+    flops = layouts.owned_flops()
+    bounds: list[tuple[float, Changes]] = []
+    with progress(lambda: f"lower bounds are compared: {len(bounds):,} layouts may fit so far"):
+        for changes in legal_layouts(layouts):
+            shape = layouts.shape(changes)
+            if fits_at_best(shape, layouts.device.room):
+                bounds.append((least_seconds(shape, flops), changes))
+    return sorted(bounds, key=lambda each: each[0])
 
 
 def legal_layouts(layouts: Layouts) -> Iterator[Changes]:

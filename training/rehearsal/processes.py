@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from training.rehearsal import fake_driver
 from training.rehearsal.program import ROOT
+from training.report.progress import progress
 
 if TYPE_CHECKING:  # imports torch, which a rank may import only after the device
     from training.rehearsal.rank import Job, RankReport
@@ -45,19 +46,28 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
         paths = [Path(folder) / f"{i}.out" for i in range(len(jobs))]
         waiting = deque(zip(jobs, paths, strict=True))
         try:
-            while waiting or running:
-                while waiting and len(running) < most:
-                    job, path = waiting.popleft()
-                    process = context.Process(target=rehearse, args=(pickle.dumps(job), path))
-                    process.start()
-                    running[process.sentinel] = process, path
-                for sentinel in wait(list(running)):
-                    check(*running.pop(int(sentinel)))  # type: ignore[arg-type]
+            with progress(lambda: places(paths)):
+                while waiting or running:
+                    while waiting and len(running) < most:
+                        job, path = waiting.popleft()
+                        process = context.Process(target=rehearse, args=(pickle.dumps(job), path))
+                        process.start()
+                        running[process.sentinel] = process, path
+                    for sentinel in wait(list(running)):
+                        check(*running.pop(int(sentinel)))  # type: ignore[arg-type]
         finally:
             for process, _ in running.values():
                 process.kill()
                 process.join()
         return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+def places(paths: Sequence[Path]) -> str:
+    """Return how many jobs have a report, of these `paths`, and where the others are."""
+    done = sum(path.exists() for path in paths)
+    here = [path.with_suffix(".at") for path in paths if not path.exists()]
+    texts = [path.read_text(encoding="utf-8") for path in here if path.exists()]
+    return "; ".join([f"{done} of {len(paths)} ranks are rehearsed", *filter(None, texts)])
 
 
 def start_server() -> None:
@@ -95,7 +105,9 @@ def rehearse(job: bytes, path: Path) -> None:
     status = 1
     try:
         __import__(DEVICE)
-        path.write_bytes(pickle.dumps(pickle.loads(job).perform()))
+        at = path.with_suffix(".at")
+        report = pickle.loads(job).perform(lambda text: at.write_text(text, encoding="utf-8"))
+        path.write_bytes(pickle.dumps(report))
         status = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.program import name_of, replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
-from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
+from training.rehearsal.trace import DEFAULT_STREAM, STEP, Call, Trace
 from training.rehearsal.triton_launches import install_kernels, install_liger
 from training.run import train
 from training.step import Trainer
@@ -63,16 +63,18 @@ class Job:
     device: Device
     compiled: bool = False
 
-    def perform(self) -> RankReport:
-        """Rehearse it, in this process."""
+    def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
+        """Rehearse it, in this process; `say` is told where it is."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-            report.scenario = scenario(self.config, self.world, Path(folder))
+            rehearsed = report.scenario = scenario(self.config, self.world, Path(folder))
+            trace.moved = lambda: say(place_in_run(trace, rehearsed))
+            say(f"rank {self.rank}: builds the model")
             try:
                 with mode, torch.autograd.set_multithreading_enabled(False):
-                    run(report.scenario, trace)
+                    run(rehearsed, trace)
             except Exception as error:
                 report.error = described(error)
         trace.keep_peak()
@@ -123,6 +125,15 @@ def run(rehearsed: Scenario, trace: Trace) -> None:
 
     replace(build_trainer, observed)
     train(config, layout, resume="none")
+
+
+def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
+    """Return rank, step and part of the run, and which forward pass of the step it is."""
+    text = f"rank {trace.rank}: step {trace.step} of {rehearsed.last}, {trace.phase}"
+    if trace.phase == STEP:
+        passes = len(trace.marks.get(trace.step, ()))
+        text += f", forward pass {passes} of {rehearsed.rehearsed * rehearsed.chunks}"
+    return text
 
 
 def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]:

@@ -56,7 +56,8 @@ def run(config: Config, options: argparse.Namespace) -> int:
     check(config, options.gpus)
     ranks = chosen(config, options.rank, options.gpus)
     device = device_named(options.device or config.plan.device)
-    some = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+    some = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    some = f"ranks {some}" if len(ranks) > 1 else f"rank {some}"
     print(f"rehearses {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
     try:
         report = rehearse(

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -174,6 +174,7 @@ class Trace:
         self.recording: Recording | None = None
         self.batch: int | None = None  # number of the present batch of sends and receives
         self.numbers = itertools.count(1)  # of streams and events
+        self.moved: Callable[[], None] = lambda: None  # called where a part of the run begins
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
@@ -194,12 +195,14 @@ class Trace:
     def mark(self) -> None:
         """Record the start of a forward pass."""
         self.marks.setdefault(self.step, []).append(Counts().add(self._now))
+        self.moved()
 
     def _switch(self, name: str) -> None:
         self.keep_peak()
         self.memory.peak = self.memory.live
         self.phase = name
         self._now = self.counts.setdefault((self.step, name), Counts())
+        self.moved()
 
     def keep_peak(self) -> None:
         """Count the memory of the open part; call it at the end of the run."""

@@ -1,0 +1,47 @@
+"""Lines of a command that computes for long before it has a result."""
+
+import itertools
+import time
+
+from training.report.progress import pause, progress
+
+
+def test_lines_state_time_and_state_while_the_block_runs(capsys):
+    numbers = itertools.count(1)
+    with progress(lambda: f"plans layout {next(numbers)}", first=0.02):
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["0:00:00 plans layout 1", "0:00:00 plans layout 2"]
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_short_block_prints_nothing(capsys):
+    with progress(lambda: "plans"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_block_within_a_block_prints_alone(capsys):
+    with progress(lambda: "outer", first=0.01):
+        with progress(lambda: "inner", first=0.01):
+            time.sleep(0.1)
+        inner = capsys.readouterr().err
+        time.sleep(0.1)
+    assert "inner" in inner and "outer" not in inner
+    assert "outer" in capsys.readouterr().err
+
+
+def test_lines_become_rarer():
+    assert pause(0, first=10) == pause(60, first=10) == 10
+    assert pause(3600, first=10) == 360
+
+
+def test_a_failure_within_the_block_is_raised_and_ends_the_lines(capsys):
+    try:
+        with progress(lambda: "plans", first=0.01):
+            raise ValueError("no layout")
+    except ValueError:
+        capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,49 @@
+"""Lines on stderr while a command computes, before it has a result to print."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from training.report.table import duration
+
+FIRST: Final = 10.0
+"""Seconds before the first line."""
+GROWTH: Final = 0.1
+"""Share of the time so far that passes before the next line, if it is longer than `FIRST`."""
+
+_open: list[Callable[[], str]] = []
+
+
+@contextmanager
+def progress(state: Callable[[], str], first: float | None = None) -> Iterator[None]:
+    """Print the time so far and `state()` to stderr, now and then, while the block runs.
+
+    A block within a block prints alone. Blocks shorter than `first` seconds (default: `FIRST`)
+    print nothing.
+    """
+    start, shortest = time.monotonic(), FIRST if first is None else first
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(pause(time.monotonic() - start, shortest)):
+            if _open[-1] is state:
+                passed = duration(time.monotonic() - start)
+                print(f"{passed} {state()}", file=sys.stderr, flush=True)
+
+    _open.append(state)
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _open.remove(state)
+
+
+def pause(passed: float, first: float) -> float:
+    """Return the seconds to the next line, from those since the start."""
+    return max(first, GROWTH * passed)
