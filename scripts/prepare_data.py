@@ -196,7 +196,8 @@ def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
         names = ", ".join(corpora)
         raise InputError(f"--corpus must be one of {names}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
-        raise InputError("--corpus has its own inputs, validation and tokenizer")
+        text = "--corpus has its own inputs and validation; --tokenizer PATH replaces its tokenizer"
+        raise InputError(text)
     _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
     tokenizer = options.tokenizer or hub_tokenizer(corpus.tokenizer)
