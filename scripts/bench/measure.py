@@ -1,4 +1,4 @@
-"""How every benchmark times, records and prints: sides in turn, medians, command and versions.
+"""The timing, records and tables of all benchmarks: sides in turn, medians, command and versions.
 
 Times are of the device on a GPU, by events, and processor time of this process on a CPU, which
 other work on the machine disturbs less than wall time. Sides that are compared take turns in one
@@ -53,7 +53,7 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
 
 
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
-    """Median milliseconds of a call with a cold cache, after one that compiles and warms up."""
+    """Return the median milliseconds of a call with a cold cache, after a warm-up that compiles."""
     call()
     # Work in the queue, so that the host has launched the call before the device gets to it.
     size = FLUSHED_BYTES if device.type == "cuda" else 0
@@ -62,7 +62,7 @@ def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """Call every side once in each round, and return what each said after `warm_up` rounds."""
+    """Call every side once in each round, and return the results after `warm_up` rounds."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, side in sides.items():

@@ -252,7 +252,7 @@ def fullest_share(config: Config, ranks: int) -> Shapes:
 
 
 def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) -> dict[str, Any]:
-    """Median milliseconds of a step by optimizer, and bytes of one on several ranks."""
+    """Return the median milliseconds of a step by optimizer, and its bytes on several ranks."""
     device, mesh = torch.device(options.device), None
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -283,7 +283,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) 
 
 
 def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """The figures of an optimizer."""
+    """Return the figures of an optimizer."""
     whole, host = (statistics.median(times) for times in zip(*turns, strict=True))
     row = {"ms": whole}
     if side.device.type == "cuda":
@@ -297,7 +297,7 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
     """The matrices to step, and the recipe that they come from, by name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
-    # A vocabulary, so that no data is needed: seldom are its weights those of a matrix rule.
+    # With a given vocabulary no data is needed; its weights seldom belong to a matrix rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     return {
         f"{config.run.name}, fullest of {ranks}": (fullest_share(config, ranks), config)
@@ -310,7 +310,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of weights")
     parser.add_argument("--config", type=Path, help="YAML file of a recipe, instead of --sets")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values of the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument(
         "--shares", type=whole_number(), nargs="+", default=[1, 8], help="default: 1 8"
     )

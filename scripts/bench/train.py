@@ -189,7 +189,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_config(parser)
     parser.add_argument(
         "--variant", action="append", default=[], metavar='"key=value ..."',
-        help="compare with the config under these overrides too; may be repeated",
+        help="also measure the config with these overrides; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=whole_number(), default=10, help="steps to measure (default: 10)"
@@ -217,7 +217,7 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak of allocated memory on a GPU since its reset, or of this process on a CPU."""
+    """Return the peak of allocated memory on a GPU since its reset, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -76,7 +76,7 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Calls by tile; the kernel takes the tile as its last argument."""
+    """Return calls by tile; the kernel takes the tile as its last argument."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 
@@ -137,7 +137,7 @@ def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:
 
 
 def written(table: dict[str, Any]) -> str:
-    """The table as JSON with one entry per line."""
+    """Return the table as JSON with one entry per line."""
     text = json.dumps({**table, "devices": {}}, indent=2).removesuffix("{}\n}") + "{\n"
     devices = []
     for name, device in table["devices"].items():

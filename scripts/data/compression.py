@@ -1,4 +1,4 @@
-"""Decompression of text files, by their content: a name may say something else."""
+"""Decompression of text files, detected by content, as a name may be wrong."""
 
 import gzip
 import io
@@ -24,7 +24,7 @@ _MAGIC: Final = {
     **{bytes((0x50 + i, 0x2A, 0x4D, 0x18)): "zstd" for i in range(16)},  # a skippable frame
 }
 _HEAD: Final = 512
-"""Bytes by which a kind of file is told."""
+"""Number of first bytes by which a kind of file is recognised."""
 _READ: Final = 1 << 20
 _ERRORS: Final = (OSError, EOFError, zlib.error, lzma.LZMAError)
 

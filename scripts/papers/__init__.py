@@ -1,5 +1,5 @@
-"""Every numbered table and figure of the papers: what it shows, how to redo it, what came out.
+"""Every numbered table and figure of the papers, with commands that reproduce it and results.
 
-papers.yaml is the one place where this is written; catalogue.py reads it, page.py makes
-docs/papers.md of it, and scripts/paper.py runs what it says.
+papers.yaml contains all of it; catalogue.py reads it, page.py writes docs/papers.md from it, and
+scripts/paper.py runs its commands.
 """

@@ -29,7 +29,7 @@ OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "mean": statistics.fmean,
     "largest": max,
 }
-"""How the figures of several matrices or blocks become one."""
+"""Reductions of the figures of several matrices or blocks to one figure."""
 
 Series = dict[int, float]
 
@@ -140,7 +140,7 @@ def study_file(command: str) -> Path:
 
 
 def trains(command: str) -> bool:
-    """Whether a tiny command is a training run."""
+    """Return whether a tiny command is a training run."""
     return "pretrain.py" in shlex.split(command)
 
 

@@ -60,7 +60,7 @@ class Compared:
 
     @cached_property
     def status(self) -> RunStatus:
-        """What became of it."""
+        """The status of the run."""
         return run_status(self.run)
 
     @property
@@ -70,7 +70,7 @@ class Compared:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """The order of runs: by the metric, then by training loss, then the others."""
+        """The sort key of the run: by the metric, then by training loss, then the others."""
         for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:

@@ -19,7 +19,7 @@ SILENCE = 300.0
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What became of a run.
+    """The status of a run.
 
     kind    running, stopped (it can continue), failed or done
     text    the same in a few words, with the step

@@ -85,7 +85,7 @@ def draw_lines(
     style: str = "-",
     **settings: Any,
 ) -> None:
-    """Draw a line per label, of values by their index or by what they are against, and a legend.
+    """Draw a line per label, of values against their index or given x values, and a legend.
 
     `settings` are those of the axis, such as `xscale` and `title`.
     """

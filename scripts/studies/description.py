@@ -1,4 +1,4 @@
-"""What a study is: variants, seeds, how variants are tuned, and where that was done before."""
+"""The description of a study: variants, seeds, and their tuning, here or in another study."""
 
 import itertools
 import math
@@ -75,7 +75,7 @@ class Stage(Section):
         ]
 
     def count(self) -> int:
-        """The number of candidates."""
+        """Return the number of candidates."""
         values = (self.grid or self.factors).values()
         return len(self.choices) or math.prod(map(len, values))
 

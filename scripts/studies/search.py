@@ -17,7 +17,7 @@ from training.errors import DataError, InputError
 Candidate = list[str]
 Results = list[Record]
 Train = Callable[[Iterable[Run]], Results]
-"""Trains runs, several at a time, and gives their records in order."""
+"""Trains runs, several at a time, and returns their records in order."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def try_all(
 
 
 def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
-    """The candidates of a variant with the smallest losses; failed ones come last."""
+    """Return the candidates of a variant with the smallest losses; failed ones come last."""
     mine = [trial for trial in trials if trial.variant == variant]
     mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
     return [trial.candidate for trial in mine[:count]]

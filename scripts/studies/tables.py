@@ -86,7 +86,7 @@ def markdown(results: Results) -> str:
 
 
 def comparison(results: Results) -> pd.DataFrame:
-    """Return a line per variant: its loss, and its difference from that it is compared against.
+    """Return a line per variant: its loss, and its difference from its `against` variant.
 
     Losses and differences are means over the seeds, in nats per token; differences are taken seed
     by seed. `error` is the standard error of a mean, `low` and `high` are the ends of Student's 95%

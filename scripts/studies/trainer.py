@@ -32,7 +32,7 @@ from training.report.metrics import read_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0
-"""Seconds between looks at what other processes have trained."""
+"""Seconds between checks for runs that other processes have trained."""
 
 UNKNOWN: Final = "unknown"
 """Stands for the sha256 of a tokenizer that no manifest names."""
@@ -40,7 +40,7 @@ UNKNOWN: Final = "unknown"
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what it is called, its config file, and all overrides over that, seed included."""
+    """A run: its name, its config file, and all overrides, seed included."""
 
     label: str
     config: str
@@ -53,7 +53,7 @@ class Run:
 
     @cached_property
     def merged(self) -> Content:
-        """What the config file, its bases and the overrides say together."""
+        """The config file merged with its bases and the overrides."""
         return read_merged(ROOT / self.config, self.overrides)
 
     @cached_property
@@ -102,7 +102,7 @@ def _digest(file: Path, version: tuple[int, int, int]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Room for one run at a time.
+    """The ranks and GPUs of one run at a time.
 
     ranks   processes of a run
     gpus    names of its GPUs as CUDA_VISIBLE_DEVICES takes them, None for what the machine has
@@ -221,7 +221,7 @@ class Trainer:
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:
-        """What a run depends on besides its config."""
+        """Return what a run depends on besides its config."""
         return {"environment": self.given, "data": run.data}
 
     def _try(self, key: str, run: Run) -> bool:
@@ -286,7 +286,7 @@ class Trainer:
         return process.returncode, usage.ru_utime + usage.ru_stime
 
     def close(self) -> None:
-        """Begin no more runs, and wait for those that are under way."""
+        """Start no more runs, and wait for the runs in progress."""
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -300,6 +300,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def message(log: Path) -> str:
-    """The last error of a run, or else its last line."""
+    """Return the last error of a run, or else its last line."""
     lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
