@@ -20,7 +20,7 @@ RANKS = ("spectral/sharded/ranks.py",)
 ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorboard")
 
 
-FLOORS = {
+LEVELS = {
     "parallel": [
         {"disk", "error_text"},
         {"comm"},
@@ -153,11 +153,11 @@ def climbs(name: str, other: str) -> bool:
     """Return whether `other`, imported by the module `name`, is on its level or above."""
     package, _, rest = name.partition(".")
     other_package, _, other_rest = other.partition(".")
-    if package != other_package or package not in FLOORS or not rest or not other_rest:
+    if package != other_package or package not in LEVELS or not rest or not other_rest:
         return False
-    wing, other_wing = rest.split(".")[0], other_rest.split(".")[0]
-    floor = {w: i for i, wings in enumerate(FLOORS[package]) for w in wings}
-    return wing != other_wing and floor[other_wing] >= floor[wing]
+    part, other_part = rest.split(".")[0], other_rest.split(".")[0]
+    level = {part: i for i, parts in enumerate(LEVELS[package]) for part in parts}
+    return part != other_part and level[other_part] >= level[part]
 
 
 def test_no_circles(root: Path) -> None:
@@ -167,11 +167,11 @@ def test_no_circles(root: Path) -> None:
         pytest.fail(f"files import each other: {' <- '.join(error.args[1])}")
 
 
-def test_every_wing_has_a_floor_and_no_import_climbs(root: Path) -> None:
+def test_every_part_has_a_level_and_no_import_climbs(root: Path) -> None:
     edges = graph(files(root))
-    for package, floors in FLOORS.items():
+    for package, levels in LEVELS.items():
         found = {name.split(".")[1] for name in edges if name.startswith(package + ".")}
-        assert found == set().union(*floors)
+        assert found == set().union(*levels)
     found = [
         f"{name} imports {other}"
         for name, others in edges.items()

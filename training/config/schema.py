@@ -231,7 +231,7 @@ class LogConfig(Section):
     interval: Count = 10
     """Steps between console lines and entries in metrics.jsonl."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Services that get the same metrics. A tracker that fails never stops the run."""
+    """Services that also receive the metrics. A tracker that fails never stops the run."""
     wandb: WandbConfig = WandbConfig()
     """The run in Weights & Biases, if `log.trackers` contains wandb. wandb's environment
     variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
