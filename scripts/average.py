@@ -107,7 +107,7 @@ def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("output", type=Path, metavar="OUT", help="checkpoint to create")
     choice = parser.add_mutually_exclusive_group()

@@ -85,8 +85,14 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
     if prompt["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens")
-    room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
-    tokens = options.tokens or min(DEFAULT_TOKENS, max(room, 1))
+    positions, length = model.config.max_position_embeddings, prompt["input_ids"].shape[1]
+    room = positions - length
+    if room < 1:
+        raise InputError(
+            f"the prompt must be shorter than the model's {positions} positions, "
+            f"got {length} tokens"
+        )
+    tokens = options.tokens or min(DEFAULT_TOKENS, room)
     if tokens > room:
         raise InputError(
             f"--tokens must be at most {room}, the positions of the model after the prompt, "
@@ -109,7 +115,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "source",
         type=Path,

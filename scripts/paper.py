@@ -28,7 +28,7 @@ from training.errors import InputError
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paper", nargs="?", help="name of the paper (see --list)")
     parser.add_argument("item", nargs="?", help="figure_N, table_N or another item (see --list)")
     size = parser.add_mutually_exclusive_group()

@@ -172,7 +172,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     formats = "; ".join(f"{name}: {', '.join(each.sources)}" for name, each in FORMATS.items()
                       if each.sources)  # fmt: skip
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+        description=(__doc__ or "").partition("\n")[0],
         epilog=f"Formats and their data sets on the hub, as lm-eval reads them: {formats}",
     )
     parser.add_argument(

@@ -156,7 +156,7 @@ def newest_name(run_dir: Path) -> str | None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN|CHECKPOINT|DATA")
     return parser.parse_args(arguments)
 

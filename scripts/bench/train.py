@@ -185,7 +185,7 @@ def start(config: Config) -> Groups:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_config(parser)
     parser.add_argument(
         "--variant", action="append", default=[], metavar='"key=value ..."',

@@ -158,7 +158,7 @@ def parse_tile(text: str) -> Tile:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument(
         "--problems", nargs="+", default=PROBLEMS, metavar="BxRxC", help="shapes to measure"

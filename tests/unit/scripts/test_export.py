@@ -126,6 +126,8 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None
     assert generate([str(out), "A matrix"]) == 0  # as much as fits
     assert generate([str(out), "A matrix", "--tokens", "40"]) == 2
     assert "--tokens must be at most" in capsys.readouterr().err
+    assert generate([str(out), "A matrix " * 40]) == 2
+    assert "the prompt must be shorter than the model's" in capsys.readouterr().err
     surprises = {"num_beams": 3, "repetition_penalty": 9.0, "do_sample": True, "max_length": 3}
     (out / "generation_config.json").write_text(json.dumps(surprises))
     assert generate([str(out), "A matrix", "--tokens", "8"]) == 0
