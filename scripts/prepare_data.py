@@ -215,7 +215,7 @@ def _demo() -> Preparation:
 
 
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
-    """The sets of the inputs, and their tokenizer if it is not to be trained."""
+    """Return the sets of the inputs, and their tokenizer if it is not to be trained."""
     if not options.inputs:
         raise InputError("give at least one NAME=INPUT, --corpus NAME or --demo")
     if options.local is not None:
@@ -241,7 +241,7 @@ _Source = tuple[str, str | None]
 
 
 def _portion(sources: list[_Source], **limits: Any) -> Portion:
-    """The inputs of sources, in order; `limits` are fields of `Portion`."""
+    """Return the inputs of sources, in order; `limits` are fields of `Portion`."""
     listings = [find_inputs(text, key) for text, key in sources]
     return Portion(
         inputs=[each for listing in listings for each in listing.inputs],

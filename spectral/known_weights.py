@@ -242,7 +242,7 @@ class KnownWeights:
 
 
 def is_fused(name: str) -> bool:
-    """Whether a weight is called like one of several matrices."""
+    """Return whether a weight is called like one of several matrices."""
     return FUSED.search(name.replace("_", "")) is not None
 
 
@@ -345,7 +345,7 @@ def _words(function: object) -> set[str]:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether a module states its heads and contains projections of attention."""
+    """Return whether a module states its heads and contains projections of attention."""
     stated = _first(module, f"{HEAD_SIZES} {HEAD_COUNTS}")
     return stated > 0 and any(projection_of(name) for name, _ in module.named_children())
 
@@ -355,7 +355,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> bool:
-    """Whether a module is called like a router, and experts are next to it."""
+    """Return whether a module is called like a router, and experts are next to it."""
     (name, module), (_, around) = step, outer
     return bool(ROUTERS.search(name) or ROUTERS.search(kind_of(module))) and any(
         child is not module and "expert" in f"{other}{kind_of(child)}".lower()
@@ -364,7 +364,7 @@ def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> boo
 
 
 def _is_table(weight: Weight) -> bool:
-    """Whether a weight is looked up or added, by its name and shape."""
+    """Return whether a weight is looked up or added, by its name and shape."""
     if kind_of(weight.module).endswith("Embedding"):
         return True
     if weight.is_layer:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
-    """Whether a tensor is a DTensor, without importing the module of DTensor."""
+    """Return whether a tensor is a DTensor, without importing the module of DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

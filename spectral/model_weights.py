@@ -52,7 +52,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module's outputs are rows of its weight."""
+    """Return whether a module's outputs are rows of its weight."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
@@ -117,7 +117,7 @@ class Layer(NamedTuple):
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight of a layer is `[in, out]`."""
+    """Return whether the weight of a layer is `[in, out]`."""
     if isinstance(module, CONVOLUTIONS):
         return module.transposed
     return kind_of(module) == "Conv1D"  # transformers' linear layer

@@ -300,7 +300,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return local_of(self.state[parameter].get(MASTER, parameter))
 
     def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
-        """Whether the ranks that share a parameter step its matrices together."""
+        """Return whether the ranks that share a parameter step its matrices together."""
         return rule.whole_matrix and (is_dtensor(parameter) or self._replicas is not None)
 
     def _share(self) -> Snapshot:
@@ -617,7 +617,7 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
 
 
 def _are_float64(params: Iterable[Any]) -> bool:
-    """Whether a group's parameters, or pairs of names and parameters, are float64."""
+    """Return whether a group's parameters, or pairs of names and parameters, are float64."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 

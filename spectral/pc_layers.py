@@ -199,7 +199,7 @@ def merge_(model: nn.Module) -> None:
 
 
 def _is_sharded_by_fsdp(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a part of the model."""
+    """Return whether `fully_shard` was applied to a part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 

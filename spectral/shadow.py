@@ -87,7 +87,7 @@ def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
 
 
 def _within(stride: int, start: int, view: Layout) -> bool:
-    """Whether the smaller steps of a view stay within one step of a stride."""
+    """Return whether the smaller steps of a view stay within one step of a stride."""
     below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
     return start % stride + below < stride
 
@@ -99,7 +99,7 @@ class Shadows:
         self.of: WeakKeyDictionary[Any, Shadow] = WeakKeyDictionary()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether the storage of a tensor has a shadow."""
+        """Return whether the storage of a tensor has a shadow."""
         return tensor.untyped_storage() in self.of
 
     def __getitem__(self, tensor: Tensor) -> Shadow:

@@ -65,7 +65,7 @@ class Snapshot:
         return [p.shape for p in self.parameters], [*kinds, *placements, *dtypes]
 
     def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> bool:
-        """Whether nothing has changed. No tensor is read."""
+        """Return whether nothing has changed. No tensor is read."""
         parameters = listed_in(groups, "params")
         with suppress(KeyError):  # an entry was removed
             return (

@@ -146,7 +146,7 @@ def _changing(places: Tensor) -> list[int]:
 
 @lru_cache(64)  # the layers of a model repeat
 def _overlap(sets: Sets) -> bool:
-    """Whether two sets overlap and neither contains the other."""
+    """Return whether two sets overlap and neither contains the other."""
     smallest = dict[int, int]()  # the earlier set that contains each column
     for i, columns in enumerate(sorted(sets, key=len, reverse=True)):
         if len({smallest.get(column) for column in columns}) > 1:

@@ -279,7 +279,7 @@ class DomainOptimizer:
             yield Region(bucket, start, length, assigned, in_norm, state)
 
     def _counts(self, unit: Unit) -> bool:
-        """Whether this rank counts its part of a unit; other ranks may hold copies."""
+        """Return whether this rank counts its part of a unit; other ranks may hold copies."""
         return not unit.is_copy and (not unit.replicated or self.domain.tensor.rank == 0)
 
 

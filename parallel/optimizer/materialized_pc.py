@@ -56,7 +56,7 @@ class MaterializedStack(OwnedStack):
     gamma_gradient: Tensor = field(kw_only=True)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that outlive a step."""
+        """Return all tensors that outlive a step."""
         tensors = [self.weight, self.u, self.v, self.gamma, self.gamma_gradient]
         return [*tensors, *self.state.values(), *self.gamma_state.values()]
 

@@ -117,7 +117,7 @@ def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def torch_optimizers(msign_steps: int) -> dict[str, Make]:
-    """The optimizers of torch, by name."""
+    """Return the optimizers of torch, by name."""
     return {
         "torch AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True, **PLAIN),
         "torch Muon": lambda p: torch.optim.Muon(p, ns_steps=msign_steps, **PLAIN),
@@ -125,7 +125,7 @@ def torch_optimizers(msign_steps: int) -> dict[str, Make]:
 
 
 def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
-    """The Muon of each checkout in `folder`, by name; says which are missing."""
+    """Return the Muon of each checkout in `folder`, by name; says which are missing."""
     if folder is None:
         return {}
     makers: dict[str, Make] = {}
@@ -242,7 +242,7 @@ def parsed_shapes(text: str) -> Shapes:
 
 
 def fullest_share(config: Config, ranks: int) -> Shapes:
-    """The matrices of the rank with the largest load of `ranks`, as a run places them."""
+    """Return the matrices of the rank with the largest load of `ranks`, as a run places them."""
     assign = config_assignments(config)
     matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
     works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
@@ -294,7 +294,7 @@ def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]]:
-    """The matrices to step, and the recipe that they come from, by name."""
+    """Return the matrices to step, and the recipe that they come from, by name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
     # With a given vocabulary no data is needed; its weights seldom belong to a matrix rule.

@@ -128,7 +128,7 @@ def measure(
 
 
 def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:
-    """The problem size under which the dispatcher looks up the operation on `x`."""
+    """Return the problem size under which the dispatcher looks up the operation on `x`."""
     batch, rows, cols = x.shape
     if operation == "grouped":
         return {"batch": 2 * batch, "rows": rows, "cols": (cols + -(-cols // 2)) // 2}

@@ -87,7 +87,7 @@ class Corpus:
 
 
 def _holds_rows(folder: Path) -> bool:
-    """Whether files of rows are in a folder, not only below it."""
+    """Return whether files of rows are in a folder, not only below it."""
     return folder.is_dir() and any(
         isinstance(each, FileInput) and each.has_keys and each.path.parent == folder
         for each in find_inputs(str(folder)).inputs

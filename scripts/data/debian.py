@@ -55,12 +55,12 @@ def download(name: str, version: str, folder: Path) -> Path:
 
 
 def _debs(folder: Path, name: str) -> dict[str, Path]:
-    """The packages of a name in a folder, by version."""
+    """Return the packages of a name in a folder, by version."""
     return {version_of(deb): deb for deb in sorted(folder.glob(f"{name}_*.deb"))}
 
 
 def _apt_download(package: str, folder: Path) -> str:
-    """What went wrong, one line; empty if nothing did."""
+    """Return what went wrong, one line; empty if nothing did."""
     command = ["apt-get", "download", "-q", package]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("E:")]
@@ -68,7 +68,7 @@ def _apt_download(package: str, folder: Path) -> str:
 
 
 def version_of(deb: Path) -> str:
-    """The version that a .deb says it has."""
+    """Return the version that a .deb says it has."""
     done = subprocess.run(
         ["dpkg-deb", "--field", str(deb), "Version"], capture_output=True, text=True, check=True
     )
@@ -152,7 +152,7 @@ class Corpus(Section):
 
 
 def read_corpus(path: Path) -> Corpus:
-    """The corpus of a file. Raises ConfigError naming everything that is wrong with it."""
+    """Return the corpus of a file. Raises ConfigError naming everything that is wrong with it."""
     try:
         return bind(Corpus, read_merged(path))
     except InvalidConfigError as error:

@@ -101,7 +101,7 @@ class AtomicFolder:
         sync(self.state)
 
     def _saved(self) -> Any:
-        """What a run with the same key saved, None if there is nothing to continue from."""
+        """Return what a run with the same key saved, None if there is nothing to continue from."""
         if self._key is None or not self.path.is_dir():
             return None
         try:
@@ -165,7 +165,7 @@ def _lock(path: Path) -> int | None:
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
-    """Whether `output` already holds the preparation with this fingerprint, with all files.
+    """Return whether `output` already holds the preparation with this fingerprint, with all files.
 
     Raises:
         InputError: `output` holds it, but damaged, and must not be overwritten.

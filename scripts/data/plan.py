@@ -39,7 +39,7 @@ class Shard:
     cut: bool = False
 
     def owns(self, unit: int, document: int | None) -> bool:
-        """Whether it encodes this document of input `unit`, or any document of it (None)."""
+        """Return whether it encodes this document of input `unit`, or any document of it (None)."""
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number
         return unit % self.count == self.number
@@ -86,7 +86,7 @@ class SetPlan:
     fraction: Fraction = Fraction(0)
 
     def inputs(self) -> list[Input]:
-        """All inputs of the set, in order."""
+        """Return all inputs of the set, in order."""
         return [each for portion in self.portions for each in portion.inputs]
 
     def with_hub_files(self) -> "SetPlan":
@@ -243,7 +243,7 @@ def _hub_files(inputs: list[Input]) -> list[Input]:
 
 
 def is_validation(index: int, fraction: Fraction) -> bool:
-    """Whether document `index` of a set is held out.
+    """Return whether document `index` of a set is held out.
 
     Held-out documents are evenly spaced: n * fraction, rounded, of the first n. The choice does
     not depend on later documents.

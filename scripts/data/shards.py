@@ -195,7 +195,7 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
 
 
 def has_shards(output: Path) -> bool:
-    """Whether there are finished or unfinished shards of a preparation."""
+    """Return whether there are finished or unfinished shards of a preparation."""
     return bool(_names(output))
 
 

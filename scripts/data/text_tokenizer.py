@@ -150,7 +150,7 @@ def _check_form(source: Path) -> None:
 
 
 def _form(file: Path) -> str | None:
-    """What form of tokenizer a file is by its content, None if it is none that is known.
+    """Return what form of tokenizer a file is by its content, None if it is none that is known.
 
     SentencePiece's begins with its first piece, a field of protocol buffers in another.
     """
@@ -182,7 +182,7 @@ def own_file(folder: Path, name: str) -> bytes | None:
 
 
 def _find_eod(source: Path, content: dict[str, Any]) -> str:
-    """The end-of-sequence token named by the configuration, else the only special token."""
+    """Return the end-of-sequence token named by the configuration, else the only special token."""
     special = _special(content)
     named = _configured_eos(source, content) if source.is_dir() else None
     if named is not None:
@@ -196,12 +196,12 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
 
 
 def _special(content: dict[str, Any]) -> list[str]:
-    """The special tokens of a tokenizer.json."""
+    """Return the special tokens of a tokenizer.json."""
     return [token["content"] for token in content["added_tokens"] if token["special"]]
 
 
 def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
-    """The end token in the first of the folder's configuration files that names one."""
+    """Return the end token in the first of the folder's configuration files that names one."""
     by_id = {id_: token for token, id_ in _vocabulary(content).items()}
     for name in _CONFIGS:
         try:

@@ -67,7 +67,7 @@ class Run:
     options: Sequence[str] = ()
 
     def command(self) -> list[str]:
-        """The command line.
+        """Return the command line.
 
         lm-eval splits its model's settings at commas: raises InputError for a path or an end token
         that would become another setting.
@@ -136,7 +136,7 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
-    """The lines of each task: the headline metrics of its set, else every metric."""
+    """Return the lines of each task: the headline metrics of its set, else every metric."""
     lines = []
     for task, values in results.items():
         there = [key.removesuffix(",none") for key in values if key.endswith(",none")]

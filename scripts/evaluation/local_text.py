@@ -114,7 +114,7 @@ def _write_task(folder: Path, name: str, documents: Sequence[dict[str, Any]]) ->
 
 
 def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
-    """The text whose tokens are `tokens`.
+    """Return the text whose tokens are `tokens`.
 
     Raises InputError if the text has other tokens, as lm-eval would then split it elsewhere.
     """

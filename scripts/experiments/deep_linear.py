@@ -39,7 +39,7 @@ class Descent:
     values: list[list[Tensor]] = field(default_factory=list)
 
     def reached(self) -> int:
-        """The first step with the loss at the target, or the number of steps if none has."""
+        """Return the first step with the loss at the target, or the number of steps if none has."""
         goal = TARGET * self.losses[0]
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 
@@ -91,7 +91,7 @@ def experiment(
 
 
 def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
-    """A random matrix with singular values falling geometrically from 1."""
+    """Return a random matrix with singular values falling geometrically from 1."""
     left, _, right = torch.linalg.svd(draws.normal(rows, cols), full_matrices=False)
     values = torch.logspace(0, math.log10(smallest), min(rows, cols), dtype=torch.float64)
     weight: Tensor = left * values @ right

@@ -91,7 +91,7 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
 
 
 def runner_up(w: Tensor) -> Tensor:
-    """The gradient whose step increases the second singular value, -u_2 v_2^T."""
+    """Return the gradient whose step increases the second singular value, -u_2 v_2^T."""
     left, _, right = torch.linalg.svd(w, full_matrices=False)
     direction: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
     return direction
@@ -149,7 +149,7 @@ def properties(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> l
 def panels(
     gaps: Mapping[str, Tensor], means: Mapping[str, float], runs: Mapping[str, list[float]]
 ) -> list[Panel]:
-    """The norm over the steps, and the gaps of Gaussian matrices."""
+    """Return the norm over the steps, and the gaps of Gaussian matrices."""
     rescaled = {name: run for name, run in runs.items() if name.startswith("algorithm 2")}
     plain = {name: run for name, run in runs.items() if name not in rescaled}
     dots = {f"{name}, mean {means[name]:.4f}": gap.tolist() for name, gap in gaps.items()}

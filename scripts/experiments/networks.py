@@ -44,7 +44,7 @@ def initial(draws: Draws, inputs: int, hidden: int, kind: Activation) -> list[Te
 
 
 def activations(weights: Sequence[Tensor], x: Tensor, kind: Activation) -> list[Tensor]:
-    """The input of each layer, `[n, width]`; `x` first."""
+    """Return the input of each layer, `[n, width]`; `x` first."""
     outputs = [x]
     for weight in weights[:-1]:
         outputs.append(activate(kind, outputs[-1] @ weight.mT))
@@ -70,7 +70,7 @@ class Problem:
         return cls(x, x[:, :3].prod(1, keepdim=True), weights, kind)
 
     def loss(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The loss `[]`, and the input of each layer."""
+        """Return the loss `[]`, and the input of each layer."""
         inputs = activations(weights, self.x, self.kind)
         return (inputs[-1] @ weights[-1].mT - self.y).square().mean(), inputs
 
@@ -85,11 +85,11 @@ class Training:
     nuclear: dict[int, list[float]] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """What is recorded of the run."""
+        """Return what is recorded of the run."""
         return {"loss": self.losses, "stable_rank": self.stable, "nuclear_rank": self.nuclear}
 
     def drift(self) -> float:
-        """The largest relative change of the stable rank of a hidden layer's input."""
+        """Return the largest relative change of the stable rank of a hidden layer's input."""
         first = self.stable[0]
         return max(abs(ranks[i] / first[i] - 1) for ranks in self.stable.values() for i in HIDDEN)
 

@@ -78,7 +78,7 @@ class Layer(nn.Module):
         self.u, self.v = start.new_zeros(1, len(start)), start.new_zeros(1, start.shape[1])
 
     def forward(self) -> Tensor:
-        """The effective weight."""
+        """Return the effective weight."""
         if self.level is None:
             return self.gamma * self.weight
         pair = top_singular(self.weight.detach()[None], self.u, self.v, steps=16)

@@ -35,11 +35,11 @@ class Regression:
         return float(self.a.square().sum()) / self.a.shape[1]
 
     def start(self) -> Tensor:
-        """The start, W = 0."""
+        """Return the start, W = 0."""
         return self.y.new_zeros(self.y.shape[0], self.a.shape[0])
 
     def loss(self, w: Tensor) -> Tensor:
-        """The objective `[]`."""
+        """Return the objective `[]`."""
         return (w @ self.a - self.y).square().sum() / (2 * self.a.shape[1])
 
 
@@ -66,15 +66,15 @@ class Descent:
     weights: list[Tensor]
 
     def share(self, level: float) -> float:
-        """The fraction of iterates whose rank reaches `level`."""
+        """Return the fraction of iterates whose rank reaches `level`."""
         return sum(rank >= level for rank in self.ranks) / len(self.ranks)
 
     def data(self, level: float) -> dict[str, Any]:
-        """What is recorded of the run."""
+        """Return what is recorded of the run."""
         return {"loss": self.losses, "nuclear_rank": self.ranks, "share": self.share(level)}
 
     def kept(self) -> float:
-        """The smallest ratio of a step's decrease to its guarantee."""
+        """Return the smallest ratio of a step's decrease to its guarantee."""
         taken = (a - b for a, b in zip(self.losses, self.losses[1:], strict=False))
         return min(t / p for t, p in zip(taken, self.promised, strict=False))
 

@@ -43,24 +43,24 @@ class Result:
         return sum(not check.passed for check in self.checks)
 
     def content(self) -> dict[str, Any]:
-        """What is stored of it."""
+        """Return what is stored of it."""
         checks = [{**finite(asdict(check)), "passed": check.passed} for check in self.checks]
         seconds = round(self.seconds, 1)
         return {"name": self.name, "seconds": seconds, "passed": not self.failed, "checks": checks}
 
 
 def module_of(name: str) -> ModuleType:
-    """The page of an experiment."""
+    """Return the page of an experiment."""
     return import_module(f"scripts.experiments.{name}")
 
 
 def title(name: str) -> str:
-    """What an experiment shows, in a sentence."""
+    """Return what an experiment shows, in a sentence."""
     return " ".join((module_of(name).__doc__ or "").split("\n\n")[0].split())
 
 
 def settings(name: str, *, small: bool) -> dict[str, Any]:
-    """The sizes of an experiment: the paper's, or those of a test."""
+    """Return the sizes of an experiment: the paper's, or those of a test."""
     module = module_of(name)
     _, *sizes = inspect.signature(module.experiment).parameters.values()
     return {size.name: size.default for size in sizes} | (module.SMALL if small else {})
@@ -103,7 +103,7 @@ def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: s
 
 
 def drawn(panels: Sequence[Panel]) -> Figure:
-    """The figure of an experiment."""
+    """Return the figure of an experiment."""
     figure, axes = new_figure(len(panels), width=5.0 if len(panels) < 3 else 4.2)
     for axis, panel in zip(axes, panels, strict=True):
         for lines, style in ((panel.lines, "-"), (panel.dashed, "--"), (panel.dots, "o")):
@@ -137,7 +137,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def expectation(check: Check) -> str:
-    """The range of a check as text."""
+    """Return the range of a check as text."""
     if math.isinf(check.high):
         return f">= {check.low:.4g}"
     if math.isinf(check.low):
@@ -147,7 +147,7 @@ def expectation(check: Check) -> str:
 
 
 def room(check: Check) -> float:
-    """How far a number is from the end of its range, as a share of a range with two ends."""
+    """Return how far a number is from the end of its range, as a share of a range with two ends."""
     size = check.high - check.low
     least = min(check.measured - check.low, check.high - check.measured)
     return least / size if 0 < size < math.inf else least

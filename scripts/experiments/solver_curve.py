@@ -86,7 +86,7 @@ def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
 
 
 def expected_root(rows: int, cols: int) -> float:
-    """The deviation of lambda* for independent Gaussian matrices, to first order.
+    """Return the deviation of lambda* for independent Gaussian matrices, to first order.
 
     With m <= n, f(0) = u^T Q v for a random Q with orthonormal rows has variance 1 / n; the
     singular values of M are near s = 1 / sqrt(m), the slope at 0 is at least (1 - m / (2 n)) / s.

@@ -53,7 +53,7 @@ def properties(runs: dict[str, Training], middle: int) -> list[Check]:
 
 
 def panels(gd: Training, spectral: Training) -> list[Panel]:
-    """The loss, stable ranks of activations and nuclear ranks of gradients."""
+    """Return the loss, stable ranks of activations and nuclear ranks of gradients."""
     losses = {"gradient descent": gd.losses, "spectral on W2, W3 (dashed)": spectral.losses}
     stable = [by_layer(run.stable, "A", 1) for run in (gd, spectral)]
     nuclear = [by_layer(run.nuclear, "G", 0) for run in (gd, spectral)]
@@ -65,5 +65,5 @@ def panels(gd: Training, spectral: Training) -> list[Panel]:
 
 
 def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
-    """Three of the ranks at each step, by layer and step."""
+    """Return three of the ranks at each step, by layer and step."""
     return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}

@@ -40,7 +40,7 @@ def card(
 
 
 def _documents(info: CheckpointInfo) -> str:
-    """How documents were joined, as far as that is known of the model."""
+    """Return how documents were joined, as far as that is known of the model."""
     if info.imported:
         return "What separates its documents is that of its source."
     return (

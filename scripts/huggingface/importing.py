@@ -215,7 +215,7 @@ class TheirFiles:
 
 
 def _other_weights(source: Path) -> str:
-    """What to say of the weights of a folder that are not in the files that are read."""
+    """Return what to say of the weights of a folder that are not in the files that are read."""
     kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
     names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
     if not names:

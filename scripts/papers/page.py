@@ -103,7 +103,7 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
 
 
 def count_line(counts: Counter[Status]) -> str:
-    """How many items have which status."""
+    """Return how many items have which status."""
     total = sum(counts.values())
     return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"
 
@@ -126,7 +126,7 @@ def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[
 
 
 def spaced(key: str) -> str:
-    """The name of an item as people write it."""
+    """Return the name of an item as people write it."""
     return key.replace("_", " ")
 
 

@@ -80,7 +80,7 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
 
 
 def block_series(run: RunData, place: str, figure: str) -> Series:
-    """A monitored figure of a block, against tokens."""
+    """Return a monitored figure of a block, against tokens."""
     seen = [(run.tokens(line), line["blocks"].get(place, {}).get(figure)) for line in run.monitors]
     return [(x, y) for x, y in seen if y is not None]
 

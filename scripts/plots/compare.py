@@ -163,7 +163,7 @@ def read_sections(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(key: str) -> int:
-    """The place of a key's section among those that say most of a run."""
+    """Return the place of a key's section among those that say most of a run."""
     first = ("model", "optimizer", "pc", "gram_penalty", "schedule", "train", "data")
     section = key.split(".")[0]
     return first.index(section) if section in first else len(first)

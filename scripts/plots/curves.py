@@ -184,7 +184,7 @@ def z_loss(runs: Sequence[RunData]) -> Figure | None:
 
 
 def penalty(runs: Sequence[RunData]) -> Figure | None:
-    """The off-diagonal Gram penalty over the loss."""
+    """Return the off-diagonal Gram penalty over the loss."""
     return _one(runs, "penalty/loss_ratio", "Gram penalty / loss", log=True)
 
 
@@ -206,7 +206,7 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
 def _per_run(
     runs: Sequence[RunData], prefix: str, label: str, draw: Callable[[Axes, RunData], None]
 ) -> Figure | None:
-    """A panel for each run that has metrics with a prefix, into which `draw` draws it."""
+    """Return a panel for each run that has metrics with a prefix, into which `draw` draws it."""
     runs = [run for run in runs if run.names(prefix)]
     if not runs:
         return None
@@ -221,7 +221,7 @@ def _per_run(
 
 
 def look(i: int) -> dict[str, Any]:
-    """The colour of the i-th line, and another style where colours begin again."""
+    """Return the colour of the i-th line, and another style where colours begin again."""
     round_, place = divmod(i, len(COLORS))
     return {"color": COLORS[place], "linestyle": STYLES[round_ % len(STYLES)]}
 

@@ -118,7 +118,7 @@ class RunData:
                 yield unit
 
     def samples(self, figure: str) -> int:
-        """The number of gradients or updates that a noise figure was last computed from."""
+        """Return the number of gradients or updates that a noise figure was last computed from."""
         unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
         if figure.startswith("gradient"):
             return int(unit["noise_samples"])
@@ -172,7 +172,7 @@ def _lines(path: Path, shape: Any) -> list[Line]:
 
 
 def _place(role: str) -> tuple[int, int]:
-    """The position of a role in a layer; unknown ones come last."""
+    """Return the position of a role in a layer; unknown ones come last."""
     base = role.removeprefix("shared_").removeprefix("expert_")
     kind = 1 + role.startswith("shared_") + 2 * role.startswith("expert_") if base in BLOCK else 0
     order = (*ATTENTION, *BLOCK)

@@ -76,7 +76,7 @@ def alive(run: RunData) -> bool:
 
 
 def _content(path: Path) -> Line:
-    """The object in a JSON file, {} without one that can be read."""
+    """Return the object in a JSON file, {} without one that can be read."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

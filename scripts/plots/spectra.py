@@ -160,7 +160,7 @@ def deciles(
 
 
 def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> Figure | None:
-    """A figure with a panel per role, into which `draw` draws each run."""
+    """Return a figure with a panel per role, into which `draw` draws each run."""
     runs = [run for run in runs if run.monitors]
     roles = list(dict.fromkeys(role for run in runs for role in run.roles()))
     if not roles:

@@ -46,7 +46,7 @@ SETTINGS = {
 def new_figure(
     columns: int = 1, width: float = 5.0, height: float = 3.6
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of axes side by side, `width` x `height` inches each."""
+    """Return a figure of axes side by side, `width` x `height` inches each."""
     return new_grid(columns, columns, width, height)
 
 

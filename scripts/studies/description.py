@@ -58,7 +58,7 @@ class Stage(Section):
             raise ValueError("exactly one of grid, factors and choices must be given")
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
-        """The overrides of each candidate; `tuned` are those that `factors` multiply."""
+        """Return the overrides of each candidate; `tuned` are those that `factors` multiply."""
         if self.choices:
             return self.choices
         values = self.grid or {
@@ -173,7 +173,7 @@ class Study(Section):
 
 
 def read_study(path: Path) -> Study:
-    """The study of a file. Raises ConfigError naming everything that is wrong with it."""
+    """Return the study of a file. Raises ConfigError naming everything that is wrong with it."""
     try:
         study = bind(Study, read_merged(path))
         problems = _problems(study)
@@ -185,7 +185,7 @@ def read_study(path: Path) -> Study:
 
 
 def _problems(study: Study) -> list[str]:
-    """What is wrong between the parts of a study."""
+    """Return what is wrong between the parts of a study."""
     problems = [
         f"environment.{name} must be one of {', '.join(VARIABLES)}"
         for name in study.environment
@@ -216,7 +216,7 @@ def _problems(study: Study) -> list[str]:
 
 
 def _search_problems(study: Study, name: str) -> list[str]:
-    """What is wrong with how a variant is tuned."""
+    """Return what is wrong with how a variant is tuned."""
     stages = study.search.stages if study.search is not None else {}
     stages_given = study.variants[name].search
     if list(stages_given) != list(stages):

@@ -55,7 +55,7 @@ SHAPE = {
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines. Raises InputError for a line that is damaged."""
+    """Return the objects of a file of JSON lines. Raises InputError for a line that is damaged."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:

@@ -96,7 +96,7 @@ def _version(file: Path) -> tuple[int, int, int]:
 
 @cache
 def _digest(file: Path, version: tuple[int, int, int]) -> str:
-    """The sha256 of a file, computed once for each version."""
+    """Return the sha256 of a file, computed once for each version."""
     return file_sha256(file)
 
 
@@ -190,7 +190,7 @@ class Trainer:
                 self._begun[key] = self._pool.submit(self._try, key, run)
 
     def records(self, runs: Iterable[Run]) -> list[Record]:
-        """The records of runs, in their order; those without one are trained now.
+        """Return the records of runs, in their order; those without one are trained now.
 
         Raises RunFailedError for a run that cannot be trained.
         """
@@ -245,7 +245,7 @@ class Trainer:
         return True
 
     def _train(self, key: str, run: Run, folder: Path) -> Record | None:
-        """The record of a run that is trained now, None if its folder is in use."""
+        """Return the record of a run that is trained now, None if its folder is in use."""
         if in_use(folder):
             return None
         mark_done(folder, False)

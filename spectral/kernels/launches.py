@@ -154,7 +154,7 @@ def _type(value: Any) -> str:
 
 
 def _is_aligned(value: Any) -> bool:
-    """Whether a number or address is a multiple of 16; device memory begins aligned."""
+    """Return whether a number or address is a multiple of 16; device memory begins aligned."""
     if isinstance(value, Tensor):
         return value.storage_offset() * value.element_size() % ALIGNMENT == 0
     return type(value) is int and value % ALIGNMENT == 0

@@ -56,7 +56,7 @@ class Registry(UserDict[str, type[Rule]]):
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        """Whether a rule of this name is known or installed."""
+        """Return whether a rule of this name is known or installed."""
         return name in self.data or name in list(self)
 
     def __missing__(self, name: str) -> type[Rule]:

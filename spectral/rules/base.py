@@ -159,7 +159,7 @@ class Rule(ABC):
 
     @classmethod
     def costs_are_counted(cls) -> bool:
-        """Whether `cost` counts all FLOPs: `Rule.cost` is too small for whole matrices."""
+        """Return whether `cost` counts all FLOPs: `Rule.cost` is too small for whole matrices."""
         return not cls.whole_matrix or cls.cost is not Rule.cost
 
     def radius_of(self, shape: Sequence[int]) -> float | None:

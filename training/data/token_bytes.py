@@ -93,7 +93,7 @@ def is_byte_level(content: dict[str, Any]) -> bool:
 
 
 def _only_cuts(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer keeps all characters of the text."""
+    """Return whether a pre-tokenizer keeps all characters of the text."""
     return step["type"] in CUTS and step.get("behavior") != "Removed"
 
 

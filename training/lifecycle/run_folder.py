@@ -104,7 +104,7 @@ class HeldFolder:
                 )
 
     def _is_there(self) -> bool:
-        """Whether the folder is still at its path; True if the disk does not respond."""
+        """Return whether the folder is still at its path; True if the disk does not respond."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
         except (FileNotFoundError, NotADirectoryError):

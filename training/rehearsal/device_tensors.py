@@ -79,7 +79,7 @@ class PinnedMemory:
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is pinned."""
+        """Return whether a tensor's memory is pinned."""
         place = tensor.data_ptr()
         return any(first <= place < end for first, end in self._ranges.items())
 

@@ -49,7 +49,7 @@ def install(trace: Trace) -> None:
         note("broadcast_object_list", group)
 
     def first_rank(call: Callable[[], Any]) -> Any:
-        """What `call` returns: every rank that is rehearsed counts as the first."""
+        """Return what `call` returns: every rank that is rehearsed counts as the first."""
         note("broadcast_object_list")
         return call()
 

@@ -142,7 +142,7 @@ def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]
 
 
 def described(error: BaseException) -> str:
-    """An error as its kind, its words, and the innermost line of the project or of
+    """Return an error as its kind, its words, and the innermost line of the project or of
     megatron-core."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]

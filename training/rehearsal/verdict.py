@@ -132,7 +132,7 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
 def first_error(
     reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
 ) -> str | None:
-    """What would break the run: an error of a rank, memory, unordered accesses, a hang."""
+    """Return what would break the run: an error of a rank, memory, unordered accesses, a hang."""
     for each in reports:
         if each.error is not None:
             return f"rank {each.rank}: {each.error}"
@@ -150,7 +150,7 @@ def first_error(
 
 
 def phases_of(report: RankReport) -> dict[str, Counts]:
-    """The counts of one rank by phase."""
+    """Return the counts of one rank by phase."""
     if report.scenario is None:
         return {}
     last = report.scenario.last
@@ -187,7 +187,7 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
 
 
 def largest(one: Counts, other: Counts) -> Counts:
-    """The larger of each figure."""
+    """Return the larger of each figure."""
     figures: Counts = merged(one, other, max)
     return figures
 
@@ -229,7 +229,7 @@ HEADER: Final = (
 
 
 def row(name: str, counts: Counts) -> tuple[str, ...]:
-    """A phase's row of the table."""
+    """Return a phase's row of the table."""
     return (
         name,
         gib(counts.peak_memory_bytes),
