@@ -20,6 +20,7 @@ import json
 import re
 import secrets
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -215,13 +216,22 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError unless checkpoints can be written to a run folder; leaves none."""
+    """Raise InputError if checkpoints twice cannot be written to a run folder; leaves no file."""
+    with contextlib.suppress(OSError):
+        return _write_nothing(run_dir)
     try:
-        delete(new_folder(run_dir, 0))
+        _write_nothing(run_dir)
     except OSError as error:
         raise InputError(
             f"run.dir {run_dir} cannot be saved to: {described(error, run_dir)}"
         ) from None
+
+
+def _write_nothing(run_dir: str | Path) -> None:
+    """Open a file without a name in the folder of checkpoints."""
+    folder = Path(run_dir) / FOLDER
+    folder.mkdir(exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def complete(

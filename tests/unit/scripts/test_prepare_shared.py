@@ -8,7 +8,8 @@ import random
 import re
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pyarrow.parquet
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from scripts.data import encoding, folder, hub, plan, resume_point, set_writer
+from scripts.data import encoding, folder, hub, plan, resume_point, set_writer, shards
 from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
 from tests.text_files import TEXTS, lines, write_byte_level_tokenizer, write_jsonl
@@ -89,10 +90,29 @@ def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small chunks, small blocks, and a save after every chunk."""
-    monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 3000)
-    monkeypatch.setattr(resume_point, "SECONDS", 0.0)
-    monkeypatch.setattr(plan, "BLOCK", 16)
-    monkeypatch.setattr("scripts.data.shards.BLOCK", 16)
+    set_small_steps(monkeypatch.setattr)
+
+
+def set_small_steps(set_: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Set the sizes of `small_steps`."""
+    set_(encoding, "_CHUNK_CHARACTERS", 3000)
+    set_(resume_point, "SECONDS", 0.0)
+    set_(plan, "BLOCK", 16)
+    set_(shards, "BLOCK", 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_clean_process() -> Iterator[None]:
+    """End the process after the tests of this file."""
+    yield
+    clean_process().shutdown()
+
+
+@cache
+def clean_process() -> ProcessPoolExecutor:
+    """Return a process to fork: without threads of other tests, with which a fork may crash."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, context, set_small_steps)
 
 
 KILLED_IN: dict[str, tuple[Any, str]] = {
@@ -124,13 +144,19 @@ def kill_in(place: str, call: int, options: list[str]) -> None:
 
 def killed(place: str, call: int, options: list[str]) -> bool:
     """Return whether the command was killed before its end."""
+    exit_code = clean_process().submit(exit_code_of, place, call, options).result()
+    assert exit_code in (0, -signal.SIGKILL)
+    return exit_code != 0
+
+
+def exit_code_of(place: str, call: int, options: list[str]) -> int | None:
+    """Return the exit code of `kill_in` in a fork."""
     process = multiprocessing.get_context("fork").Process(
         target=kill_in, args=(place, call, options)
     )
     process.start()
     process.join()
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode != 0
+    return process.exitcode
 
 
 @pytest.mark.parametrize("command", COMMANDS)
