@@ -80,7 +80,9 @@ class ProcessorTime:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Add the seconds of a test to its last report, which is sent between processes."""
         if call.when == "teardown" and START in item.stash:
-            item.user_properties.append((NAME, processor_seconds() - item.stash[START]))
+            # A server of forks that ends without its parent's wait takes earlier seconds with it.
+            seconds = max(0.0, processor_seconds() - item.stash[START])
+            item.user_properties.append((NAME, seconds))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Sum the seconds of a file."""
