@@ -46,7 +46,7 @@ class DataPhase(Section):
     """Weight of each set of `data.train` in the phase; other sets are not read."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that exactly one beginning is given."""
+        """Check that exactly one key states when the phase begins."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
         rule = f"must be given, or after_share or with_decay, one of them, got {len(keys)}"
         yield "after_steps", len(keys) != 1, rule

@@ -266,8 +266,8 @@ class MonitorsConfig(Section):
     """GiB per rank for the matrices that are gathered at once; other matrices are inspected in
     turn. A single matrix may use more."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
-    """Samples for noise figures: the first micro-batches of a monitored step, and the last steps up
-    to it."""
+    """Number of samples of each noise figure: of micro-batches, the first ones of a monitored step;
+    of steps, the last ones up to the monitored step."""
 
 
 class Config(Section):
