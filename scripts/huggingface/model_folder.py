@@ -28,7 +28,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def load_whole(folder: Path, **options: Any) -> Any:
-    """Return the model in `folder`, of which all weights are stored; `options` are transformers'.
+    """Return the model in `folder`, with the `options` of transformers. All weights must be stored.
 
     transformers gives random values to weights that a folder lacks, and leaves out those that its
     config.json has no place for. Raises InputError for such a folder, naming the weights, and for

@@ -100,9 +100,9 @@ class WatchdogConfig(Section):
     """Seconds without progress after which every rank writes its stack to `stacks/`, at most half
     of `parallel.timeout_seconds`; null never does."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
-    """Steps between checks that only steps change weights and that all their copies are equal; a
-    difference ends the run. Costs two reads of all weights per step, and a wait for new weights. 0
-    never checks."""
+    """Steps between checks of the weights: nothing but steps has changed them, and all copies are
+    equal. A difference ends the run. Costs two reads of all weights per step, and a wait for new
+    weights. 0 never checks."""
 
 
 class SpikeConfig(Section):
