@@ -269,7 +269,7 @@ CYCLE = 5
 """Largest number of steps between two orthogonalisations. Five powers separate all that float32 can
 distinguish: with one, two or five the top singular pairs agree to five digits."""
 DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
-"""Squared length of the rounding errors left of a linearly dependent unit vector."""
+"""Squared length up to which a unit vector, once orthogonalised, is rounding error alone."""
 
 
 def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:

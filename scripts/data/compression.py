@@ -99,7 +99,7 @@ class _XzStreams(io.RawIOBase):
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
-        """Fill the buffer as far as the next block does; 0 at the end."""
+        """Copy at most the next block to the buffer; return the bytes copied, 0 at the end."""
         if not self._pending:
             self._pending = memoryview(next(self._blocks, b""))
         size = min(len(buffer), len(self._pending))
