@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import command, whole_number
+from scripts.command import command, new_parser, whole_number
 from training.errors import BrokenCheckpointError, InputError
 from training.json_file import real_path
 
@@ -107,7 +107,7 @@ def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("output", type=Path, metavar="OUT", help="checkpoint to create")
     choice = parser.add_mutually_exclusive_group()

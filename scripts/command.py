@@ -19,6 +19,11 @@ from training.errors import InputError, fail
 P = ParamSpec("P")
 
 
+def new_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """Return a parser described by the first line of a script's docstring, which -OO removes."""
+    return argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
+
+
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and the positional `key=value` overrides, as in pretrain.py.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import command, require, whole_number
+from scripts.command import command, new_parser, require, whole_number
 from training.errors import InputError, printable
 
 DEFAULT_TOKENS = 40
@@ -115,7 +115,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument(
         "source",
         type=Path,

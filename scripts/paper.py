@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from models.section import named
-from scripts.command import command
+from scripts.command import command, new_parser
 from training.errors import InputError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("paper", nargs="?", help="name of the paper (see --list)")
     parser.add_argument("item", nargs="?", help="figure_N, table_N or another item (see --list)")
     size = parser.add_mutually_exclusive_group()

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.command import add_json, command, whole_number, write_whole
+from scripts.command import add_json, command, new_parser, whole_number, write_whole
 from training.report.table import table
 
 SLOW = 0.8
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     default = 256 if torch.cuda.is_available() else 4
     parser.add_argument(
         "--mebibytes", type=whole_number(most=16384), default=default,

@@ -17,14 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.section import named
-from scripts.command import command, require
+from scripts.command import command, new_parser, require
 from training.errors import InputError
 from training.report.table import markdown_table, table
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments (default: all)")
     parser.add_argument(
         "--output",

@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command, whole_number
+from scripts.command import command, new_parser, whole_number
 
 
 @command
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("study", type=Path, help="YAML file of the study")
     parser.add_argument("output", type=Path, help="output folder of the runs")
     parser.add_argument(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import command
+from scripts.command import command, new_parser
 from training.errors import InputError
 from training.report.table import table
 
@@ -156,7 +156,7 @@ def newest_name(run_dir: Path) -> str | None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN|CHECKPOINT|DATA")
     return parser.parse_args(arguments)
 

@@ -47,7 +47,7 @@ from models.engine import import_engine
 import_engine()
 
 from scripts.bench.measure import in_turn, print_table, record, timed, write_json
-from scripts.command import add_json, command, whole_number
+from scripts.command import add_json, command, new_parser, whole_number
 from spectral import CapturedStep, SpectralOptimizer
 from spectral.sharded.placement import Work, place
 from spectral.singular_triplets import cold_start
@@ -307,7 +307,7 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of weights")
     parser.add_argument("--config", type=Path, help="YAML file of a recipe, instead of --sets")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")

@@ -50,7 +50,7 @@ from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups, world_size
 from parallel.plan.devices import peak_flops
 from scripts.bench.measure import MIB, in_turn, print_table, record, write_json
-from scripts.command import add_config, add_json, command, whole_number
+from scripts.command import add_config, add_json, command, new_parser, whole_number
 from spectral.kernels.dispatch import device_name
 from training.build import build_trainer
 from training.config import Config, check, load_config
@@ -185,7 +185,7 @@ def start(config: Config) -> Groups:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     add_config(parser)
     parser.add_argument(
         "--variant", action="append", default=[], metavar='"key=value ..."',

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.measure import milliseconds
-from scripts.command import command
+from scripts.command import command, new_parser
 from spectral.kernels import (
     dispatch,
     library,
@@ -158,7 +158,7 @@ def parse_tile(text: str) -> Tile:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument(
         "--problems", nargs="+", default=PROBLEMS, metavar="BxRxC", help="shapes to measure"
