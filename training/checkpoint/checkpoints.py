@@ -21,7 +21,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from stat import S_ISREG
@@ -296,6 +296,12 @@ def quarantine(folder: Path) -> Path:
     return aside
 
 
+def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Return the steps, of ascending `steps`, whose checkpoints are not kept; see `retire`."""
+    older = [] if keep_last is None else steps[:-keep_last]
+    return [step for step in older if keep_every is None or step % keep_every]
+
+
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
@@ -311,8 +317,7 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
     for step in steps(run_dir):
         with contextlib.suppress(InputError):  # of a broken checkpoint
             whole.append(_complete(step_folder(run_dir, step)).step)
-    old = whole[:-keep_last]
-    doomed = [step for step in old if keep_every is None or step % keep_every]
+    doomed = superseded(whole, keep_last, keep_every)
     for step in doomed:
         remove(step_folder(run_dir, step))
     return doomed

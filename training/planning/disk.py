@@ -4,6 +4,7 @@ from math import prod
 
 from parallel.plan.domain import element_state_bytes, pc_bytes, state_of_matrix
 from training.assignments import config_assignments, config_units
+from training.checkpoint.checkpoints import superseded
 from training.config import Config
 
 
@@ -30,9 +31,7 @@ def checkpoints_text(config: Config) -> str:
         return "none: checkpoint.interval is 0"
     size = checkpoint_bytes(config) / 1e9
     saved = [*range(section.interval, steps, section.interval), steps]
-    older = [] if section.keep_last is None else saved[: -section.keep_last]
-    removed = [step for step in older if section.keep_every is None or step % section.keep_every]
-    number = len(saved) - len(removed)
+    number = len(saved) - len(superseded(saved, section.keep_last, section.keep_every))
     return (
         f"{size:.3g} GB each, every {section.interval:,} steps; {number:,} are kept, "
         f"{number * size:.3g} GB, and {size:.3g} GB more while one is written"
