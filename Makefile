@@ -31,11 +31,13 @@ STUDIES ?= llama qwen3
 ENGINE ?= 0.19.2
 
 # Pages in which programs write, and what prints them.
-PAGES := $(addprefix docs/,configuration.md papers.md models.md parallelism.md)
+LINKING := README.md CONTRIBUTING.md docs/spectral.md docs/pc_layers.md
+PAGES := $(addprefix docs/,configuration.md papers.md models.md parallelism.md) $(LINKING)
 made-docs/configuration.md := -m training.config.manual
 made-docs/papers.md := scripts/paper.py --page
 made-docs/models.md := -m tests.tiny_families
 made-docs/parallelism.md := -m tests.support_matrix
+$(foreach page,$(LINKING),$(eval made-$(page) := -m tests.line_links $(page)))
 
 # Parts of `make test` by their folders; PARTS="unit smoke" runs these two.
 PARTS ?= ranks rehearsal smoke unit

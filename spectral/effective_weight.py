@@ -291,13 +291,14 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
 def reference(pc: Preconditioner, weight: Tensor, gamma: float) -> Tensor:
     """Compute PC(W) of one matrix `[rows, cols]` by its SVD; `Preconditioner.effective` equals it.
 
-    Source: "PC Layer" (arXiv 2606.06470), section 3 and algorithm 1.
+    Source: "PC Layer" (arXiv 2606.06470), algorithm 1, whose lines are numbered below. s is a
+    constant in the gradient, gamma is trained.
     """
-    U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
-    s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())
-    x = S / s  # [singular values], the largest is 1
-    for coefficients in stages(pc.level):
-        x = torch.stack([c * x ** (2 * i + 1) for i, c in enumerate(coefficients)]).sum(0)  # g(x)
+    U, S, Vh = torch.linalg.svd(weight, full_matrices=False)  # W = U diag(S) V^T
+    s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())  # 3: ||W||_2
+    x = S / s  # 4: [singular values], the largest is 1
+    for coefficients in stages(pc.level):  # 5: g(x) = a_0 x + a_1 x^3 + a_2 x^5 + ...
+        x = torch.stack([a * x ** (2 * i + 1) for i, a in enumerate(coefficients)]).sum(0)
     scale = gamma * (s if pc.norm_recovery else torch.ones_like(s))
-    effective: Tensor = scale * (U * x) @ Vh
+    effective: Tensor = scale * (U * x) @ Vh  # 6: gamma s g(W / s)
     return effective

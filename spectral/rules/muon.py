@@ -22,7 +22,6 @@ from ..polar import (
     Polar,
     cache_slices,
     coefficients,
-    newton_schulz,
     normalized_,
     polars_of,
 )
@@ -311,12 +310,16 @@ def reference(
 ) -> tuple[Tensor, State]:
     """Step one matrix by Muon as plainly as possible; `MuonRule` equals it.
 
-    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
+    https://kellerjordan.github.io/posts/muon; the decay is AdamW's.
     """
     W = weight
-    M, B = momentum_of(rule, grad, state)  # B: with Nesterov's look-ahead
-    Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
-    D = rule.update_scale(W.shape) * Phi
-    decays = W * D >= 0 if rule.cautious_decay else torch.ones_like(W)
+    M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead
+    X = B / B.norm()  # singular values in [0, 1]
+    for a, b, c in coefficients(rule.schedule, rule.steps, W.dtype):  # Newton-Schulz: msign(B)
+        A = X @ X.mT  # [rows, rows]
+        X = a * X + (b * A + c * A @ A) @ X  # each singular value s becomes a s + b s^3 + c s^5
+    D = rule.update_scale(W.shape) * X  # times sqrt(rows / cols) with the scale spectral_mup
+    decays = W * D >= 0 if rule.cautious_decay else torch.ones_like(W)  # "Cautious Weight Decay"
     W = W - lr * weight_decay * decays * W
     return W - lr * D, {"momentum": M}

@@ -1,10 +1,10 @@
 """Muon++: Muon whose direction leaves the top singular pair of the weight alone.
 
-Source: "Towards a Principled Muon under muP". The weight should keep the spectral norm S of
-spectral muP. Let (u, v) be the top singular pair of W. A direction D with u^T D = 0 and D v = 0
-cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2 (proposition A.1).
-Beyond that gap another direction overtakes. As (u, v) is exactly invariant under such steps, the
-norm then grows without bound: only the rescaled algorithm holds it over a long run.
+Source: "Towards a Principled Muon under muP" (arXiv 2601.01306). The weight should keep the
+spectral norm S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with
+u^T D = 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
+(proposition A.1). Beyond that gap another direction overtakes. As (u, v) is exactly invariant under
+such steps, the norm then grows without bound: only the rescaled algorithm holds it over a long run.
 """
 
 from collections.abc import Sequence
@@ -223,20 +223,21 @@ def reference(
 ) -> tuple[Tensor, State]:
     """Step one matrix by Muon++ as plainly as possible; `MuonPlusPlusRule` equals it.
 
-    Source: "Towards a Principled Muon under muP", algorithms 1 and 2; appendix B for the dual.
+    Source: "Towards a Principled Muon under muP" (arXiv 2601.01306), algorithm 1, or 2 for
+    project_rescale; appendix B for dual. S is sqrt(rows / cols) by default.
     """
-    steps = coefficients(rule.schedule, rule.steps, weight.dtype)
+    steps = coefficients(rule.schedule, rule.steps, weight.dtype)  # of msign
+    M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead
     W = weight * (1 - lr * weight_decay)
     U, _, Vh = torch.linalg.svd(W, full_matrices=False)
     u, v = U[:, 0], Vh[0]  # [rows], [cols], the top singular pair
-    M, B = momentum_of(rule, grad, state)
     if rule.algorithm == "dual":
-        D = bisected(B, torch.outer(u, v), steps)  # u^T D v = 0
+        D = bisected(B, torch.outer(u, v), steps)  # msign(B + nu u v^T) with u^T D v = 0
     else:
         P, Q = (torch.eye(len(x)).to(W) - torch.outer(x, x) for x in (u, v))
-        D = P @ newton_schulz(P @ B @ Q, steps) @ Q  # u^T D = 0 and D v = 0
+        D = P @ newton_schulz(P @ B @ Q, steps) @ Q  # P msign(P B Q) Q: u^T D = 0 and D v = 0
     W = W - lr * rule.update_scale(W.shape) * D
-    if rule.algorithm == "project_rescale":
+    if rule.algorithm == "project_rescale":  # W S / ||W||_2
         W = W * (rule.radius_of(W.shape) / torch.linalg.matrix_norm(W, ord=2))
     rho, last = correlation(W), state["correlation"]  # eq. 4.13
     C = rule.correlation_threshold * (W.shape[0] ** -0.5 + W.shape[1] ** -0.5)

@@ -1,4 +1,7 @@
-"""MuonSphere: Muon with retraction to the spectral sphere, without tangency (SSO paper)."""
+"""MuonSphere: Muon with retraction to the spectral sphere, without tangency.
+
+Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,6 +175,15 @@ def _vectors(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
     return (v, u, nearby) if is_tall(stack.weight) else (u, v, nearby)
 
 
+def retracted(rule: MuonSphereRule, weight: Tensor, lr: float) -> Tensor:
+    """Return one matrix `[rows, cols]` moved to, or towards, the sphere ||W||_2 = R."""
+    R = rule.radius_of(weight.shape[-2:])
+    sigma: Tensor = torch.linalg.matrix_norm(weight, ord=2)
+    if rule.retraction == "hard":
+        return weight * (R / sigma)  # eq. 13
+    return weight * (1 + rule.retraction_rate * lr * torch.sign(R - sigma))  # eq. 34
+
+
 def reference(
     rule: MuonSphereRule,
     weight: Tensor,  # [rows, cols]
@@ -182,18 +194,10 @@ def reference(
 ) -> tuple[Tensor, State]:
     """Step one matrix by MuonSphere as plainly as possible; `MuonSphereRule` equals it.
 
-    Source: "Controlled LLM Training on Spectral Sphere": SSO without its multiplier.
+    Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1 with the
+    multiplier lambda = 0. R and the scale of the update are sqrt(rows / cols) by default (eq. 16).
     """
-    W = retracted(rule, weight * (1 - lr * weight_decay), lr)
-    M, B = momentum_of(rule, grad, state)
+    M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead
+    W = retracted(rule, weight * (1 - lr * weight_decay), lr)  # eq. 13: W R / ||W||_2
     Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
     return W - lr * rule.update_scale(W.shape) * Phi, {"momentum": M}
-
-
-def retracted(rule: MuonSphereRule, weight: Tensor, lr: float) -> Tensor:
-    """Return one matrix `[rows, cols]` moved to, or towards, the sphere ||W||_2 = R."""
-    R = rule.radius_of(weight.shape[-2:])
-    sigma: Tensor = torch.linalg.matrix_norm(weight, ord=2)
-    if rule.retraction == "hard":
-        return weight * (R / sigma)  # eq. 13
-    return weight * (1 + rule.retraction_rate * lr * torch.sign(R - sigma))  # eq. 34

@@ -1,10 +1,10 @@
 """Spectral gradient descent: the nuclear-norm step, without momentum.
 
-Source: "When do spectral gradient updates help in deep learning?". For a loss with curvature bound
-L in the spectral norm, the steepest descent step of a matrix is -(||G||_* / L) polar(G), which
-decreases the loss by at least ||G||_*^2 / (2 L). For a vector, with the bound in the maximum norm,
-it is -(||g||_1 / L) sign(g). For mean((W A - Y)^2) / 2 over n samples, L = ||A||_F^2 / n. The
-learning rate is 1 / L.
+Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). For a loss
+with curvature bound L in the spectral norm, the steepest descent step of a matrix is
+-(||G||_* / L) polar(G), which decreases the loss by at least ||G||_*^2 / (2 L). For a vector, with
+the bound in the maximum norm, it is -(||g||_1 / L) sign(g). For mean((W A - Y)^2) / 2 over n
+samples, L = ||A||_F^2 / n. The learning rate is 1 / L.
 """
 
 import math
@@ -81,7 +81,8 @@ def reference(
 ) -> tuple[Tensor, State]:
     """Step one matrix by spectral descent as plainly as possible; `SpectralDescentRule` equals it.
 
-    Source: "When do spectral gradient updates help in deep learning?", with lr = 1 / L.
+    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299), with
+    lr = 1 / L.
     """
     W, G = weight, grad
     Phi = newton_schulz(G, coefficients(rule.schedule, rule.steps, W.dtype))  # polar(G)

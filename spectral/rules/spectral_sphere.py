@@ -1,6 +1,6 @@
 """The Spectral Sphere Optimizer (SSO): steepest descent tangent to `||W||_2 = R`.
 
-Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
+Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1.
 """
 
 from collections.abc import Sequence
@@ -95,11 +95,15 @@ def reference(
 ) -> tuple[Tensor, State]:
     """Step one matrix by SSO as plainly as possible; `SpectralSphereRule` equals it.
 
-    Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
+    Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1. R and the
+    scale of the update are sqrt(rows / cols) by default (eq. 16).
     """
-    W = retracted(rule, weight * (1 - lr * weight_decay), lr)
+    M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead
+    W = weight * (1 - lr * weight_decay)
     U, _, Vh = torch.linalg.svd(W, full_matrices=False)
-    Theta = torch.outer(U[:, 0], Vh[0])  # [rows, cols], the gradient of ||W||_2
-    M, B = momentum_of(rule, grad, state)
-    Phi = bisected(B, Theta, coefficients(rule.schedule, rule.steps, W.dtype))  # <Theta, Phi> = 0
+    Theta = torch.outer(U[:, 0], Vh[0])  # u v^T [rows, cols], the gradient of ||W||_2 (eq. 9)
+    W = retracted(rule, W, lr)  # eq. 13: W R / ||W||_2
+    # Phi = msign(B / ||B||_F + lambda Theta), lambda by bisection such that <Theta, Phi> = 0 (eqs.
+    # 11 and 12): to first order the update leaves ||W||_2 unchanged.
+    Phi = bisected(B, Theta, coefficients(rule.schedule, rule.steps, W.dtype))
     return W - lr * rule.update_scale(W.shape) * Phi, {"momentum": M}

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.line_links import with_lines
 from tests.paths import ROOT
 from training.config import Config, check, load_config
 from training.config.binding import schema_paths
@@ -74,6 +75,17 @@ def test_files_exist(name: str) -> None:
         path for path in paths if not re.search(r"[A-Z]{4}\.", path.name) and not path.exists()
     ]
     assert missing == []
+
+
+@each_page
+def test_links_lead_to_the_lines_of_a_reference(name: str) -> None:
+    assert with_lines(READ[name]) == READ[name], "run `make pages`"
+
+
+def test_two_clicks_lead_from_readme_to_every_algorithm() -> None:
+    linked = set(re.findall(r"spectral/([\w/]+)\.py#L", TEXTS["README.md"]))
+    rules = {"muon", "muon_sphere", "muon_plus_plus", "spectral_sphere"}
+    assert linked == {f"rules/{rule}" for rule in rules} | {"effective_weight"}
 
 
 @each_page

@@ -1,0 +1,24 @@
+"""Links of pages to the lines of a `reference`: `python -m tests.line_links README.md` prints the
+page with the lines of today."""
+
+import re
+import sys
+
+from tests.paths import ROOT
+
+LINK = re.compile(r"(spectral/[\w/]+\.py)#L\d+-L\d+")
+
+
+def with_lines(text: str) -> str:
+    """Return a page's text whose links contain the lines of `reference`, the end of each file."""
+    return LINK.sub(_lines, text)
+
+
+def _lines(link: re.Match[str]) -> str:
+    lines = (ROOT / link[1]).read_text().splitlines()
+    (first,) = (i for i, line in enumerate(lines, 1) if line.startswith("def reference("))
+    return f"{link[1]}#L{first}-L{len(lines)}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(with_lines((ROOT / sys.argv[1]).read_text()))
