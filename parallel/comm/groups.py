@@ -281,9 +281,11 @@ def _groups(
 
 def _ends(layout: Layout) -> Axis | None:
     """Create the axis of the first and the last pipeline stage, None on other stages."""
-    if layout.pipeline == 1 or not parallel_state.is_rank_in_embedding_group():
+    if layout.pipeline == 1:
         return None
-    return Axis.of(parallel_state.get_embedding_group())
+    # is_rank_in_embedding_group still answers for the groups before a shutdown.
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    return None if group is None else Axis.of(group)
 
 
 def abort() -> None:

@@ -262,3 +262,9 @@ def test_the_runs_are_runs(found):
     """The reference generates tokens."""
     _, alone, _ = found
     assert len({token for row in alone["dense"]["tokens"] for token in row}) > 3
+
+
+def test_groups_of_a_layout_forget_those_before():
+    layouts = [{}, {"pipeline": 4}, {"pipeline": 2}, {"pipeline": 4}]
+    found = run_on_ranks(4, "tests.distributed.workers", "sizes_of_ends", {"layouts": layouts})
+    assert found == [[None, 2, 2, 2], *[[None, None, 2, None]] * 2, [None, 2, 2, 2]]

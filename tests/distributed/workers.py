@@ -38,6 +38,16 @@ def start(layout: dict[str, int]) -> process_groups.Groups:
     return process_groups.initialize(ParallelConfig(**layout).layout)
 
 
+def sizes_of_ends(layouts: list[dict[str, int]]) -> list[int | None]:
+    """Return the size of the axis of the first and the last stage, layout after layout."""
+    sizes = []
+    for layout in layouts:
+        ends = start(layout).dense.ends
+        sizes.append(None if ends is None else ends.size)
+        process_groups.shutdown()
+    return sizes
+
+
 Case = tuple[dict[str, int], str, dict[str, Any]]
 """Layout, rule, and keys of the config."""
 
