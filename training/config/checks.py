@@ -79,7 +79,7 @@ def run_checks(config: Config) -> Iterator[Check]:
         routed_only and train.recompute == "selective",
         "must be none or full where all blocks are routed experts, which selective keeps",
     )
-    yield from misnamed("optimizer.roles", config.optimizer.roles, _roles(config))
+    yield from misnamed("optimizer.roles", config.optimizer.roles, roles_of(config))
     yield (
         "spikes.rewinds",
         config.spikes.rewinds and not config.checkpoint.interval,
@@ -93,7 +93,7 @@ def run_checks(config: Config) -> Iterator[Check]:
     )
 
 
-def _roles(config: Config) -> list[str]:
+def roles_of(config: Config) -> list[str]:
     """Return the roles of the model's units, in the order of a layer's forward pass."""
     model, optimizer = config.model, config.optimizer
     return FAMILIES[model.family].roles(model, optimizer.qkv_units, optimizer.split_gate_up)
@@ -151,7 +151,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
         config.checkpoint.initialize_from is not None,
         "must be null with pc, as PC layers would change the effective weights that it loads",
     )
-    options = [role for role in _roles(config) if role not in NOT_LINEAR]
+    options = [role for role in roles_of(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)
     covered = [role for role in options if role in pc.roles]
     for name, override in pc.overrides.items():
@@ -178,7 +178,7 @@ def penalty_checks(config: Config) -> Iterator[Check]:
     section, pc = config.gram_penalty, config.pc
     if section is None:
         return
-    options = [role for role in _roles(config) if role not in NOT_IN_A_LAYER]
+    options = [role for role in roles_of(config) if role not in NOT_IN_A_LAYER]
     yield from misnamed("gram_penalty.roles", section.roles, options)
     yield _owners(config, "gram_penalty")
     in_graph = pc.roles if pc is not None and pc.evaluator == "in_graph" else ()

@@ -6,7 +6,8 @@ from shlex import quote
 from models.families import model_size
 from spectral.batching import grouped
 from training.config import Config
-from training.config.optimizer_section import groups_of
+from training.config.checks import roles_of
+from training.config.optimizer_section import group_of, groups_of
 from training.errors import printable
 from training.report.table import duration, short
 
@@ -35,6 +36,9 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
     if config.model.tie_embeddings:
         names["embedding"] = "embedding and head, which are one"
     groups = {names.get(g, g): getattr(optimizer, g) for g in groups_of(config.model)}
+    for role in dict.fromkeys([*roles_of(config), *optimizer.roles]):
+        if optimizer.settings_for(role) != getattr(optimizer, group_of(role)):
+            groups[role] = optimizer.settings_for(role)
     rules = grouped(groups, lambda name: (groups[name].rule, groups[name].lr))
     parts = [f"{rule} at {lr:g} for {', '.join(names)}" for (rule, lr), names in rules.items()]
     yield "; ".join(parts)

@@ -371,6 +371,15 @@ def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     ]
 
 
+def test_the_opening_names_roles_that_differ_from_their_group(root: Path) -> None:
+    recipe = root / "configs" / "tiny_moe_sso.yaml"
+    mixture = load_config(recipe, ["optimizer.roles.router.lr=4e-3"])
+    mixture = replace(mixture, model=replace(mixture.model, vocab_size=100))
+    assert "; adamw at 0.004 for router" in "; ".join(opening(mixture, 1))
+    without = replace(mixture, optimizer=replace(mixture.optimizer, roles={}))
+    assert "; adamw at 0.02 for router" in "; ".join(opening(without, 1))
+
+
 def test_a_tied_head_is_stepped_as_the_embedding(minimal: Path) -> None:
     tied = ["model.tie_embeddings=true", "model.vocab_size=100", "optimizer.embedding.lr=2e-3"]
     config = load_config(minimal, tied)
