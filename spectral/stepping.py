@@ -57,7 +57,13 @@ def step_units(
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):
         stacks = [groups[i].take(part) for i, part in batch]
-        for (i, part), stack, report in zip(batch, stacks, rule.update(stacks), strict=True):
+        updated = rule.update(stacks)
+        if not (isinstance(updated, list) and len(updated) == len(stacks)):
+            raise TypeError(
+                f"update of {type(rule).__name__} must return a list of {len(stacks)} reports, one "
+                f"per stack, got {type(updated).__name__}"
+            )
+        for (i, part), stack, report in zip(batch, stacks, updated, strict=True):
             groups[i].put(part, stack, report)
             reports[i].append(report)
         del stacks, stack  # before the next batch is stacked

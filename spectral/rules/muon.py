@@ -179,12 +179,12 @@ class PolarRule(MomentumRule, MsignRule):
         sound: Tensor | None = None,
         retraction: Tensor | None = None,
         decays: bool = False,
-    ) -> Report:
+    ) -> list[Report]:
         """Compute `weight -= lr scale direction`, after the decay if `decays`.
 
         Weights are first multiplied by `retraction` `[sum of batches]`. Units whose direction did
         not stay bounded, or that are not `sound` `[sum of batches]`, keep their weights bit for
-        bit. Reports `update_rms` and `refused` of all units, `[sum of batches]`.
+        bit. Reports `update_rms` and `refused`, `[batch]` of each stack.
         """
         weights = [stack.weight for stack in stacks]
         active = stacks[0].step.active
@@ -206,7 +206,7 @@ class PolarRule(MomentumRule, MsignRule):
         roots = [math.sqrt(w.shape[1:].numel()) for w in weights]
         sizes = [s / root for s, root in zip(self._scales(weights), roots, strict=True)]
         rms = (norms * numbers(sizes, weights)).masked_fill_(~sound, 0)
-        return {"update_rms": rms, "refused": refused(active, sound)}
+        return split_report({"update_rms": rms, "refused": refused(active, sound)}, stacks)
 
     def _scales(self, weights: Sequence[Tensor]) -> list[float]:
         """Return the scale of each stack's update."""
@@ -285,8 +285,7 @@ class MuonRule(PolarRule):
         Reports `update_rms` and `refused`.
         """
         momenta = [stack.grad for stack in stacks]  # the result of `accumulate`
-        report = self.apply(stacks, self.polars(momenta), decays=True)
-        return split_report(report, stacks)
+        return self.apply(stacks, self.polars(momenta), decays=True)
 
 
 def scale_(weights: Sequence[Tensor], factor: Tensor) -> None:

@@ -103,7 +103,8 @@ class MuonPlusPlusRule(RadiusRule):
             (polar,) = self.polars([momentum])
             polar = polar._replace(direction=polar.direction.to(weight.dtype))
             project_(polar.direction, state["u"], state["v"])
-        report |= self.apply([stack], [polar], sound=sound, decays=True)
+        (applied,) = self.apply([stack], [polar], sound=sound, decays=True)
+        report |= applied
         gate = taken(active, report["refused"] == 0)
         if self.algorithm == "project_rescale":
             report |= self.rescale(weight, report["sigma"], state, gate)

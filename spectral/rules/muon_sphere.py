@@ -115,7 +115,8 @@ class MuonSphereRule(RadiusRule):
         tracked, sound, retraction = self.track(stacks)
         polars = self.polars([stack.grad for stack in stacks])
         applied = self.apply(stacks, polars, sound=sound, retraction=retraction)
-        return split_report(tracked | applied, stacks)
+        reports = zip(split_report(tracked, stacks), applied, strict=True)
+        return [before | after for before, after in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""

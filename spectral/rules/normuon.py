@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..polar import Polar, coefficients, newton_schulz
 from .base import Report, Stack, State, require_fraction, store_, taken
-from .muon import MuonRule, momentum_of, split_report
+from .muon import MuonRule, momentum_of
 
 EPSILON = 1e-8
 
@@ -37,7 +37,7 @@ class NorMuonRule(MuonRule):
         """Decay, then step along msign(momentum) with normalized rows; see `Rule.update`."""
         polars = self.polars([stack.grad for stack in stacks])
         even = [self._even(stack, polar) for stack, polar in zip(stacks, polars, strict=True)]
-        return split_report(self.apply(stacks, even, decays=True), stacks)
+        return self.apply(stacks, even, decays=True)
 
     def _even(self, stack: Stack, polar: Polar) -> Polar:
         """Update the mean squares of a stack and return its normalized direction."""

@@ -61,8 +61,8 @@ class SpectralSphereRule(MuonSphereRule):
         solutions = solver.solve([self.problem(stack) for stack in stacks])  # <Theta, Phi> = 0
         polars = [Polar(solution.direction, solution.bounded) for solution in solutions]
         applied = self.apply(stacks, polars, sound=sound, retraction=retraction)
-        reports = zip(split_report(tracked | applied, stacks), solutions, strict=True)
-        return [report | solution.report() for report, solution in reports]
+        reports = zip(split_report(tracked, stacks), applied, solutions, strict=True)
+        return [before | after | solved.report() for before, after, solved in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
