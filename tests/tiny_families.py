@@ -86,6 +86,20 @@ def mixture(**changes: Any) -> ModelConfig:
     return tiny_model("moe", layers=3, moe=experts)
 
 
+MODELS = {
+    **{name: tiny_model(name) for name in FAMILIES},
+    "gpt with query-key norms": tiny_model("gpt", qk_norm=True),
+    "tied": tiny_model("llama", tie_embeddings=True, attention_bias="qkv"),
+    "all biases": tiny_model("qwen3", attention_bias="all"),
+    "gpt with a gate": tiny_model("gpt", activation="geglu"),
+    "deepseek without query latent": tiny_model(
+        "deepseek", latent={**SETTINGS["deepseek"]["latent"], "query_rank": None}
+    ),
+    "experts behind a gate": mixture(shared_gate=True),
+}
+"""A tiny model of every family, and models of some families with other weights."""
+
+
 def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
     """Return `values` of the model section as dotted keys of a run config, `__` for the dot."""
     found: dict[str, Any] = {}

@@ -5,29 +5,21 @@ from itertools import product
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import InitConfig, ModelConfig
-from models.families import FAMILIES, all_units, model_size
+from models.families import all_units, model_size
 from models.initialize import initialize_
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step
-from tests.models import built, initialized, parameters_of
+from tests.models import built, drawn, initialized, losses_of, parameters_of
 from tests.stepped_models import TINY, assign_matrices, stepped_model
-from tests.tiny_families import SETTINGS, mixture, tiny_model
+from tests.tiny_families import MODELS, mixture
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
 GRANULARITIES = ["head", "group", "component", "fused"]
-LATENT = SETTINGS["deepseek"]["latent"]
-MODELS = {
-    **{name: tiny_model(name) for name in FAMILIES},
-    "gpt with query-key norms": tiny_model("gpt", qk_norm=True),
-    "tied": tiny_model("llama", tie_embeddings=True, attention_bias="qkv"),
-    "all biases": tiny_model("qwen3", attention_bias="all"),
-    "gpt with a gate": tiny_model("gpt", activation="geglu"),
-    "deepseek without query latent": tiny_model("deepseek", latent={**LATENT, "query_rank": None}),
-    "experts behind a gate": mixture(shared_gate=True),
-}
 CASES = {name: (model, {}) for name, model in MODELS.items()} | {
     granularity: (MODEL, {"qkv_units": granularity, "split_gate_up": granularity != "fused"})
     for granularity in GRANULARITIES
@@ -180,3 +172,16 @@ def test_model_size_counts_a_known_mixture():
     assert size.parameters == fixed + gains + 2 * 4 * expert + 2 * vocabulary
     assert size.active_parameters == fixed + gains + 2 * 2 * expert + 2 * vocabulary
     assert size.flops_per_token == 6 * (fixed + 2 * 2 * expert + vocabulary) + 6 * 3 * 48 * 10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_of_a_token_are_those_of_the_products(name, world):
+    """PyTorch's plain attention also computes hidden scores: a token sees the whole sequence, the
+    mean number of keys in a sequence of twice the length."""
+    model = replace(MODELS[name], attention_softcap=None, sliding_window=None)
+    chunk, _ = drawn(model)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        losses = losses_of(chunk)
+        losses.sum().backward()
+    flops = model_size(model, 2 * losses.shape[1]).flops_per_token * losses.numel()
+    assert counter.get_total_flops() == flops
