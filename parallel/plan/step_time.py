@@ -227,6 +227,7 @@ def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
         vocabulary = model.padded_vocab // inputs.tensor * model.hidden
         once = model.tie_embeddings and chunk.embedding and chunk.head
         dense += (chunk.embedding + chunk.head - once) * vocabulary
+        dense += chunk.head * model.hidden  # the final norm
     return dense, experts
 
 

@@ -14,11 +14,13 @@ from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
+from parallel.plan.step_time import least_permanent, stage_elements
 from parallel.storage.stage_units import declare_stage_units
 from spectral.rules import RULES
 from spectral.singular_triplets import NEARBY
 from tests.paths import ROOT
 from tests.stepped_models import assign_to
+from tests.tiny_families import MODELS
 from training.assignments import assignments, config_assignments, config_units
 from training.config import group_of, load_config
 
@@ -139,6 +141,31 @@ def test_micro_batches_in_flight_by_hand():
         inputs = PlanInputs(data=1, pipeline=2, virtual_pipeline=virtual)
         shape = replace(ten_tokens(TINY), inputs=inputs, microbatches=8)
         assert [shape.in_flight(stage) for stage in range(2)] == wanted
+
+
+LAYOUTS: list[dict[str, int]] = [
+    {"data": 2},
+    {"data": 2, "tensor": 2},
+    {"data": 1, "pipeline": 2, "virtual_pipeline": 2},
+    {"data": 2, "tensor": 2, "pipeline": 2},
+    {"data": 4, "expert": 2},
+    {"data": 4, "tensor": 2, "expert": 4, "expert_tensor": 2},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_elements_of_a_stage_are_those_of_its_units(name, layout):
+    """The search of layouts counts them without units, as a bound of what plans need."""
+    inputs = PlanInputs(**layout)
+    shape = replace(ten_tokens(replace(MODELS[name], layers=4)), inputs=inputs)
+    for stage in range(inputs.pipeline):
+        units = declare_stage_units(shape.model, shape.chunks(stage), inputs)
+        planned = plan_stage(units, assign_to(RULES["muon"]()), inputs)
+        assert sum(stage_elements(shape, stage)) == planned.parameters
+        memory = planned.memory
+        permanent = memory.weights + memory.gradients + memory.master
+        assert 0.8 * permanent < least_permanent(shape, stage) <= permanent  # without padding
 
 
 @pytest.mark.parametrize("data", [64, 256])
