@@ -120,7 +120,7 @@ def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, worl
     data, (validation,) = build_data(config)
     trainer = build_trainer(config, world, data, [validation])
     trainer.model.chunks[0].eval()
-    validation.set.starts = lambda start, stop: np.array([0, 3, 7])  # type: ignore[method-assign]
+    validation.set.starts = lambda start, stop: np.array([0, 3, 5, 7])  # type: ignore[method-assign]
     firsts = written_documents(validation, 5)
     assert firsts is not None and firsts.tolist() == [0, 0, 0] + [3] * 29
     prompt = torch.from_numpy(validation.set.window(0)[:5])

@@ -14,6 +14,7 @@ from tests.slow_cases import slow_but
 from training.build import build_trainer
 from training.data.build_data import build_data
 from training.loop import Loop
+from training.nonfinite import NonFiniteError
 from training.step import Trainer
 
 POISONS = [float("nan"), float("inf"), 1e30]
@@ -114,12 +115,16 @@ def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> 
             assert bool(refused) == any(name.startswith("optim/refused/") for name in metrics)
 
 
-def test_a_unit_that_is_refused_for_long_ends_the_run(folder: str, world: Groups) -> None:
-    from training.nonfinite import NonFiniteError
-
-    config = tiny_config(folder, "muon", **SMALL, train__max_skipped_steps=2)
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_a_unit_that_is_refused_for_long_ends_the_run(
+    interval: int, folder: str, world: Groups
+) -> None:
+    """Refusals are counted over reports, and checked at each."""
+    keys = {"train__max_skipped_steps": 2, "log__interval": interval}
+    config = tiny_config(folder, "muon", **SMALL, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     region = next(r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix)
     region.state["momentum"].view(-1)[0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"the update of layers.* was not finite"):
         Loop(trainer).run()
+    assert trainer.progress.step == {1: 3, 2: 4, 5: 5}[interval]

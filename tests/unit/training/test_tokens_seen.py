@@ -11,7 +11,7 @@ from scripts.plots.run_page import key_figures
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import build
-from training.checkpoint.checkpoints import read_checkpoint
+from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.report.log_lines import read_lines
 from training.report.metrics import read_metrics
 from training.run import train
@@ -40,6 +40,7 @@ def test_over_three_resumes_with_another_batch_and_length(
     common = {"train__steps": 10, "checkpoint__interval": 100, "log__interval": 1}
     common |= {"train__micro_batch": 4, "monitors__interval": 1, "monitors__groups": "[weights]"}
     common |= {"checkpoint__allow_change": "[data,train]", "schedule__warmup_steps": 0}
+    common["checkpoint__keep_last"] = 4
     seen = []
     for keys in STARTS:
         train(tiny_config(folder, "muon", **common, **keys), world)
@@ -52,8 +53,11 @@ def test_over_three_resumes_with_another_batch_and_length(
         line["step"]: line["tokens"] for line in read_lines(folder / "monitors.jsonl").lines
     }
     assert monitored == logged
-    info = read_checkpoint(folder)
-    assert "| tokens | 1,728 |" in card(info, name="n", architecture="a", dtype="float32")
+    losses = {line["step"]: line.get("val/walk/loss", 0.0) for line in read_metrics(folder)}
+    for step, tokens in zip((3, 5, 7, 10), seen, strict=True):
+        info = read_checkpoint(step_folder(folder, step))
+        text = card(info, name="n", architecture="a", dtype="float32")
+        assert f"| tokens | {tokens:,} |" in text and f"| walk | {losses[step]:.4f} |" in text
     stated = json.loads((folder / "data.json").read_text())
     assert stated["tokens"] == read == stated["sets"][0]["tokens"]
     run = read_run(folder)

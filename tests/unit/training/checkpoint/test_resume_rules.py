@@ -1,14 +1,23 @@
 """The identity of a run, which does not depend on new keys in the config schema."""
 
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
+from spectral.rules import RULES
 from tests.run_configs import tiny_config
 from training.checkpoint.resume_rules import differences, identity, refusal, settings
-from training.config import load_config, load_saved_config, to_yaml
+from training.config import Config, InvalidConfigError, load_config, load_saved_config, to_yaml
+from training.config.binding import bind
 
 EVERY_SECTION: dict[str, dict[str, Any]] = {
     "pc": {},
@@ -107,3 +116,80 @@ def test_what_is_offered_can_be_done(before, now, offer, tmp_path):
     said = refusal("step_1", different, ours.pc is not None)
     assert bool(different) == (offer is not None) and (offer or "") in said
     assert offer == ALLOW or not different or "allow_change" not in said
+
+
+EVERY_RULE: dict[str, Any] = {
+    f"optimizer__roles__{role}__rule": rule
+    for role, rule in zip(
+        ("q", "k", "v", "o", "gate", "up", "down"), sorted(RULES.keys() - {"adamw"}), strict=True
+    )
+} | {"optimizer__rules__muon_plus_plus__algorithm": "dual"}
+"""Every rule is the rule of a role, or AdamW of the other groups."""
+
+ELSEWHERE = re.compile(
+    r"(run|plan|parallel|stop|watchdog|log|monitors)\..*"  # no result depends on them
+    r"|(checkpoint|validation|tasks|spikes)\..*"
+    r"|seed|data\..*|train\.sequence_length"  # of the data, in `data_facts`
+    r"|train\.(exit_step|micro_batch|recompute|loss_chunk|fused_\w+|compile|max_\w+)"
+    r"|model\.(attention_backend|attention_kernel|moe\.backend)|pc\.evaluator"
+    r"|optimizer\.distributed\.(placement|step_groups|overlap_\w+|cuda_graph)"
+)
+"""Keys that are compared elsewhere, or never."""
+
+
+SECTIONS: list[Any] = [
+    [{"batch": 1, "until_steps": 2}],
+    {"kind": "linear", "factor": 2},
+    dict.fromkeys(("kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim"), 8),
+]
+"""A ramp of batches, a change of rotary frequencies, and latent attention."""
+
+
+def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and value of every key without keys below it."""
+    if not isinstance(content, dict):
+        yield path, content
+        return
+    for key, value in content.items():
+        yield from leaves(value, (*path, key))
+
+
+@cache
+def schema() -> list[dict[str, Any]]:
+    """Return the JSON schema of every section."""
+    return [*TypeAdapter(Config).json_schema()["$defs"].values()]
+
+
+def others(name: str, value: Any) -> list[Any]:
+    """Return values of which one may take the place of that of a key."""
+    named = json.dumps([part.get("properties", {}).get(name) for part in schema()])
+    words = [json.loads(word) for word in re.findall(r'"const": ("\w+")', named)]
+    for listed in re.findall(r'"enum": (\[.*?\])', named):
+        words += json.loads(listed)
+    numbers = [value + 1, value / 2] if isinstance(value, int | float) else []
+    return [not value, *numbers, *words, 0.5, 2, [], ["o"], "llama", "simple", *SECTIONS]
+
+
+def test_every_key_is_part_of_the_identity_or_listed(tmp_path: Path) -> None:
+    config = tiny_config(str(tmp_path), **EVERY_SECTION, **EVERY_RULE)
+    content, before, met = json.loads(json.dumps(asdict(config))), settings(config), 0
+    for path, value in leaves(content):
+        key = ".".join(path)
+        if ELSEWHERE.fullmatch(key):
+            continue
+        *sections, name = path
+        section = reduce(getitem, sections, content)
+        for other in others(name, value):
+            section[name] = other
+            try:
+                now = bind(Config, content, check=False)
+            except InvalidConfigError:
+                continue
+            if now != config:
+                break
+        else:
+            pytest.fail(f"no other value of {key} = {value}")
+        section[name] = value
+        assert differences(before, settings(now), ()), f"{key} = {other!r}"
+        met += 1
+    assert met > 100

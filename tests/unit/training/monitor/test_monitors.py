@@ -19,7 +19,7 @@ from training.config import Config
 from training.data.build_data import build_data
 from training.loop import Hooks, Loop
 from training.monitor.matrix_figures import is_figure
-from training.monitor.monitors import REPORTED
+from training.monitor.monitors import REPORTED, LayerSampling
 from training.run import train
 from training.step import Trainer
 
@@ -67,6 +67,21 @@ def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
     mean = line["layers"]["0"]["condition_number"]
     assert mean == pytest.approx(sum(layer) / len(layer))
     assert not any(key.startswith("monitor/") for key in metrics[5])
+
+
+@pytest.mark.parametrize("together", range(1, 6))
+def test_layers_are_measured_in_turn_within_the_memory(together: int, folder: str) -> None:
+    """A layer has the Gram matrices of its weights' inputs, in float32, and some room."""
+    gib = 1.001 * together * 4 * (3 * 64**2 + 96**2) / 2**30
+    config = tiny_config(folder, model__layers=5, monitors__activation_gib=gib)
+    rounds = math.ceil(5 / together)
+    for interval in range(1, 7):
+        sampling = LayerSampling(config, interval)
+        chosen = [sampling.layers(interval * k) for k in range(1, 2 * rounds + 1)]
+        assert max(map(len, chosen)) <= together
+        for first in range(rounds + 1):
+            turn = chosen[first : first + rounds]
+            assert sorted(sum(turn, [])) == [0, 1, 2, 3, 4], interval
 
 
 @pytest.mark.parametrize(

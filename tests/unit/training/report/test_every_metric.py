@@ -13,7 +13,8 @@ from tests.run_results import json_lines
 from training.config import Config
 from training.run import train
 
-STEPS, CLIP, BATCH, LENGTH = 20, 0.5, 8, 32
+STEPS, LAST, CLIP, BATCH, LENGTH = 30, 20, 0.5, 8, 32
+"""Steps of the schedule, of which the run takes the first `LAST`; and other settings."""
 Line = dict[str, Any]
 
 
@@ -50,6 +51,7 @@ CHECKED: dict[str, Callable[[Line, re.Match[str], Config], float]] = {
     r"perf/tflops_per_gpu": lambda line, _, config: (
         flops_per_token(config) * BATCH * LENGTH / line["perf/step_time_s"] / 1e12
     ),
+    r"penalty/on": lambda line, *_: float(line["step"] <= STEPS / 2),
     r"val/(\w+)/ppl": lambda line, name, _: math.exp(line[f"val/{name[1]}/loss"]),
     r"val/loss": lambda line, *_: 0.75 * line["val/a/loss"] + 0.25 * line["val/b/loss"],
     r"moe/max_vio": lambda line, *_: line["moe/max_vio/1"],  # of the only layer with experts
@@ -63,6 +65,7 @@ ELSEWHERE = {
     r"moe/max_vio/\d": "unit/training/monitor/test_expert_balance.py",
     r"moe/global_aux_loss": "distributed/test_gradients.py",
     r"monitor/.*": "unit/training/monitor/",
+    r"penalty/(?!on).*": "unit/training/test_penalty_schedule.py",
 }
 """Tests of other metrics, or their unit."""
 
@@ -76,7 +79,8 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
     keys |= {"data__train__a__weight": 3, "data__train__b__weight": 1}
     # Several steps of each, as a single figure may agree by chance.
     keys |= {"log__interval": 3, "monitors__interval": 5, "validation__interval": 10}
-    keys["train__micro_batch"] = 4
+    keys |= {"train__micro_batch": 4, "train__steps": STEPS, "train__exit_step": LAST}
+    keys["gram_penalty__horizon"] = 0.5
     config = tiny_config(folder, "muon", optimizer__clip__max_norm=CLIP, **keys)
     train(config, world)
     lines = json_lines(Path(folder) / "run" / "metrics.jsonl")
@@ -91,4 +95,4 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
                 assert value == pytest.approx(expected, rel=1e-4, abs=1e-9), (name, line["step"])
             met |= {*checks, *others}
     assert met == {*CHECKED, *ELSEWHERE}
-    assert [line["step"] for line in lines] == [3, 5, 6, 9, 10, 12, 15, 18, 20]
+    assert [line["step"] for line in lines] == [1, 3, 5, 6, 9, 10, 12, 15, 18, 20]
