@@ -105,6 +105,14 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_memory_is_zero() -> Iterator[None]:
+    """Fill tensors to which nothing is written yet with NaN, as their memory may contain it."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository root."""

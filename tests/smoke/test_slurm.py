@@ -210,3 +210,13 @@ def test_the_run_folder_is_named_once(folder):
     assert printed == (
         "error: set RUN_DIR instead of run.dir=elsewhere: this script reads the folder\n"
     )
+
+
+def test_a_task_of_a_study_passes_its_options_on_and_no_end_of_the_job(folder):
+    """A run that stops near the end of a job counts as failed."""
+    put(folder, "python", 'printf "%s\\n" "end=${SLURM_JOB_END_TIME-unknown}" "$@"')
+    options = ["runs/a b", "--jobs", "2", "train.steps=3"]
+    with job(folder, *options, name="study", SLURM_JOB_END_TIME="1") as process:
+        printed, _ = process.communicate(timeout=300)
+    study = ["scripts/study.py", str(folder / "config.yaml"), *options]
+    assert printed.splitlines() == ["end=unknown", *study] and process.returncode == 0

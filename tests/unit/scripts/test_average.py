@@ -74,6 +74,7 @@ def weights_of(folder: Path, step: int) -> dict[str, Tensor]:
     return {k: v.double() for k, v in state.items() if k.startswith(kinds) and ".gamma" not in k}
 
 
+@pytest.mark.usefixtures("no_memory_is_zero")
 def test_the_mean_is_that_by_hand(runs: Path, tmp_path: Path, capsys) -> None:
     compared_by_hand("sphere", runs, tmp_path, capsys)
 

@@ -96,8 +96,16 @@ def test_a_file_may_have_as_many_bytes_as_its_limit() -> None:
     assert [len(run) for run in shards(entries, 32)] == [2, 1]
 
 
-def test_a_token_for_padding_is_kept() -> None:
-    assert json.loads(settings_of(b'{"pad_token": "P"}', "E", 8))["pad_token"] == "P"
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_export_replaces_some_settings_of_a_tokenizer(trained: bool) -> None:
+    """Imported tokenizers keep their class and their template."""
+    own = {"clean_up_tokenization_spaces": True, "pad_token": "P", "add_bos_token": True}
+    own |= {"tokenizer_class": "LlamaTokenizer", "eos_token": "S", "model_max_length": 4096}
+    replaced: dict[str, object] = {"eos_token": "E", "model_max_length": 8}
+    if trained:
+        replaced |= {"add_bos_token": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+    content = settings_of(json.dumps(own).encode(), "E", 8, trained=trained)
+    assert json.loads(content) == own | replaced
 
 
 def test_the_tokenizer_goes_along(run, tmp_path, tokens) -> None:

@@ -78,6 +78,7 @@ def tokenizer_in(folder: Path, kind: str) -> Tokenizer:
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    named["model_max_length"] = 4096  # of its own model
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **named}))
     return tokenizer
 
@@ -109,7 +110,7 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
     theirs = AutoTokenizer.from_pretrained(out)
     for text in (LINES[7], "é", LINES[3].strip() + "\n\nB"):
         assert theirs(text)["input_ids"] == own.encode(text, add_special_tokens=False).ids
-    assert theirs.eos_token_id == 2
+    assert (theirs.eos_token_id, theirs.model_max_length) == (2, 32)
     if kind == "prefix space":
         assert "does not give a text back: 'In the beginning God' becomes ' In the begin" in said
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models.families import model_size
@@ -22,6 +23,7 @@ from scripts.papers.measured import Measure, measure, statistics_of
 from scripts.studies.description import read_study
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
+from tests.run_results import json_lines
 from training.config import check, load_config
 from training.run import train
 
@@ -377,6 +379,14 @@ def test_statistics_are_those_of_the_series() -> None:
     }  # fmt: skip
 
 
+REDUCED: dict[str, Callable[[list[float]], float]] = {
+    "least": min,
+    "median": lambda values: float(np.median(values)),
+    "mean": lambda values: sum(values) / len(values),
+    "largest": max,
+}
+
+
 def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> None:
     """Test a run with PC layers."""
     keys = {"pc__level": 4, "train__steps": 3, "checkpoint__interval": 3}
@@ -391,6 +401,8 @@ def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> 
         "largest": "largest residual_rms blocks",
         "largest of all": "metric monitor/residual_rms/max",
         "top": "mean quantile_100 o",
+        **{f"{over} of medians": f"{over} quantile_50 down" for over in REDUCED},
+        "layer": "mean quantile_50 down 1",
     }
     found = measure(Measure(runs={"a": f"{folder}/run"}, series=texts), [command])["a"]
     assert found["command"] == command and found["steps"] == 3
@@ -410,3 +422,10 @@ def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> 
     assert series["mean"] == series["mean of all"]
     assert series["largest"] == series["largest of all"]
     assert set(series["top"].values()) == {1.0}
+    for line in json_lines(Path(folder) / "run" / "monitors.jsonl"):
+        spectra = [line["units"][f"layers.{i}.down"]["effective_quantiles"] for i in (0, 1)]
+        medians = [values[5] / values[10] for values in spectra]  # of PC(W)
+        for over, reduced in REDUCED.items():
+            value = series[f"{over} of medians"][line["step"]]
+            assert value == pytest.approx(reduced(medians), rel=1e-4), over
+        assert series["layer"][line["step"]] == pytest.approx(medians[1], rel=1e-4)

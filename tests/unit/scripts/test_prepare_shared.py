@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tokenizers import Tokenizer
 
 from scripts.data import encoding, folder, hub, plan, resume_point, set_writer, shards
+from scripts.data.preparation import prepare
+from scripts.data.sources import find_inputs
 from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
-from tests.text_files import TEXTS, lines, write_byte_level_tokenizer, write_jsonl
+from tests.text_files import TEXTS, lines, texts, write_byte_level_tokenizer, write_jsonl
 from training.data import document_index
 from training.data.hashes import file_sha256
 from training.data.manifest import read_manifest
@@ -398,3 +402,31 @@ def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
         for more in ([], ["--tokens=1B"], ["--tokens=1_000_000_001"], ["--tokens", "1e9"])
     }
     assert len(prints) == 3
+
+
+@pytest.mark.parametrize("limit", [None, 400])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_of_a_set_count_their_tokens_alone_and_its_held_out_documents_together(
+    parts: int, limit: int | None, inputs: Path, tmp_path: Path
+) -> None:
+    """Of two sets, each begins at its first document. Of each seven documents, the fourth is held
+    out."""
+    tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))
+    portions, read = [], []
+    for part in range(parts):
+        path = write_jsonl(tmp_path / f"{part}.jsonl", rows(part, 90 // parts))
+        listing, source = find_inputs(str(path)).inputs, [str(path)]
+        portions.append(plan.Portion(inputs=listing, source=source, tokens=limit))
+        tokens = 0
+        for text in rows(part, 90 // parts):
+            if limit is None or tokens < limit:
+                read.append(text)
+                tokens += len(tokenizer.encode(text).ids) + 1
+    sets = [plan.SetPlan(name, portions, Fraction(1, 7)) for name in "ab"]
+    preparation = plan.Preparation(sets=sets, tokenizer=inputs / "tokenizer.json")
+    out = tmp_path / "out"
+    prepare(preparation, out, identities=preparation.identities(), workers=1, overwrite=False)
+    for name in "ab":
+        assert texts(out, f"{name}.validation") == read[3::7]
+        rest = [text for i, text in enumerate(read) if i % 7 != 3]
+        assert texts(out, f"{name}.train") == rest
