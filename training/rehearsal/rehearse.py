@@ -34,11 +34,11 @@ def rehearse(
     rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels. Raises
     GuardError if this machine cannot, RehearsalError if a process ended without a report."""
     ranks = chosen(config, None, world) if ranks is None else ranks
+    planned = plan_run(with_known_kernels(config), world, device)
     reports = perform([Job(config, world, rank, device, compiled) for rank in ranks])
     whole = len(ranks) == world and all(each.error is None for each in reports)
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
     report = combined(reports, world, device, different)
-    planned = plan_run(with_known_kernels(config), world, device)
     report.planned_memory_bytes = planned.memory.total
     report.planned_seconds = planned.time.total
     if report.modelled_seconds:
