@@ -83,7 +83,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="run a few steps of the real code on simulated GPUs instead of training",
     )
     parser.add_argument(
-        "--write", metavar="FILE", help="with --fit: write the best layout as a config to FILE"
+        "--write",
+        type=output_file,
+        metavar="FILE",
+        help="with --fit: write the best layout as a config to FILE",
     )
     parser.add_argument(
         "--gpus",
@@ -98,6 +101,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--json",
+        type=output_file,
         metavar="FILE",
         help="with --dry-run or --rehearse: also write the plan or report to FILE",
     )
@@ -149,6 +153,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
     return int(text)
+
+
+def output_file(text: str) -> str:
+    """Check that `text` is a file that can be written, or its folder exists, and return it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+    return text
 
 
 def rank_or_all(text: str) -> int:

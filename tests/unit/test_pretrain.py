@@ -141,6 +141,8 @@ def test_script_trains_without_torchrun(folder):
         (["--rehearse"], "--rehearse needs --gpus N"),
         (["--rehearse", "--gpus", "0"], "must be a whole number, at least 1, got '0'"),
         (["--rehearse", "--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
+        (["--rehearse", "--gpus", "4", "--json", "no/x.json"], "in a folder that exists, got 'no/"),
+        (["--fit", "--write", "configs"], "must be a file in a folder that exists, got 'configs'"),
         (["--rehearse", "--gpus", "4", "--dry-run"], "not allowed with argument"),
         (["--rehearse", "--gpus", "4", "--resume", "none"], "--resume needs a run that trains"),
     ],

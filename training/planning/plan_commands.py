@@ -11,7 +11,7 @@ from training.config.checks import legal_ranks
 from training.config.device_file import device_named
 from training.data.build_data import with_vocabulary
 from training.dry_run import plan_run, step_shape
-from training.errors import ConfigError, InputError
+from training.errors import ConfigError
 from training.planning.added_cost import planned_cost, run_hours
 from training.planning.layout_search import (
     Layouts,
@@ -30,7 +30,6 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
 
     Without `gpus`, the number is torchrun's ranks, the config's, or the smallest possible.
     """
-    check_folder("--json", json_file)
     config = with_vocabulary(config)
     machine = device_named(device or config.plan.device)
     gpus = gpus or own_gpus(config)
@@ -60,7 +59,6 @@ def fit(
 
     Raises ConfigError if no layout is legal or none fits.
     """
-    check_folder("--write", write)
     config = with_vocabulary(config)
     device = device or config.plan.device
     layouts = Layouts(config, gpus or own_gpus(config), device_named(device))
@@ -81,12 +79,6 @@ def fit(
     text = overlay(layouts, best[0], below, path.stem, device, overrides)
     path.write_text(text, encoding="utf-8")
     print(f"wrote {path}")
-
-
-def check_folder(option: str, file: str | None) -> None:
-    """Raise InputError if the folder of a file to write does not exist."""
-    if file is not None and not Path(file).parent.is_dir():
-        raise InputError(f"{option} must be in a folder that exists, got {file}")
 
 
 def own_gpus(config: Config) -> int:
