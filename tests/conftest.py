@@ -13,7 +13,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 
 import random  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
@@ -75,6 +75,17 @@ def _seeded_and_unchanged() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
+    """Takes the exit code of a command, which must be 2, and returns its errors."""
+
+    def errors(code: int) -> str:
+        assert code == 2
+        return capsys.readouterr().err
+
+    return errors
 
 
 @pytest.fixture

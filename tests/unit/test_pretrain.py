@@ -76,7 +76,7 @@ def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, fold
     assert f"the environment variable {said}" in printed and "Traceback" not in printed
 
 
-def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
+def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     overlay = folder / "overlay.yaml"
     overlay.write_text("base: config.yaml\ndata:\n  train:\n    mine: {path: nowhere/mine}\n")
     assert run(folder, "--config", str(overlay)) == 2
@@ -93,8 +93,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
     assert "comes from the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
     # Without a vocabulary, the manifest next to the first set is read before the set.
     keys = ["data.train.walk=null", "model.vocab_size=null", "data.made_by=make data"]
-    assert run(folder, "--config", str(overlay), *keys) == 2
-    said = capsys.readouterr().err
+    said = refusal(run(folder, "--config", str(overlay), *keys))
     first = "set mine: no file nowhere/mine.idx; a plan without data needs model.vocab_size\n"
     assert f"{first}error: make the sets with: make data\n" in said
     assert f"data.train.mine comes from {overlay}, line 4;" in said
@@ -179,7 +178,7 @@ def test_memory_that_cannot_be_had_is_known(take) -> None:
     assert not pretrain.out_of_memory(RuntimeError("another"))
 
 
-def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsys):
+def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsys, refusal):
     """The error names its place; only a new run has to change it."""
     data = prepare_text(tmp_path, "A line {i} of text, as long as it is.\n\n", 300)
     (folder / "base.yaml").write_text("base: config.yaml\nmodel: {vocab_size: 1000}\n")
@@ -188,15 +187,13 @@ def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsy
     overlay.write_text(f"base: base.yaml\ndata: {{replace: true, {sets}}}\n")
     few = ["train.exit_step=1", "validation.interval=0"]
     arguments = ["--config", str(overlay), *few]
-    assert run(folder, *arguments) == 2
-    said = capsys.readouterr().err
+    said = refusal(run(folder, *arguments))
     assert "model.vocab_size must be at most 384, which is the 300 ids of the data" in said
     assert "got 1,000: set model.vocab_size=null" in said
     assert re.search(r"model.vocab_size comes from .*base.yaml, line 2$", said.strip())
     assert not (folder / "run" / "metrics.jsonl").exists()
     named = [f"data.tokenizer={data}", "data.train.t=null", f"data.train.u.path={folder}/tokens"]
-    assert run(folder, *arguments, *named) == 2
-    assert "the 300 ids of the data" in capsys.readouterr().err
+    assert "the 300 ids of the data" in refusal(run(folder, *arguments, *named))
     for own in ("model.vocab_size=null", "model.vocab_size=384", "model.vocab_multiple=1000"):
         again = f"run.dir={folder}/{own.replace('=', '_')}"
         assert run(folder, *arguments, own, again) == 0

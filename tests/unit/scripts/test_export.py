@@ -122,7 +122,7 @@ def test_the_tokenizer_goes_along(run, tmp_path, tokens) -> None:
     assert written.shape[1] > 4
 
 
-def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None:
+def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal) -> None:
     folder, out = run(pc__level=4), tmp_path / "out"
     assert main(["export", str(folder), str(out), "--no-verify"]) == 0
     capsys.readouterr()
@@ -132,8 +132,7 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("A matrix") and texts == texts[:1] * 3
     assert generate([str(out), "A matrix"]) == 0  # as much as fits
-    assert generate([str(out), "A matrix", "--tokens", "40"]) == 2
-    assert "--tokens must be at most" in capsys.readouterr().err
+    assert "--tokens must be at most" in refusal(generate([str(out), "A matrix", "--tokens", "40"]))
     assert generate([str(out), "A matrix " * 40]) == 2
     assert "the prompt must be shorter than the model's" in capsys.readouterr().err
     surprises = {"num_beams": 3, "repetition_penalty": 9.0, "do_sample": True, "max_length": 3}
@@ -193,7 +192,7 @@ def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
     assert not torch.equal(layer.mlp.down_proj.weight, stored["weight/layers.1.down"].bfloat16())
 
 
-def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, capsys) -> None:
+def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, refusal) -> None:
     """The comparison of logits finds settings that are not visible in weights."""
     folder, out = run(), tmp_path / "out"
     honest = exporting.config_json
@@ -204,8 +203,7 @@ def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, caps
         return {**content, "rope_theta": 9_000.0, "rope_parameters": rope}
 
     monkeypatch.setattr(exporting, "config_json", dishonest)
-    assert main(["export", str(folder), str(out)]) == 2
-    assert "logits must be within 0.0001" in capsys.readouterr().err
+    assert "logits must be within 0.0001" in refusal(main(["export", str(folder), str(out)]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run"]
 
 

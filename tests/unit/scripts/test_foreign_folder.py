@@ -149,8 +149,5 @@ def test_a_pipe_is_not_read(tmp_path):
     assert copy_tokenizer(tmp_path / "source", tmp_path) == {}
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path), "\udcff"]) == 2
-    assert "the prompt must be UTF-8" in capsys.readouterr().err
+def test_a_prompt_that_is_not_utf8_is_refused(tmp_path: Path, refusal) -> None:
+    assert "the prompt must be UTF-8" in refusal(main([str(tmp_path), "\udcff"]))

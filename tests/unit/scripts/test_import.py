@@ -175,9 +175,8 @@ def their_loss(model: torch.nn.Module, tokens: Path) -> float:
     return float(loss)
 
 
-def refused(capsys, source: Path, run: Path, config: Path, *more: str) -> str:
-    assert main(["import", str(source), str(run), "--config", str(config), *more]) == 2
-    error = capsys.readouterr().err
+def refused(refusal, source: Path, run: Path, config: Path, *more: str) -> str:
+    error = refusal(main(["import", str(source), str(run), "--config", str(config), *more]))
     [line] = [text for text in error.splitlines() if text.startswith("error: ")]
     assert "Traceback" not in error
     assert not run.exists() and not run.with_name(run.name + ".preparing").exists()

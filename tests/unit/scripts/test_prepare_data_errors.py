@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_other_preparation_is_replaced_only_on_request(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: Path, tmp_path: Path, refusal
 ) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
     out = tmp_path / "out"
@@ -45,28 +45,25 @@ def test_other_preparation_is_replaced_only_on_request(
     assert main(command) == 0
     first = hashes(out)
     write_jsonl(source, TEXTS[:10])
-    assert main(command) == 2
-    assert "already holds another preparation; give --overwrite" in capsys.readouterr().err
+    assert "already holds another preparation; give --overwrite" in refusal(main(command))
     assert hashes(out) == first
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "set.train.bin").write_bytes(b"")
-    assert main(command) == 2
-    assert "is damaged: set.train.bin missing or cut" in capsys.readouterr().err
+    assert "is damaged: set.train.bin missing or cut" in refusal(main(command))
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     assert main([command[0], *command[3:], "--train-tokenizer", "270", "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "thesis.tex").write_text("precious")
     write_jsonl(source, TEXTS)
-    assert main([*command, "--overwrite"]) == 2
-    assert "holds thesis.tex, which no preparation made" in capsys.readouterr().err
+    assert "holds thesis.tex, which no preparation made" in refusal(main([*command, "--overwrite"]))
     assert (out / "thesis.tex").read_text() == "precious"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
 def test_an_input_that_grows_while_it_is_read_is_refused(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+    tokenizer: Path, tmp_path: Path, refusal, monkeypatch
 ) -> None:
     source, out = write_jsonl(tmp_path / "rows.jsonl", TEXTS[:10]), tmp_path / "out"
     load = preparation.load_tokenizer
@@ -77,8 +74,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
 
     monkeypatch.setattr(preparation, "load_tokenizer", grow)
     options = ["--tokenizer", str(tokenizer), "--output", str(out), "--workers", "1"]
-    assert main([f"set={source}", *options]) == 2
-    assert "an input has changed while it was read" in capsys.readouterr().err
+    assert "an input has changed while it was read" in refusal(main([f"set={source}", *options]))
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 

@@ -82,6 +82,5 @@ def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
     assert "lacks 3 steps from 8 to 10" in said and "lacks 1 steps from 12 to 12" in said
 
 
-def test_another_folder_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert "is not a run folder, a checkpoint or prepared data" in capsys.readouterr().err
+def test_another_folder_is_refused(tmp_path, refusal):
+    assert "is not a run folder, a checkpoint or prepared data" in refusal(main([str(tmp_path)]))

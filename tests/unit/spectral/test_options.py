@@ -17,19 +17,12 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 import spectral
-from spectral import AdamW, Muon, MuonSphere, SpectralOptimizer, SpectralSphere
+from spectral import AdamW, Muon, MuonSphere, SpectralSphere
 from spectral.options import DEFAULTS
 from spectral.rules import RULES
 from tests.paths import ROOT
+from tests.unit.spectral.test_torch_contract import CLASSES
 from training.config.manual import meanings_of
-
-CLASSES = [
-    kind
-    for kind in vars(spectral).values()
-    if inspect.isclass(kind)
-    and issubclass(kind, SpectralOptimizer)
-    and kind is not SpectralOptimizer
-]
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from training.config.schema import StopConfig
 from training.data.build_data import build_data
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
-from training.loop import Hooks, Loop
 from training.nonfinite import NonFiniteError, SpikeDetector
 from training.run import train
-from training.step import StepResult, Trainer
+from training.step import StepResult
 
 KEYS: dict[str, Any] = {
     "checkpoint__interval": 2,
@@ -51,29 +49,6 @@ def folder(folder, tmp_path) -> Path:
 def config_of(folder: Path, **keys: Any) -> Any:
     """Return the config of a run in FOLDER/run."""
     return read_config(str(folder), **{**KEYS, **keys})
-
-
-@pytest.fixture
-def poisoned(monkeypatch) -> Callable[..., list[int]]:
-    """Set the weights of the next trainer to NaN after given steps, once each, and return the list
-    of its steps. `change(trainer)` is called before the first step, and may return another
-    `on_step`."""
-
-    def poison(*steps: int, change: Callable[[Any], Any] = lambda trainer: None) -> list[int]:
-        taken: list[int] = []
-
-        def loop(trainer: Trainer, hooks: Hooks) -> Loop:
-            def after_step(step: int, result: StepResult) -> None:
-                if step in steps and step not in taken:
-                    next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
-                taken.append(step)
-
-            return Loop(trainer, replace(hooks, on_step=change(trainer) or after_step))
-
-        monkeypatch.setattr("training.run.Loop", loop)
-        return taken
-
-    return poison
 
 
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, capsys):

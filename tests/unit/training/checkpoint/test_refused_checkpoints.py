@@ -65,24 +65,22 @@ def test_a_refused_command_changes_nothing(case, finished, run_dir, capsys):
 
 @pytest.mark.parametrize("change", ["optimizer.matrix.rule=muon", "pc.level=2"])
 def test_a_state_that_does_not_fit_is_one_whole_line_with_what_to_do(
-    change, finished, run_dir, capsys
+    change, finished, run_dir, refusal
 ):
     allowed = "checkpoint.allow_change=[model,optimizer]"
-    assert start(finished, run_dir, "--resume", "2", change, allowed) == 2
-    said = capsys.readouterr().err
+    said = refusal(start(finished, run_dir, "--resume", "2", change, allowed))
     step = run_dir / "checkpoints" / "step_00000002"
     assert said.startswith(f"error: {step} cannot be loaded: ") and said.count("\n") == 1
     begin = f", and checkpoint.initialize_from={step} to begin from its weights"
     assert said.endswith(f"; name another run.dir{'' if change.startswith('pc') else begin}\n")
 
 
-def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished, run_dir, capsys):
+def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished, run_dir, refusal):
     place = run_dir / "checkpoints"
     shutil.rmtree(place / "step_00000002")
     (place / "step_00000004").rename(place / "step_00000099")
     before = hashes(run_dir)
-    assert start(finished, run_dir) == 2
-    said = capsys.readouterr().err
+    said = refusal(start(finished, run_dir))
     assert "step_00000099: it is the checkpoint of step 4" in said and "--resume none" in said
     assert hashes(run_dir) == before
 

@@ -1,13 +1,11 @@
 """A batch ramp, with any stops, equals a run that is cut by hand where its batch grows."""
 
 import json
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import pretrain
 from models.families import model_size
@@ -27,9 +25,7 @@ from training.config.schedule import (
 )
 from training.data.order import TrainingData
 from training.dry_run import batch_seconds, gpu_hours, plan_run
-from training.loop import Hooks, Loop
 from training.run import train
-from training.step import Trainer
 
 LENGTH = 32
 RAMP = "[{batch: 2, until_steps: 3}, {batch: 4, until_tokens: 700}]"
@@ -135,7 +131,9 @@ def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) 
     assert [run.tokens(line) for line in run.monitors] == [line["tokens"] for line in run.monitors]
 
 
-def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, monkeypatch) -> None:
+def test_a_rewind_returns_to_the_batch_of_its_step(
+    config_folder: str, world, monkeypatch, poisoned
+) -> None:
     """Steps 4 and 5 are not finite: the run returns to step 2, and their samples 6 to 13 are left
     out; the next steps have the batches of their step numbers."""
     read: list[list[int]] = []
@@ -143,17 +141,7 @@ def test_a_rewind_returns_to_the_batch_of_its_step(config_folder: str, world, mo
     monkeypatch.setattr(
         TrainingData, "__getitem__", lambda data, k: read.append(k) or source(data, k)
     )
-    poisoned: list[int] = []
-
-    def loop(trainer: Trainer, hooks: Hooks) -> Loop:
-        def after_step(step: int, result: Any) -> None:
-            if step == 3 and step not in poisoned:
-                next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
-                poisoned.append(step)
-
-        return Loop(trainer, replace(hooks, on_step=after_step))
-
-    monkeypatch.setattr("training.run.Loop", loop)
+    poisoned(3)
     keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 2}
     keys |= {"monitors__interval": 0, "log__interval": 5, "validation__interval": 2}
     trained(config_folder, "rewound", world, **TOKENS, **keys)

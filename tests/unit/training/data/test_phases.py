@@ -4,12 +4,9 @@ import json
 import re
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from scripts.plots.run_data import read_run
 from scripts.plots.run_page import report
@@ -20,8 +17,6 @@ from training.checkpoint import checkpoints
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import load_config
 from training.dry_run import data_table, phase_uses
-from training.loop import Hooks, Loop
-from training.step import Trainer
 
 FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
 PHASES = [
@@ -147,21 +142,11 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(
 
 @pytest.mark.slow
 def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(
-    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start, tmp_path: Path, poisoned
 ) -> None:
     """Steps 9 and 10 are not finite: the run returns to step 6, phases begin after steps 8 and 15
     again, and two batches of the second one are left out."""
-    poisoned: list[int] = []
-
-    def loop(trainer: Trainer, hooks: Hooks) -> Loop:
-        def after_step(step: int, result: Any) -> None:
-            if step == 8 and step not in poisoned:
-                next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
-                poisoned.append(step)
-
-        return Loop(trainer, replace(hooks, on_step=after_step))
-
-    monkeypatch.setattr("training.run.Loop", loop)
+    poisoned(8)
     keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 6}
     read = start(22, FIRST, **{**COMMON, **keys})
     batches = [read[i : i + 32] for i in range(0, len(read), 32)]

@@ -1,0 +1,34 @@
+"""Fixtures of the tests of training."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from training.loop import Hooks, Loop
+from training.step import StepResult, Trainer
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Set the weights of the next trainer to NaN after given steps, once each, and return the list
+    of its steps. `change(trainer)` is called before the first step, and may return another
+    `on_step`."""
+
+    def poison(*steps: int, change: Callable[[Any], Any] = lambda trainer: None) -> list[int]:
+        taken: list[int] = []
+
+        def loop(trainer: Trainer, hooks: Hooks) -> Loop:
+            def after_step(step: int, result: StepResult) -> None:
+                if step in steps and step not in taken:
+                    next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
+                taken.append(step)
+
+            return Loop(trainer, replace(hooks, on_step=change(trainer) or after_step))
+
+        monkeypatch.setattr("training.run.Loop", loop)
+        return taken
+
+    return poison
