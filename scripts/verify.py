@@ -12,12 +12,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command, new_parser
-from training.errors import InputError
+from training.errors import DataError, InputError
 from training.report.table import table
+
+if TYPE_CHECKING:
+    from training.data.manifest import Manifest
 
 Row = tuple[str, str]
 """A path and its verdict: `good`, or a sentence about the damage."""
@@ -47,9 +51,7 @@ def verified(path: Path) -> Iterator[Row]:
     from training.data.manifest import MANIFEST_FILE
 
     if (path / MANIFEST_FILE).is_file():
-        from scripts.data.verification import problems
-
-        yield from rows(str(path), lambda: problems(path))
+        yield from rows(str(path), lambda: data_problems(path))
     elif (path / META).is_file() or (path / COMPLETE).is_file():
         yield from rows(str(path), lambda: checkpoint_problems(path))
     elif (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file():
@@ -67,6 +69,48 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
     except (InputError, OSError) as error:
         lines.append((what, str(error)))
     yield from lines or [(what, GOOD)]
+
+
+def data_problems(folder: Path) -> Iterator[str]:
+    """Yield a sentence for each difference between a prepared folder and its manifest.
+
+    Raises DataError without a readable manifest.
+    """
+    from training.data.hashes import file_sha256
+    from training.data.manifest import read_manifest
+
+    manifest = read_manifest(folder)
+    for name, size in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            yield f"no file {path}"
+        elif path.stat().st_size != size:
+            yield f"{path} must have {size} bytes, got {path.stat().st_size}"
+    try:
+        if file_sha256(manifest.tokenizer_path) != manifest.tokenizer.sha256:
+            yield f"{manifest.tokenizer_path} is damaged: its sha256 differs from the manifest"
+    except DataError as error:
+        yield str(error)
+    for name in manifest.sets:
+        try:
+            yield from set_problems(manifest, name)
+        except DataError as error:
+            yield str(error)
+
+
+def set_problems(manifest: "Manifest", name: str) -> Iterator[str]:
+    """Yield differences between a set's tokens and its entry; raises DataError for damage."""
+    from training.data.hashes import file_sha256
+    from training.data.token_set import TokenSet
+
+    entry, prefix = manifest.sets[name], manifest.folder / name
+    tokens = TokenSet(name, prefix, 1, vocab_size=manifest.tokenizer.vocab_size, verify="full")
+    for kind, expected in entry.sha256.items():
+        if file_sha256(f"{prefix}.{kind}") != expected:
+            yield f"{prefix}.{kind} is damaged: its sha256 differs from the manifest"
+    largest = max(int(block.max()) for block in tokens.blocks(0, tokens.tokens))
+    if largest != entry.max_token:
+        yield f"set {name}: max_token must be {entry.max_token}, got {largest}"
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:

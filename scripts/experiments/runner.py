@@ -1,4 +1,4 @@
-"""Runs an experiment, writes its result and its figure, and makes tables of checks."""
+"""Runs an experiment, checks its numbers, writes its result and its figure, and makes tables."""
 
 import inspect
 import json
@@ -7,16 +7,17 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import torch
+import yaml
 from matplotlib.figure import Figure
 
 from scripts.experiments.experiment import Check, Draws, Outcome, Panel
-from scripts.experiments.recorded import recorded
 from scripts.plots.style import COLORS, draw_lines, new_figure, save
 from spectral.batching import grouped
 
@@ -26,6 +27,8 @@ SEEDS: Final = {
     "over_flattening": 0, "muon_gap": 0, "correlated_weights": 0, "solver_curve": 0,
 }  # fmt: skip
 """The experiments, with the seed of their published run."""
+RECORDED: Final = Path(__file__).with_name("recorded.yaml")
+"""Numbers of an earlier run of each experiment."""
 HEADINGS: Final = ("experiment", "figure", "measured", "expected", "from", "")
 
 
@@ -164,3 +167,35 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
             measured, verdict = f"{check.measured:.4g}", "pass" if check.passed else "FAIL"
             yield (result.name, about + check.name, measured, expectation(check), check.source,
                    verdict)  # fmt: skip
+
+
+def recorded(name: str, data: Any) -> list[Check]:
+    """Compare the data of an experiment, read from JSON, with its numbers in recorded.yaml."""
+    numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
+    return list(compared(numbers.get(name, {}), data, ()))
+
+
+def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:
+    """Yield a check of each number of `expected` with the one in the same place of `measured`."""
+    if isinstance(expected, str):
+        low, high = bounds(expected)
+        yield Check(", ".join(path), measured, low, high, "recorded", ", ".join(path[:-1]))
+        return
+    for key, inner in expected.items():
+        value = measured[int(key) if isinstance(measured, list) else key]
+        yield from compared(inner, value, (*path, key))
+
+
+def bounds(text: str) -> tuple[float, float]:
+    """Return the range that a text stands for: `LOW to HIGH`, `NUMBER ± PERCENT%`, or a number to
+    one unit of its last printed digit."""
+    if " to " in text:
+        low, high = text.split(" to ")
+        return float(low), float(high)
+    number, _, percent = text.partition(" ± ")
+    if percent:
+        slack = abs(float(number)) * float(percent.removesuffix("%")) / 100
+    else:
+        # Half a unit more than rounding needs, and a little for the binary form of the bounds.
+        slack = 1.001 * float(Decimal(10) ** int(Decimal(number).as_tuple().exponent))
+    return float(number) - slack, float(number) + slack

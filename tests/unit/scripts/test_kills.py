@@ -19,7 +19,7 @@ import pytest
 
 import pretrain
 from scripts import convert_hf, prepare_data
-from scripts.data.verification import problems as data_problems
+from scripts.verify import data_problems
 from tests.launch import FORKS, start_forks
 from tests.run_configs import tiny_config
 from tests.run_results import hashes, same_state

@@ -29,8 +29,7 @@ from scripts.experiments import (
     solver_curve,
 )
 from scripts.experiments.experiment import Check
-from scripts.experiments.recorded import bounds
-from scripts.experiments.runner import SEEDS, outcome_of, perform
+from scripts.experiments.runner import SEEDS, bounds, outcome_of, perform
 from scripts.reproduce import main
 from spectral import measures, msign, odd_polynomial
 from spectral.polar import SCHEDULES, Polar
