@@ -114,14 +114,14 @@ def gpus_here() -> Gpus:
     return Gpus(built, tuple(nvidia_devices()), problem, usable)
 
 
-def nvidia_devices(root: Path = Path("/")) -> Iterator[str]:
+def nvidia_devices() -> Iterator[str]:
     """Return the system's NVIDIA devices, usable or not: the driver's, else those on the PCI bus,
     which a container sees even without access."""
-    nodes = sorted(root.glob("dev/nvidia[0-9]*"))
+    nodes = sorted(map(str, Path("/dev").glob("nvidia[0-9]*")))
     if nodes:
-        yield from (f"/{node.relative_to(root)}" for node in nodes)
+        yield from nodes
         return
-    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
         kind = {name: _first_line(device / name) for name in ("vendor", "class")}
         if kind["vendor"] == NVIDIA and kind["class"].startswith(DISPLAY):
             yield device.name

@@ -166,10 +166,10 @@ def device_facts(device: torch.device) -> Facts:
     return facts
 
 
-def driver(file: Path = DRIVER) -> str | None:
+def driver() -> str | None:
     """Return the version of NVIDIA's driver, None if unknown."""
     with contextlib.suppress(OSError):
-        words = file.read_text(encoding="utf-8").splitlines()[0].split()
+        words = DRIVER.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
     return None
 
