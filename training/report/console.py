@@ -1,9 +1,12 @@
 """The lines that a run prints: its description, how to stop it, its steps, and next commands."""
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from shlex import quote
 
 from models.families import model_size
+from models.huggingface.config_json import InexpressibleError, architecture
+from parallel.disk import unused
 from spectral.batching import grouped
 from training.config import Config
 from training.config.checks import roles_of
@@ -87,12 +90,21 @@ def console_line(
 
 
 def next_commands(config: Config) -> Iterator[str]:
-    """Yield commands for a finished run."""
-    folder, target = quote(config.run.dir), quote(f"exported/{config.run.name}")
+    """Yield commands for a finished run, which can be run as they are."""
+    folder = quote(config.run.dir)
     yield f"python scripts/plot.py {folder} --html"
-    if config.checkpoint.interval > 0:
-        yield f'python scripts/generate.py {folder} "In the beginning"'
-        yield f"python scripts/convert_hf.py export {folder} {target}"
+    if config.checkpoint.interval == 0:
+        return
+    options = " --no-tokenizer" if config.data.mock else ""
+    try:
+        architecture(config.model)
+    except InexpressibleError:
+        options = " --format consolidated"
+    else:
+        if not config.data.mock:
+            yield f'python scripts/generate.py {folder} "In the beginning"'
+    target = quote(str(unused(Path("exported", config.run.name))))
+    yield f"python scripts/convert_hf.py export {folder} {target}{options}"
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:

@@ -257,7 +257,7 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
 
 @pytest.mark.parametrize("family", slow_but([*READABLE], [*READABLE, "llama 3.2", "all biases"]))
 def test_the_section_of_the_model_is_written_from_config_json(
-    family, tokens, tmp_path, capsys
+    family, tokens, tmp_path, capsys, monkeypatch
 ) -> None:
     config = config_in(tmp_path, tokens, **MODELS[family])
     source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
@@ -270,9 +270,11 @@ def test_the_section_of_the_model_is_written_from_config_json(
     assert not new.exists()
     (source / "config.json").write_text(json.dumps(written))
     line = ["import", str(source), str(run), "--config", str(other), "--write-config", str(new)]
+    monkeypatch.chdir(tmp_path)
+    Path("runs/imported").mkdir(parents=True)  # a run in this folder would be continued
     assert main(line) == 0
     said = capsys.readouterr().out
-    assert f"--config {new} run.dir=runs/imported checkpoint.initialize_from=" in said
+    assert f"--config {new} run.dir=runs/imported-2 checkpoint.initialize_from=" in said
     assert model_settings(load_config(new).model) == model_settings(wanted)
     assert load_config(new).optimizer == load_config(other).optimizer
     assert main(line) == 2 and "exists" in capsys.readouterr().err
