@@ -161,6 +161,24 @@ def test_why_a_run_failed_is_the_last_line(srun, last, folder):
     )
 
 
+@pytest.mark.parametrize(
+    ("srun", "last"),
+    [
+        ("echo error: no run.steps; echo Traceback; echo error: no run.steps; exit 2", None),
+        ('PATH=/usr/bin:/bin "$@"', "torchrun must be on the PATH of .*: activate the environment"),
+    ],
+)
+def test_why_a_run_was_refused_is_the_last_line(srun, last, folder):
+    """Ranks that refuse their config write no event, as they have no run folder."""
+    put(folder, "srun", f"shift\n{srun}")
+    (folder / "job.out").write_text("error: of an earlier start\n")
+    with (folder / "job.out").open("a") as output, job(folder, output=output) as process:
+        process.wait(300)
+    printed = (folder / "job.out").read_text().splitlines()
+    assert process.returncode == 2 and "earlier" not in printed[-1]
+    assert re.match(f"error: {last or 'no run.steps'}", printed[-1])
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_that_a_run_is_done_is_the_last_line_once(late, folder):
     (folder / "run").mkdir()
