@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 from scripts.command import command, new_parser, whole_number
 from training.errors import BrokenCheckpointError, InputError
 from training.json_file import real_path
+from training.report.progress import progress
 
 if TYPE_CHECKING:
     from training.checkpoint.stored_checkpoint import CheckpointInfo
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Average, and print the sources, the left-out checkpoints, and the next command."""
     options = parse(arguments)
+    with progress(lambda: "PyTorch and megatron-core are imported, checkpoints are read"):
+        return _average(options)
+
+
+def _average(options: argparse.Namespace) -> int:
     from models.engine import import_engine  # imported here, as it takes seconds
 
     import_engine()

@@ -7,6 +7,7 @@ scripts/convert_hf.py export runs/tiny_sso exported/tiny
 import argparse
 import errno
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,8 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
+from parallel.disk import unused
 from scripts.command import command, new_parser
 from training.errors import fail
+from training.report.progress import progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -24,6 +27,11 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export or import."""
     options = parse(arguments)
+    with progress(lambda: "PyTorch, megatron-core and transformers are imported"):
+        return _convert(options)
+
+
+def _convert(options: argparse.Namespace) -> int:
     from models.engine import EngineError, check_engine, import_engine  # here: it takes seconds
 
     try:
@@ -79,9 +87,10 @@ def _import(options: argparse.Namespace) -> None:
     if options.write_config is not None:
         print(f"wrote {config}: the model of {options.source}, on top of {options.config}")
     beginning = f"checkpoint.initialize_from={options.target}"
-    keys = " ".join([f"run.dir=runs/{options.target.name}", *options.overrides, beginning])
+    folder = f"run.dir={unused(Path('runs', options.target.name))}"  # in another a run may continue
+    command = shlex.join(["--config", str(config), folder, *options.overrides, beginning])
     print(f"wrote {options.target}: {dtype} weights; to train them:")
-    print(f"    python pretrain.py --config {config} {keys}")
+    print(f"    python pretrain.py {command}")
 
 
 def _size(text: str) -> int:

@@ -22,6 +22,7 @@ from scripts.evaluation.example_files import named_files, score_checkpoint, writ
 from scripts.evaluation.harness import TASK_SETS, Run, evaluate, rows, table
 from scripts.huggingface.model_folder import load_whole
 from training.errors import InputError
+from training.report.progress import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
 """The parts of lm-eval's output that identify the measurement."""
@@ -64,7 +65,8 @@ def _evaluate(options: argparse.Namespace) -> None:
             options=options.options,
         )
         if run.python.exists():  # lm-eval would fill missing weights with random values
-            load_whole(options.model, dtype="auto")
+            with progress(lambda: "transformers loads the export, to find missing weights"):
+                load_whole(options.model, dtype="auto")
         results = evaluate(run, offline=not standard)
     text = table(rows(results["results"], sets.values()), sets)
     kept = {"model": str(options.model), "command": run.command()}
@@ -81,7 +83,8 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
             raise InputError(
                 f"{getattr(options, name)} is for exported models, {options.model} is a run"
             )
-    results = score_checkpoint(options.model, files, options.dtype)
+    with progress(lambda: "packages are imported, then the model is loaded and scores the tasks"):
+        results = score_checkpoint(options.model, files, options.dtype)
     text = table(rows(results))
     print(text, end="")
     if options.output is not None:

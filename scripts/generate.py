@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from scripts.command import command, new_parser, require, whole_number
 from training.errors import InputError, printable
+from training.report.progress import progress
 
 DEFAULT_TOKENS = 40
 
@@ -29,8 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require("transformers")
     if not 0 <= options.temperature < float("inf"):
         raise InputError(f"--temperature must be at least 0, got {options.temperature}")
-    with exported(options.source, options.tokenizer) as folder:
-        print(printable(continuation(folder, options)))
+    with (
+        progress(lambda: "packages are imported, then the model is loaded and writes"),
+        exported(options.source, options.tokenizer) as folder,
+    ):
+        text = continuation(folder, options)
+    print(printable(text))
     return 0
 
 
@@ -82,7 +87,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     except Exception as error:  # any error: each part of these files has its own reader
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
-    prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
+    prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
     if prompt["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens")
     positions, length = model.config.max_position_embeddings, prompt["input_ids"].shape[1]

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command, new_parser
 from training.errors import DataError, InputError
+from training.report.progress import progress
 from training.report.table import table
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ Row = tuple[str, str]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row per verdict; return 1 if something is damaged."""
     options = parse(arguments)
-    rows = [row for path in options.paths for row in verified(path)]
+    rows: list[Row] = []
+    with progress(lambda: f"{len(rows)} verdicts so far, such as a checkpoint's"):
+        for path in options.paths:
+            rows.extend(verified(path))
     print(table(("what", "verdict"), rows))
     return int(any(verdict != GOOD for _, verdict in rows))
 

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
-from tqdm import tqdm
 
 from models.families import all_units
 from models.units import Unit
@@ -22,6 +20,8 @@ from parallel.checkpoint.state_writer import FileFacts, StateWriter, file_facts,
 from training.assignments import unit_options
 from training.config import Config
 from training.errors import InputError
+from training.report.progress import progress
+from training.report.table import short
 
 Read = Callable[[str], Tensor]
 """Function from the name of a parameter or buffer to its value, float32."""
@@ -45,17 +45,18 @@ def write_state(
         shapes[f"buffer/{name}"] = shape
         sources[f"buffer/{name}"] = partial(read, name)
     state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    total = sum(tensor.numel() for tensor in state.values())
-    with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
-        writer = StateWriter(folder)
-        planner = LazyPlanner(sources, bar)
-        with warnings.catch_warnings():  # a save by one process is intended
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
-                save(state, storage_writer=writer, planner=planner, no_dist=True)
-            except CheckpointException as error:
-                causes = [cause for cause, _ in error.failures.values()]
-                raise next((c for c in causes if isinstance(c, InputError)), error) from None
+    total = short(sum(tensor.numel() for tensor in state.values()))
+    writer, planner = StateWriter(folder), LazyPlanner(sources)
+    with (
+        progress(lambda: f"{short(planner.written)} of {total} parameters are written"),
+        warnings.catch_warnings(),  # a save by one process is intended
+    ):
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            save(state, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()]
+            raise next((c for c in causes if isinstance(c, InputError)), error) from None
     write_plain(folder / PLAIN_FILE, {"schema": SCHEMA, "extra": {"step": step}})
     return {path.name: file_facts(path) for path in sorted(folder.iterdir())}
 
@@ -77,18 +78,21 @@ class LastParameter:
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Creates tensors when they are written; before, the state only contains shapes."""
+    """Creates tensors when they are written; before, the state only contains shapes.
 
-    def __init__(self, sources: Mapping[str, Callable[[], Tensor]], bar: Any) -> None:
+    written    number of elements so far
+    """
+
+    def __init__(self, sources: Mapping[str, Callable[[], Tensor]]) -> None:
         super().__init__()
         self._sources = sources
-        self._bar = bar
-        self._written: Tensor | None = None
+        self._last: Tensor | None = None
+        self.written = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the tensor of an item of the plan."""
-        if self._written is not None:  # torch's writer keeps every tensor until the end
-            self._written.untyped_storage().resize_(0)
-        value = self._written = self._sources[write_item.index.fqn]().clone()
-        self._bar.update(value.numel())
+        if self._last is not None:  # torch's writer keeps every tensor until the end
+            self._last.untyped_storage().resize_(0)
+        value = self._last = self._sources[write_item.index.fqn]().clone()
+        self.written += value.numel()
         return value

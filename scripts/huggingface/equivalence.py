@@ -22,6 +22,7 @@ from scripts.huggingface.model_folder import load_whole
 from training.assignments import unit_options
 from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors, named
 from training.errors import InputError
+from training.report.progress import progress
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and
 void; and darkness was upon the face of the deep. PATIENCE, n. A minor form of despair, disguised as
@@ -45,8 +46,10 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
     transformers finds tensors missing or too many, or the difference is above TOLERANCE.
     """
     tokens = text_tokens(weights, folder)
-    exported, dtype = their_logits(folder, tokens)
-    ours = our_logits(weights, tokens, dtype)
+    with progress(lambda: "transformers loads the export in float32 and computes logits"):
+        exported, dtype = their_logits(folder, tokens)
+    with progress(lambda: "the trained model is loaded in float32, its logits are compared"):
+        ours = our_logits(weights, tokens, dtype)
     difference = (ours - exported).abs().max().item()
     largest = ours.abs().max().item()
     print(
@@ -101,9 +104,9 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
     Data is prepared without the tokens that a template adds to a text; an imported model keeps
     them. Raises DifferentError.
     """
-    tokens, expected = loaded(TEXT)["input_ids"], stored.encode(TEXT, add_special_tokens=False).ids
-    if with_template:
-        tokens = loaded(TEXT, add_special_tokens=False)["input_ids"]
+    # No model reads this text, so transformers need not warn that it is longer than a sequence.
+    tokens = loaded(TEXT, add_special_tokens=not with_template, verbose=False)["input_ids"]
+    expected = stored.encode(TEXT, add_special_tokens=False).ids
     if tokens != expected:
         place = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
         raise DifferentError(

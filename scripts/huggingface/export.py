@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.huggingface.config_json import InexpressibleError, architecture, config_json
@@ -27,6 +26,8 @@ from scripts.huggingface.tokenizer_files import find_tokenizer
 from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 from training.checkpoint.stored_checkpoint import CONFIG, CheckpointInfo, CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
+from training.report.progress import progress
+from training.report.table import short
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
@@ -114,14 +115,14 @@ def check_room(target: Path, needed: int) -> None:
 def raise_problems(info: CheckpointInfo) -> None:
     """Raise BrokenCheckpointError if a file of the checkpoint is not as it was written, or a tensor
     is not finite."""
-    names = sorted(info.files)
-    with tqdm(total=len(names), desc="checking", unit="file", leave=False, disable=None) as bar:
-        for i in range(len(names)):
-            for problem in problems(info, slice(i, i + 1)):
+    number, files = 0, len(info.files)
+    with progress(lambda: f"{info.path.name}: {number} of {files} files are checked"):
+        for number in range(files):
+            for problem in problems(info, slice(number, number + 1)):
                 raise BrokenCheckpointError(problem)
-            bar.update()
-    for problem in not_finite(info):
-        raise BrokenCheckpointError(problem)
+    with progress(lambda: f"{info.path.name}: values are checked to be finite"):
+        for problem in not_finite(info):
+            raise BrokenCheckpointError(problem)
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
@@ -134,8 +135,8 @@ def stored_dtype(info: CheckpointInfo) -> str:
 def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, float32 value) of every tensor, in order; one parameter in memory at a time."""
     tensors = their_tensors(model)
-    total = sum(tensor.numel for tensor in tensors)
-    with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
+    done, total = 0, short(sum(tensor.numel for tensor in tensors))
+    with progress(lambda: f"{short(done)} of {total} parameters are written"):
         for name, group in groupby(tensors, key=lambda tensor: tensor.parameter):
             parts = list(group)
             if parts[0].buffer:
@@ -143,7 +144,7 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
             else:
                 value = weights.parameter(name, parts[0].view_shape)
             for part in parts:
-                bar.update(part.numel)
+                done += part.numel
                 yield part.name, part.take(value)
 
 
@@ -193,7 +194,10 @@ def export_consolidated(source: Path, target: Path, options: Options) -> Checkpo
 
 def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
     layouts = weights.layouts()
-    for name, layout in tqdm(layouts.items(), desc="writing", disable=None):
-        yield name, weights.parameter(name, layout).view(flat_shape(layout))
+    done = 0
+    with progress(lambda: f"{done} of {len(layouts)} parameters are written"):
+        for name, layout in layouts.items():
+            yield name, weights.parameter(name, layout).view(flat_shape(layout))
+            done += 1
     for name, shape in weights.buffer_shapes().items():
         yield name, weights.buffer(name, shape)

@@ -1,6 +1,7 @@
 """scripts/convert_hf.py export in one process: the folder, its content, and refusals."""
 
 import json
+import logging
 import resource
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from tests.unit.training.checkpoint.test_checkpoint import poison
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import CheckpointWeights
 from training.errors import InputError
+from training.report import progress
 from training.run import train
 
 TEXT = (
@@ -60,6 +62,24 @@ def run(tokens, world, tmp_path) -> Callable[..., Path]:
         return folder
 
     return start
+
+
+def test_an_export_states_its_stage_and_gives_no_false_alarm(
+    run, tmp_path, capsys, monkeypatch
+) -> None:
+    """The text of the check is longer than a sequence, but no model reads more than a sequence."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    folder = run()
+    monkeypatch.setattr(progress, "FIRST", 0.001)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert "transformers loads the export" in capsys.readouterr().err
+    assert [record.getMessage() for record in records] == []
 
 
 def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
