@@ -320,9 +320,15 @@ def rounded_by(rule: str) -> list[float]:
         train(model, optimizer, "fsdp", 0, 1)
         before = optimizer.sent_bytes
         train(model, optimizer, "fsdp", 1, 2)
-        bytes_sent = optimizer.sent_bytes - before
+        bytes_sent = torch.tensor(optimizer.sent_bytes - before)
+        dist.all_reduce(bytes_sent)
+        if rule == "muon":  # sends what is not at its owner, and the update back
+            matrices = optimizer._matrices
+            assert matrices is not None and matrices.placement.moved > 0
+            width = 8 if dtype is None else 2
+            assert bytes_sent == 2 * matrices.placement.moved * width
         train(model, optimizer, "fsdp", 2, 10)
-        runs.append((whole(model), bytes_sent))
+        runs.append((whole(model), int(bytes_sent)))
     (exact, many), (near, few) = runs
     name = "blocks.0.down.weight"
     moved = (exact[name] - start[name]).norm()
