@@ -1,4 +1,4 @@
-"""The planner's bytes equal those of the collectives."""
+"""The planner's bytes equal those of the collectives and of the optimizer's state."""
 
 import pytest
 
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_planned_bytes_are_sent(name, folder):
+def test_planned_bytes_are_sent_and_held(name, folder):
     ranks, layout, runs = LAYOUTS[name]
     arguments = {"folder": folder, "layout": layout, "runs": runs}
     results = run_on_ranks(ranks, "tests.distributed.workers", "sent_in_one_step", arguments)
@@ -42,9 +42,11 @@ def test_planned_bytes_are_sent(name, folder):
             for kind, planned in stage.sent.items():
                 assert max(rank.get(kind, 0) for rank in counted) == planned, (overrides, kind)
             # Collectives of the training loop and the Gram penalty; all others are planned.
-            others = {"stage", "mean loss", "tokens per expert", *PENALTY}
+            others = {"stage", "held", "mean loss", "tokens per expert", *PENALTY}
             assert set().union(*counted) - stage.sent.keys() <= others
             total = max(sum(rank.get(kind, 0) for kind in stage.sent) for rank in counted)
             assert total == stage.sent_max
+            held = max(rank["held"] for rank in counted)
+            assert held == stage.memory.master + stage.memory.state, overrides
         if config.optimizer.matrix.rule != "adamw" or config.pc is not None:
             assert any(rank[i].get("exchange in", 0) for rank in results)
