@@ -19,6 +19,15 @@ class Sums(NamedTuple):
     pairs: Tensor  # [columns, 2]
     beneath: frozenset[Use]  # the weights of these columns
 
+    def added(self, rows: Tensor) -> Tensor:
+        """Return the columns that are added in rows of sums, `[rows, n]`.
+
+        A column in all sums of each row only scales or shifts the row, and is left out.
+        """
+        pairs = self.pairs[rows - self.start]
+        moving = [i for i in (0, 1) if bool((pairs[..., i] != pairs[:, :1, i]).any())]
+        return pairs[..., moving or [0, 1]].flatten(1)
+
 
 class Columns:
     """Numbers of the elements of weights, which identify columns, and of sums of columns.
@@ -43,6 +52,13 @@ class Columns:
 
     def record(self, number: Tensor | int) -> Use | Sums:
         return self.records[bisect_right(self.starts, int(number)) - 1]
+
+    def matrix(self, number: Tensor | int) -> tuple[int, int]:
+        """Return the weight of a column and the entry of a stack that the column is in."""
+        record = self.record(number)
+        if isinstance(record, Sums) or len(record.outputs) < 2:
+            return record.start, 0
+        return record.start, (int(number) - record.start) // record.strides[0]
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
         """Yield the records of runs of numbers, with their numbers."""
@@ -101,7 +117,7 @@ class Columns:
             return
         self.settled.add(key)
         if inside and isinstance(record, Sums):
-            self.settle(record.pairs[rows - record.start].flatten(1), kind)
+            self.settle(record.added(rows), kind)
         elif len(rows) > 1:
             for row in rows:
                 self.settle(row[None], kind)
@@ -110,7 +126,7 @@ class Columns:
             summed = set[Use]().union(*(r.beneath for r, _ in parts if isinstance(r, Sums)))
             for record, numbers in parts:
                 if isinstance(record, Sums):
-                    rest.append(record.pairs[numbers - record.start].flatten())
+                    rest.append(record.added(numbers[None])[0])
                 elif record in summed:
                     rest.append(numbers)
                 else:

@@ -244,7 +244,11 @@ class Watch(TorchDispatchMode):
         if name not in ADDITIONS and (scales or len(distinct) > 1):
             for side, other in permutations(sides, 2):
                 self.numbers.consume(side.columns, side.vectors(other) or side.moving, PRODUCT)
-            distinct = distinct[: sum(known)] or distinct
+            if any(known):  # the columns of wider operands, which scale vectors, end here
+                kept = set[Use]().union(*map(self.numbers.beneath, distinct[: sum(known)]))
+                for scale in distinct[sum(known) :]:
+                    self.numbers.join(scale, kept)
+                distinct = distinct[: sum(known)]
         elif name in ("add", "sub") and len(same) > 1 and len(distinct) == 1:
             self.numbers.join(distinct[0], [None])
             if any(t.untyped_storage() in self.parameters for t in same):
@@ -367,15 +371,22 @@ class Watch(TorchDispatchMode):
             self._use(right).tables.add(self._use(left))
         layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
         kind = LAYER if layer else INNER
+        read = [None if i == weight else self.columns.read(t) for i, t in enumerate(sides)]
+        depthwise = False
         for i, axis in enumerate(summed):
-            columns = None if i == weight else self.columns.read(sides[i])
+            columns, other = read[i], read[1 - i]
             if columns is None:
+                continue
+            if layer and out.ndim == 3 and out.shape[2 - i] == 1 == columns[0].numel():
+                depthwise = True  # one vector per column only scales it
+                self.columns.write(out, columns)
                 continue
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
                 axis = 2 * columns.ndim - 3 - axis
                 if weight is None and out.ndim == columns.ndim:
                     self.columns.write(out, columns)
-            self.numbers.consume(columns, self._mixed(columns, axis) if layer else [axis], kind)
+            scales = other is not None and self._adds_matrices(other, summed[1 - i])
+            self.numbers.consume(columns, [] if scales else self._mixed(columns, axis), kind)
         if weight is None or sides[weight].ndim == 1:
             return
         axis = summed[weight] - sides[weight].ndim + 2
@@ -386,19 +397,21 @@ class Watch(TorchDispatchMode):
             self.numbers.settle(torch.stack(made), GROUP)
         else:
             made = made[:1]
-        self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
+        if not depthwise:
+            self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 
     def _mixed(self, columns: Tensor, axis: int) -> list[int]:
-        """Return the axes of columns that a layer with a sum over an axis uses together.
+        """Return the axes of columns that a product with a sum over an axis uses together.
 
-        If it sums over weights, these are the other axes: columns are used one by one, like tokens.
+        If it adds outputs of different matrices, these are the other axes.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
-        if not others or columns.shape[axis] == 1:
-            return [axis]
+        return others if others and self._adds_matrices(columns, axis) else [axis]
+
+    def _adds_matrices(self, columns: Tensor, axis: int) -> bool:
+        """Return whether columns along an axis belong to different weights or entries of a stack."""
         vector = columns.movedim(axis, 0).flatten(1)[:, 0]
-        sums = len({id(self.numbers.record(number)) for number in vector}) == len(vector)
-        return others if sums else [axis]
+        return len(vector) > 1 and len({*map(self.numbers.matrix, vector)}) == len(vector)
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
         """Return the column numbers of a product that keeps one axis of a weight."""
@@ -493,7 +506,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
             raise ValueError(f"the pass makes {', '.join(made)}: run the model before it is split")
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
-    taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER, PRODUCT})}
+    taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
     seen, problems = {}, []
     for use in uses:
         try:

@@ -104,11 +104,12 @@ class Use:
             division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
-        if self in taken and all(len(s) == 1 for kind in self.sets.values() for s in kind):
+        reached = taken & {self, *self.joined}
+        if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are taken one at a time: scalars")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
-        if not taken & {self, *self.joined}:
+        if not reached:
             if not self.ended:
                 raise ValueError("nothing took its outputs, and the pass did not return them")
             return Seen(None, "its outputs reach no further layer: a head")

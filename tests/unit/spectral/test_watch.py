@@ -155,6 +155,34 @@ def recurrent(m: Any, x: Tensor) -> Any:
     return m.head(m.gru(x)[0])
 
 
+def mixture(m: Any, x: Tensor) -> Any:
+    """Compute a mixture of layers whose weights are stacked."""
+    inner = torch.einsum("btd,ehd->beth", x, torch.stack([m.a1.weight, m.b1.weight])).relu()
+    made = torch.einsum("beth,edh->betd", inner, torch.stack([m.a2.weight, m.b2.weight]))
+    return m.head(x + torch.einsum("betd,bte->btd", made, m.gate(x).softmax(-1)))
+
+
+def state_space(m: Any, x: Tensor) -> Any:
+    """Compute the recurrence of Mamba-2 with inputs, `b`, `c` and time steps of one weight."""
+    z, u, b, c, time = m.inner(x).split([8, 8, 3, 3, 2], -1)
+    u, time = u.unflatten(-1, (2, 4)), F.softplus(time)
+    state, outputs = torch.zeros(len(x), 2, 4, 3), []
+    for t in range(4):
+        written = torch.einsum("bh,bn,bhp->bhpn", time[:, t], b[:, t], u[:, t])
+        state = torch.exp(-time[:, t])[..., None, None] * state + written
+        outputs.append(torch.einsum("bhpn,bn->bhp", state, c[:, t]).flatten(1))
+    return m.out(torch.stack(outputs, 1) * F.silu(z[:, :4]))
+
+
+def channel_states(m: Any, x: Tensor) -> Any:
+    """Compute a recurrence for each channel, as S4D does."""
+    state, outputs = torch.zeros(len(x), 12, 3), []
+    for u in m.inner(x).unbind(1):
+        state = m.decay.sigmoid() * state + m.b * u[..., None]
+        outputs.append(torch.einsum("bdn,dn->bd", state, m.c))
+    return m.out(torch.stack(outputs, 1).relu())
+
+
 x = torch.randn(2, 9, 12)
 image = torch.randn(2, 8, 5, 5)
 tokens = torch.randn(9, 8)
@@ -394,6 +422,40 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
             "down": lambda w: [*w],
         },
+    ),
+    "a mixture of stacked weights": (
+        lambda: Module(
+            mixture,
+            **{"a1": linear(12, 6), "b1": linear(12, 6), "a2": linear(6, 12), "b2": linear(6, 12)},
+            gate=linear(12, 2),
+            head=linear(12, 4),
+        ),
+        x,
+        {"a1.weight": whole, "a2.weight": whole, "b2.weight": whole, "gate.weight": None},
+    ),
+    "inputs, gates and steps of a recurrence": (
+        lambda: Module(state_space, inner=linear(12, 24), out=linear(8, 12)),
+        x,
+        {"inner.weight": rows(8, 4, 4, 3, 3, 2), "out.weight": None},
+    ),
+    "a recurrence of channels": (
+        lambda: Module(
+            channel_states,
+            inner=linear(12, 12),
+            out=linear(12, 4),
+            **{name: torch.randn(12, 3) for name in ("b", "c", "decay")},
+        ),
+        x,
+        {"inner.weight": whole, "b": None, "c": None, "decay": None},
+    ),
+    "a head whose outputs are scaled": (
+        lambda: Module(
+            lambda m, x: (F.normalize(y := m.head(m.first(x)), dim=-1), y * x[..., :1]),
+            first=linear(12, 12),
+            head=linear(12, 4),
+        ),
+        x,
+        {"first.weight": whole, "head.weight": None},
     ),
     "an [in, out] weight": (
         lambda: Module(
