@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .columns import Columns
+from .columns import Columns, Sums
 from .local_part import is_dtensor
 from .shadow import NONE, Shadows, condensed, tensors_in
 from .undisturbed import copied, undisturbed
@@ -82,6 +82,7 @@ class Side(NamedTuple):
     columns: Tensor | None
     shape: tuple[int, ...]
     counts: bool  # and is not a position, gain or other constant
+    is_parameter: bool
 
     @property
     def moving(self) -> list[int]:
@@ -243,12 +244,13 @@ class Watch(TorchDispatchMode):
         scales = any(s.counts and not k for s, k in zip(sides, known, strict=False))
         if name not in ADDITIONS and (scales or len(distinct) > 1):
             for side, other in permutations(sides, 2):
-                self.numbers.consume(side.columns, side.vectors(other) or side.moving, PRODUCT)
-            if any(known):  # the columns of wider operands, which scale vectors, end here
-                kept = set[Use]().union(*map(self.numbers.beneath, distinct[: sum(known)]))
-                for scale in distinct[sum(known) :]:
-                    self.numbers.join(scale, kept)
-                distinct = distinct[: sum(known)]
+                axes = side.vectors(other) or side.moving
+                if side.columns is not None and other.columns is not None:
+                    self.numbers.join(side.columns, [None])
+                    scaled = (self._adds_matrices(other.columns, axis) for axis in axes)
+                    axes = [] if axes and all(scaled) else axes  # a factor for each matrix
+                self.numbers.consume(side.columns, axes, PRODUCT)
+            distinct = distinct[: sum(known)] or distinct
         elif name in ("add", "sub") and len(same) > 1 and len(distinct) == 1:
             self.numbers.join(distinct[0], [None])
             if any(t.untyped_storage() in self.parameters for t in same):
@@ -256,7 +258,7 @@ class Watch(TorchDispatchMode):
                 for use in set[Use]().union(composed, *(use.tables for use in composed)):
                     use.hidden = use.hidden or "a sum with a weight"
         if name == "mul":
-            self.factors[out.untyped_storage()] = [side for side in sides if side.counts]
+            self.factors[out.untyped_storage()] = sides
         self.columns.write(out, reduce(self.numbers.joined, distinct))
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
@@ -268,7 +270,8 @@ class Watch(TorchDispatchMode):
             columns = columns.view(*missing, *columns.shape)
         live = tensor.untyped_storage() in self.live and not isinstance(tensor, nn.Parameter)
         shape = (*missing, *tensor.shape, *[1] * out.is_complex())
-        return Side(columns, shape, columns is not None or (live and tensor.numel() > 1))
+        counts = columns is not None or (live and tensor.numel() > 1)
+        return Side(columns, shape, counts, tensor.untyped_storage() in self.parameters)
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """Follow an operation that moves numbers, with their columns or a weight's elements."""
@@ -307,25 +310,18 @@ class Watch(TorchDispatchMode):
         axes = {axis % columns.ndim for axis in given}
         sums = name == "sum"
         sides = self.factors.get(source.untyped_storage(), []) if sums else []
-        if len(sides) == 2 and len(sides[0].shape) == source.ndim:
-            first, second = sides
-            inner = axes <= {*first.moving} and first.moving == second.moving
-            pairs = [*zip(first.shape, second.shape, strict=True)]  # of tokens, as in attention
-            inner &= any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
-            for side, other in (sides, sides[::-1]):
-                vectors = axes if inner else {*side.vectors(other)}
-                if vectors and (inner or axes.isdisjoint(side.moving)):
-                    self.numbers.consume(side.columns, vectors, INNER)
-            if inner:
+        if axes and len(sides) == 2 and len(sides[0].shape) == source.ndim:
+            if self._inner(sides, axes):
                 return
+            for side, other in permutations([side for side in sides if side.counts], 2):
+                vectors = {*side.vectors(other)}
+                if vectors and axes.isdisjoint(side.moving):
+                    self.numbers.consume(side.columns, vectors, INNER)
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if out.numel() == 1:
             self.end_with([source])
         elif (sums and rest) or all(columns.shape[a] == 1 for a in axes):
-            for axis in axes:
-                while (size := columns.shape[axis]) > 1:  # the sum of two halves, and cases between
-                    first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
-                    columns = torch.cat([self.numbers.joined(first, second), between], axis)
+            columns = self._folded(columns, axes)
             kept = out.ndim == columns.ndim
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif rest and EXTREMES.fullmatch(name):
@@ -334,6 +330,50 @@ class Watch(TorchDispatchMode):
             self.numbers.join(columns, self.numbers.beneath(columns))
             if not rest:
                 self.end_with([source])
+
+    def _inner(self, sides: list[Side], axes: set[int]) -> bool:
+        """Follow the sum of an elementwise product along axes if it is one of inner products.
+
+        These are of a parameter, of tokens as in attention, or of a state that is an outer product.
+        """
+        first, second = sides
+        known = [side.columns for side in sides if side.columns is not None]
+        if first.is_parameter or second.is_parameter:
+            inner = all(s.is_parameter or axes <= {*s.moving} for s in sides)
+            inner &= all(s.shape[axis] > 1 for s in sides for axis in axes)
+        else:
+            pairs = [*zip(first.shape, second.shape, strict=True)]
+            inner = axes <= {*first.moving} and first.moving == second.moving
+            inner &= any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
+            inner |= axes <= {*first.moving} & {*second.moving} and any(
+                self._is_outer(side, side.vectors(other), axes)
+                for side, other in permutations(sides)
+            )
+        for columns in known if inner else ():
+            self.numbers.consume(columns, axes, INNER if len(known) > 1 else LAYER)
+        return inner
+
+    def _is_outer(self, side: Side, constant: list[int], axes: set[int]) -> bool:
+        """Return whether columns are sums with columns that change only along `axes`."""
+        columns = side.columns
+        assert columns is not None
+        record = self.numbers.record(columns.max())
+        if not constant or not isinstance(record, Sums) or columns.min() < record.start:
+            return False
+        pairs = record.pairs[columns.long().cpu() - record.start].unbind(-1)
+        return any(
+            all(bool((part == part.narrow(a, 0, 1)).all()) for a in constant)
+            and all(bool((part != part.narrow(a, 0, 1)).any()) for a in axes)
+            for part in pairs
+        )
+
+    def _folded(self, columns: Tensor, axes: Iterable[int]) -> Tensor:
+        """Return the columns of sums along axes."""
+        for axis in axes:
+            while (size := columns.shape[axis]) > 1:  # the sum of two halves, and cases between
+                first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
+                columns = torch.cat([self.numbers.joined(first, second), between], axis)
+        return columns
 
     def _choose(self, name: str, args: Any, result: Any) -> None:
         """Follow a choice: a choice among columns ends a router, a choice among tokens does not."""
@@ -377,7 +417,8 @@ class Watch(TorchDispatchMode):
             columns, other = read[i], read[1 - i]
             if columns is None:
                 continue
-            if layer and out.ndim == 3 and out.shape[2 - i] == 1 == columns[0].numel():
+            by_entry = columns.ndim == 3 and columns[0].numel() == 1 < len(columns)
+            if layer and by_entry and out.shape[2 - i] == 1:
                 depthwise = True  # one vector per column only scales it
                 self.columns.write(out, columns)
                 continue
@@ -385,6 +426,8 @@ class Watch(TorchDispatchMode):
                 axis = 2 * columns.ndim - 3 - axis
                 if weight is None and out.ndim == columns.ndim:
                     self.columns.write(out, columns)
+            if self._adds_matrices(columns, axis) and out.ndim == columns.ndim:
+                self.columns.write(out, self._folded(columns, [axis]))
             scales = other is not None and self._adds_matrices(other, summed[1 - i])
             self.numbers.consume(columns, [] if scales else self._mixed(columns, axis), kind)
         if weight is None or sides[weight].ndim == 1:
@@ -409,7 +452,7 @@ class Watch(TorchDispatchMode):
         return others if others and self._adds_matrices(columns, axis) else [axis]
 
     def _adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether columns along an axis belong to different weights or entries of a stack."""
+        """Return whether columns along an axis are of different weights or entries of a stack."""
         vector = columns.movedim(axis, 0).flatten(1)[:, 0]
         return len(vector) > 1 and len({*map(self.numbers.matrix, vector)}) == len(vector)
 

@@ -174,6 +174,26 @@ def state_space(m: Any, x: Tensor) -> Any:
     return m.out(torch.stack(outputs, 1) * F.silu(z[:, :4]))
 
 
+def mixture_by_sums(m: Any, x: Tensor) -> Any:
+    made = torch.stack([m.a(x), m.b(x)], 2)
+    return m.head((m.gate(x).softmax(-1)[..., None] * made).sum(2))
+
+
+def additive_attention(m: Any, x: Tensor) -> Any:
+    scores = ((m.q(x)[:, :, None] + m.k(x)[:, None]).tanh() * m.scale).sum(-1)
+    return m.head(scores.softmax(-1) @ x)
+
+
+def scan_by_sums(m: Any, x: Tensor) -> Any:
+    """Compute linear attention without a matrix product."""
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    state, outputs = torch.zeros(len(x), 2, 4, 4), []
+    for t in range(4):
+        state = 0.9 * state + k[:, :, t, :, None] * v[:, :, t, None]
+        outputs.append((q[:, :, t, :, None] * state).sum(2).flatten(1))
+    return m.head(torch.stack(outputs, 1))
+
+
 def channel_states(m: Any, x: Tensor) -> Any:
     """Compute a recurrence for each channel, as S4D does."""
     state, outputs = torch.zeros(len(x), 12, 3), []
@@ -432,6 +452,28 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         ),
         x,
         {"a1.weight": whole, "a2.weight": whole, "b2.weight": whole, "gate.weight": None},
+    ),
+    "a mixture by sums": (
+        lambda: Module(
+            mixture_by_sums,
+            **{"a": linear(12, 8), "b": linear(12, 8), "gate": linear(12, 2), "head": linear(8, 4)},
+        ),
+        x,
+        {"a.weight": whole, "b.weight": whole, "gate.weight": None, "head.weight": None},
+    ),
+    "additive attention": (
+        lambda: Module(
+            additive_attention,
+            **{"q": linear(12, 8), "k": linear(12, 8), "head": linear(12, 4)},
+            scale=torch.randn(8),
+        ),
+        x,
+        {"q.weight": whole, "k.weight": whole},
+    ),
+    "a scan by sums": (
+        lambda: Module(scan_by_sums, qkv=linear(12, 24), head=linear(8, 4)),
+        x,
+        {"qkv.weight": rows(4)},
     ),
     "inputs, gates and steps of a recurrence": (
         lambda: Module(state_space, inner=linear(12, 24), out=linear(8, 12)),
