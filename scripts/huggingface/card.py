@@ -1,7 +1,7 @@
 """The README.md of an exported model: what it is and how it was trained."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from models.families import model_size
 from training.checkpoint.checkpoints import FOLDER
@@ -50,7 +50,8 @@ def _documents(info: CheckpointInfo) -> str:
 
 
 def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[str, str]]:
-    size = model_size(config.model, config.train.sequence_length)
+    exported = replace(config.model, vocab_multiple=1)  # without rows that pad the vocabulary
+    size = model_size(exported, config.train.sequence_length)
     yield "parameters", f"{size.parameters:,}"
     if size.active_parameters != size.parameters:
         yield "active per token", f"{size.active_parameters:,}"

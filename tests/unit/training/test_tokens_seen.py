@@ -1,6 +1,7 @@
 """The reported tokens of a run equal the tokens in its batches."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import build
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
+from training.checkpoint.stored_checkpoint import CheckpointInfo
+from training.machine.environment import versions
 from training.report.log_lines import read_lines
 from training.report.metrics import read_metrics
 from training.run import train
@@ -63,6 +66,49 @@ def test_over_three_resumes_with_another_batch_and_length(
     run = read_run(folder)
     assert [run.tokens({"step": step}) for step in (3, 5, 7, 10)] == seen
     assert dict(key_figures(run))["tokens"] == "1.73k"
+
+
+def test_every_row_of_a_card_is_that_of_the_run(folder: str, world) -> None:
+    keys: dict[str, object] = {"data__train__walk": "null", "pc__level": 4}
+    for name, weight in {"a": 3, "b": 1}.items():
+        keys[f"data__train__{name}__path"] = f"{folder}/tokens"
+        keys[f"data__train__{name}__weight"] = weight
+    keys["data__phases"] = "[{after_steps: 1, weights: {a: 1, b: 4}}]"
+    keys |= {"train__batch_ramp": "[{batch: 4, until_steps: 1}]", "train__micro_batch": 4}
+    keys |= {"train__exit_step": 2, "checkpoint__interval": 2, "optimizer__roles__o__lr": 0.004}
+    config = tiny_config(folder, "muon", **keys)
+    train(config, world)
+    info = read_checkpoint(config.run.dir)
+    origin = {"path": "runs/before", "step": 4000, "sha256": ""}
+    mean = {"steps": [1000, 2000], "weights": [0.25, 0.75]}
+    meta = {**info.meta, "initialized_from": origin, "averaged": mean}
+    text = card(CheckpointInfo(info.path, meta), name="n", architecture="a", dtype="bfloat16")
+    rows = dict(re.findall(r"(?m)^\| (.+?) \| (.+?) \|$", text))
+    loss = read_metrics(config.run.dir)[-1]["val/walk/loss"]
+    layer = 64 * (64 + 32 + 32 + 64 + 3 * 96 + 2)
+    assert rows == {
+        "parameters": f"{2 * layer + 64 + 2 * 120 * 64:,}",
+        "weights": "bfloat16",
+        "mean of": "step 1,000 times 0.25, step 2,000 times 0.75",
+        "tokens": f"{(4 + 8) * 32}",
+        "batch": "4 until step 1, then 8 sequences of 32 tokens",
+        "precision": "fp32",
+        "matrix weights": "muon, lr 0.02, weight decay 0.1",
+        "embedding weights": "adamw, lr 0.003, weight decay 0.1",
+        "head weights": "adamw, lr 0.003, weight decay 0.1",
+        "scalar weights": "adamw, lr 0.003, weight decay 0",
+        "o weights": "lr 0.004",
+        "began with": "step 4,000 of runs/before",
+        "schedule": "kind cosine, unit steps, warmup_steps 2, min_ratio 0.1, cooldown_fraction 0.2",
+        "PC layers": "merged into the weights, level 4",
+        "data": "a 75.0%, b 25.0%",
+        "data after step 1": "a 20.0%, b 80.0%",
+        "seed": "7",
+        "software": ", ".join(f"{k} {v}" for k, v in versions().items() if v is not None),
+        "validation": "nats per token",
+        "walk": f"{loss:.4f}",
+    }
+    assert "run `test`, step 2 of 20." in text
 
 
 def test_of_a_set_that_is_smaller_than_a_batch(tmp_path: Path, world, capsys) -> None:
