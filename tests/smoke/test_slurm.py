@@ -238,3 +238,25 @@ def test_a_task_of_a_study_passes_its_options_on_and_no_end_of_the_job(folder):
         printed, _ = process.communicate(timeout=300)
     study = ["scripts/study.py", str(folder / "config.yaml"), *options]
     assert printed.splitlines() == ["end=unknown", *study] and process.returncode == 0
+
+
+RANKS = ["--rdzv-backend=c10d", "--rdzv-id=17", "--rdzv-endpoint=localhost:0"]
+"""Options by which the ranks of a job find each other."""
+
+
+@pytest.mark.parametrize(("asked", "restarts"), [({}, "0"), ({"MAX_RESTARTS": "2"}, "2")])
+@pytest.mark.parametrize("name", ["pretrain", "preflight"])
+def test_ranks_are_started_as_the_job_asks(name, asked, restarts, folder):
+    put(folder, "srun", 'shift; exec "$@"')
+    put(folder, "torchrun", 'printf "%s\\n" "$@" "on $MASTER_ADDR"')
+    with job(folder, "train.steps=3", "log.trackers=[a, b]", name=name, **asked) as process:
+        printed, _ = process.communicate(timeout=300)
+    config, common = str(folder / "config.yaml"), ["train.steps=3", "log.trackers=[a, b]"]
+    lines = printed.splitlines()
+    started = ["--nnodes=1", "--nproc-per-node=2", *RANKS]
+    program = ["scripts/preflight.py", config, *common]
+    if name == "pretrain":
+        started.insert(2, f"--max-restarts={restarts}")
+        program = ["pretrain.py", "--config", config, f"run.dir={folder / 'run'}", *common]
+    assert lines[lines.index("--nnodes=1") :] == [*started, *program, "on localhost"]
+    assert process.returncode == 0

@@ -21,6 +21,7 @@ from training.config import InvalidConfigError
 from training.data.batches import as_batch
 from training.data.build_data import build_data
 from training.data.document_index import CROSSED
+from training.data.validation_data import ValidationData
 from training.dry_run import attended_length, plan_run
 from training.errors import DataError
 from training.planning.plan_screen import run_table
@@ -180,6 +181,17 @@ def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
     assert metrics is not None
     assert metrics["val/walk/loss"] == pytest.approx(expected, rel=1e-6)
     assert validation[0].counted_tokens == int(whole["counted"].sum())
+    for samples in (1, *range(75, 90)):  # some end where a document begins
+        part = ValidationData(
+            "walk",
+            f"{folder}/tokens",
+            sequence_length=32,
+            samples=samples,
+            borders=data.borders,
+        )
+        batch = next(part.batches(micro_batch=samples, data_rank=0, data_size=1))[0]
+        counted = as_batch(batch, world, data.borders)["counted"]
+        assert part.counted_tokens == int(counted.sum()), samples
 
 
 def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Groups) -> None:

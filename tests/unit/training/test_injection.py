@@ -125,6 +125,8 @@ def test_a_unit_that_is_refused_for_long_ends_the_run(
     trainer = build_trainer(config, world, *build_data(config))
     region = next(r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix)
     region.state["momentum"].view(-1)[0] = torch.nan
+    Loop(trainer).step_and_report()
+    assert trainer.checkpoint()["trainer"]["spectral"]["refused"] == 1  # reported or not
     with pytest.raises(NonFiniteError, match=r"the update of layers.* was not finite"):
         Loop(trainer).run()
     assert trainer.progress.step == {1: 3, 2: 4, 5: 5}[interval]

@@ -66,7 +66,7 @@ def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
 def test_a_phase_that_begins_at_another_step_is_other_data(beginning, tmp_path: Path) -> None:
     """The key of the beginning is the same."""
     keys = {"schedule__kind": "wsd", "schedule__cooldown_fraction": 0.5}
-    keys["data__phases"] = f"[{{{beginning}, weights: {{walk: 1}}}}]"
+    keys |= {"data__phases": f"[{{{beginning}, weights: {{walk: 1}}}}]", "train__exit_step": 5}
     facts: dict[str, Any] = {"data": {}, "tokenizer": {}}
     before, now = (
         identity(tiny_config(str(tmp_path), "muon", **keys, train__steps=steps), facts)
