@@ -1,6 +1,13 @@
 """Sums of weights between steps."""
 
-from parallel.observe.weight_watch import WeightWatch
+import re
+
+import pytest
+from torch import Tensor
+
+from parallel.observe import weight_watch
+from parallel.observe.weight_watch import INTEGERS, WeightWatch
+from parallel.optimizer.distributed_optimizer import DisagreementError
 from tests.update_cases import built
 
 
@@ -13,3 +20,27 @@ def test_weights_of_a_checkpoint_are_taken_as_they_are(world) -> None:
     watch.compare()
     watch.forget()
     watch.check()
+
+
+def test_only_weights_in_the_chunk_of_a_flipped_bit_are_named(world, monkeypatch) -> None:
+    monkeypatch.setattr(weight_watch, "CHUNK", 16)
+    model, update = built(world, "muon", "none", recorded=False)
+    flat = model.domains[0].buffers.parameters[0]
+    bits = flat.view(INTEGERS[flat.element_size()])
+
+    def place(weight: Tensor) -> range:
+        first = (weight.data_ptr() - flat.data_ptr()) // flat.element_size()
+        return range(first, first + weight.numel())
+
+    places = {name: place(weight) for name, weight in model.parameters.items()}
+    places = {name: own for name, own in places.items() if 0 <= own.start < flat.numel()}
+    watch = WeightWatch(update.optimizer)
+    for element in sorted({end for own in places.values() for end in (own[0], own[-1])}):
+        watch.forget()
+        watch.note()
+        bits[element] ^= 1
+        with pytest.raises(DisagreementError) as error:
+            watch.check()
+        start = element // 16 * 16
+        near = {n for n, own in places.items() if own.start < start + 16 and start < own.stop}
+        assert {*re.findall(r"parameter ([\w.]+)", str(error.value))} == near
