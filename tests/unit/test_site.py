@@ -6,27 +6,37 @@ from pathlib import Path
 
 import pytest
 
+from scripts.site import on_page_markdown
 from tests.commands import output_of
 from tests.paths import ROOT
 
 
 @pytest.mark.parametrize(
-    ("added", "problem"),
+    ("added", "problems"),
     [
-        ("", ""),
-        ("[x](results.md#no-such-heading)", "no-such-heading"),
-        ("[x](no_such_page.md)", "no_such_page.md"),
-        ("[x](../no_such_file.py)", "no_such_file.py"),
+        ("", []),
+        (
+            "[x](results.md#no-such-heading) [x](no_such_page.md)",
+            ["no-such-heading", "no_such_page.md"],
+        ),
     ],
-    ids=["as it is", "heading", "page", "file"],
+    ids=["as it is", "heading and page"],
 )
-def test_a_link_that_leads_nowhere_fails_the_site(added: str, problem: str, tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_fails_the_site(
+    added: str, problems: list[str], tmp_path: Path
+) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     with (tmp_path / "docs" / "index.md").open("a") as page:
         page.write(f"\n{added}\n")
     config = (ROOT / "mkdocs.yml").read_text().replace("scripts/", f"{ROOT}/scripts/")
     (tmp_path / "mkdocs.yml").write_text(config)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    assert problem in output_of(*command, folder=tmp_path, code=bool(problem))
-    if not problem:
+    printed = output_of(*command, folder=tmp_path, code=bool(problems))
+    assert all(problem in printed for problem in problems)
+    if not problems:
         assert (tmp_path / "site" / "search" / "search_index.json").exists()
+
+
+def test_a_link_to_no_file_of_the_repository_fails_the_site() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no_such_file\.py"):
+        on_page_markdown("[x](../no_such_file.py)")

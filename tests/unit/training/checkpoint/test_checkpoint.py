@@ -77,6 +77,12 @@ def saved(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run")) / "checkpoints"
 
 
+@pytest.fixture
+def halfway(saved) -> None:
+    """Ends that copy after step 2."""
+    shutil.rmtree(saved / "step_00000004")
+
+
 FAST = [("adamw", "experts"), ("spectral_sphere", "materialized")]
 CASES = {*FAST, ("adamw", "in_graph"), *product(RULES, (None, "materialized"))}
 
@@ -151,9 +157,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 # Data also changes in tests/unit/training/test_document_mask.py.
 @pytest.mark.parametrize("kind", slow_but(CHANGES.keys() - {"data"}, CHANGES))
-def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run):
+def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run, halfway):
     change, said = CHANGES[kind]
-    run(train__exit_step=2)
     with pytest.raises(ResumeError) as refused:
         run(**change)
     assert said in str(refused.value)
@@ -164,8 +169,7 @@ def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run):
     assert run(**change, checkpoint__allow_change=[kind], train__exit_step=3).step == 3
 
 
-def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
-    run(train__exit_step=2)
+def test_another_tokenizer_or_blend_is_refused(run, halfway, tokens, tmp_path):
     with pytest.raises(ResumeError, match="its data: .*walk.share was 1.0, is 0.5"):
         run(data__train__more__path=f"{tokens}/tokens")
     now = saved_identity(read_checkpoint(tmp_path / "run"))
@@ -174,8 +178,7 @@ def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
         find_start(tmp_path / "run", "latest", other, ())
 
 
-def test_what_changes_no_result_may_change(run, whole, tmp_path):
-    run(train__exit_step=2)
+def test_what_changes_no_result_may_change(run, halfway, whole, tmp_path):
     run(log__interval=2, validation__interval=1)
     assert same_state(state_of(tmp_path / "run", 4), state_of(whole, 4)) == []
     assert run(resume="2", train__micro_batch=2, train__exit_step=3).step == 3
