@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from models.config import ModelConfig
+from models.families import model_size
 from parallel.plan.activation_costs import activation_traffic
-from parallel.plan.devices import DEVICES, peak_flops
+from parallel.plan.devices import ATTENTION, DEVICES, EXPLICIT_ATTENTION, peak_flops
 from parallel.plan.step_shape import PlanInputs, StepShape
-from parallel.plan.step_time import OptimizerLoad, step_time
-from tests.tiny_families import mixture
+from parallel.plan.step_time import OptimizerLoad, attention_seconds, step_time
+from tests.tiny_families import MODELS, mixture
 
 H100 = DEVICES["h100"]
 LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_size=1024)
@@ -76,6 +77,19 @@ def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
         assert traffic.across == pytest.approx(sum(leaving) / len(pairs)), traffic.kind
         kinds.add(traffic.kind.split()[0])
     assert kinds == {axis for axis in layout if layout[axis] > 1} - {"data"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_time_of_attention_is_that_of_its_flops(name):
+    """Without windows, the FLOPs of a token grow with the sequence by those of attention; backward
+    takes twice as many as forward."""
+    model = replace(MODELS[name], sliding_window=None)
+    step = shape(model, data=1, tensor=2)
+    share = EXPLICIT_ATTENTION if model.explicit_scores else ATTENTION
+    seconds = sum(attention_seconds(step, layer) for layer in range(model.layers))
+    long, short = (model_size(model, length).flops_per_token for length in (256, 128))
+    flops = (long - short) * step.tokens / 2 / 3  # forward, on one of two ranks
+    assert seconds * share * H100.peak[step.operands] == pytest.approx(flops)
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
