@@ -1,10 +1,12 @@
 """A disk that fails: the library of failing_disk.c, and runs of pretrain.py that load it."""
 
 import os
+import resource
 import shutil
 import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,17 @@ KINDS: Final = ("write", "fsync", "rename", "stat", "open", "mkdir", "unlink")
 def compiler() -> str | None:
     """Return the path of a C compiler, None without one."""
     return shutil.which("cc")
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Limit the files of this process to `size` bytes within a context."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @dataclass(frozen=True)

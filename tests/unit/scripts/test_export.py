@@ -2,7 +2,6 @@
 
 import json
 import logging
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from scripts.huggingface.equivalence import DifferentError, verify
 from scripts.huggingface.safetensors_file import shards
 from scripts.huggingface.tokenizer_files import settings_of
 from tests.export_cases import MOE, SOFTMAX_MOE
+from tests.failing_disk import largest_file
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
 from tests.unit.training.checkpoint.test_checkpoint import poison
@@ -320,12 +320,8 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
 def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, capsys) -> None:
     """A limit on file sizes simulates a full disk: writing fails halfway."""
     folder = run()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
+    with largest_file(100_000):
         assert "File too large" in refused(capsys, folder, tmp_path / "out", "--no-verify")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run"]
 
 

@@ -1,11 +1,10 @@
 """Failures of optional files do not end a run, and a disk that fails once costs no steps."""
 
 import os
-import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from parallel.checkpoint.state_writer import write_plain
+from tests.failing_disk import largest_file
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from training.checkpoint.checkpoints import steps
@@ -57,17 +57,6 @@ def check_equal(folder: Path, name: str = "run") -> None:
     ours, theirs = folder / name, folder / "whole"
     assert same_state(state_of(ours, END), state_of(theirs, END)) == []
     assert metrics_of(ours) == metrics_of(theirs)
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Limit the files of this process to `size` bytes within a context."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [0, 10, 12, 17, 30])
