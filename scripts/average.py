@@ -61,13 +61,13 @@ def chosen(
     if not (run / FOLDER).is_dir():
         raise InputError(f"the run must be a folder with {FOLDER}, got {run}")
     if real_path(output).parent.name == FOLDER:
-        rule = f"must not be in {FOLDER} of a run, which would take it for its own"
+        rule = f"must not be in {FOLDER} of a run, which would treat it as one of its checkpoints"
         raise InputError(f"the output {rule}, got {output}")
     there = steps(run)
     missing = [step for step in requested or () if step not in there]
     if missing:
         present = ", ".join(map(str, there)) or "none"
-        raise InputError(f"{run} has no checkpoint of step {missing[0]}; there are: {present}")
+        raise InputError(f"{run} has no checkpoint of step {missing[0]}, only of {present}")
     infos, broken = [], []
     for step in sorted(set(requested or there)):
         try:
@@ -82,7 +82,7 @@ def chosen(
         )
     infos = infos[-last:] if last is not None else infos
     if len(infos) < 2:
-        raise InputError(f"{run} must have two checkpoints to average, got {len(infos)}")
+        raise InputError(f"{run} must contain two or more checkpoints, got {len(infos)}")
     used = {info.step for info in infos}
     others = [f"step {step}" for step in there if step not in used]
     named = [text.partition(",")[0] for text in broken]
@@ -91,8 +91,10 @@ def chosen(
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield the weights of the checkpoints, with sum 1: equal weights, or those of a moving average
-    that starts with the first and keeps `decay` of itself at each later one."""
+    """Yield the weights of the checkpoints, with sum 1: equal, or with `decay` a moving average's.
+
+    The average starts with the first checkpoint and keeps `decay` of itself at each later one.
+    """
     for i in range(count):
         if decay is None:
             yield 1 / count
@@ -101,7 +103,7 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
-    """Yield notes on the state that the average does not contain."""
+    """Yield notes on state that the average omits."""
     yield "without the optimizer's state, random numbers and place in the data: no run continues it"
     if last.config.pc is not None:
         yield "PC layers became plain weights, the mean of PC(W); its config has pc: null"

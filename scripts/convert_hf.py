@@ -46,7 +46,7 @@ def _convert(options: argparse.Namespace) -> int:
         full = ": nothing is written" if error.errno == errno.ENOSPC else ""
         return fail(f"{options.target}: {error.strerror or error}{full}", code=2)
     except KeyboardInterrupt:
-        print("interrupted: nothing is left behind", file=sys.stderr)
+        print("interrupted: all partial files were removed", file=sys.stderr)
         return 130
     return 0
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
-    """Provide `source` as an exported model within a context.
+    """Context with `source` as an exported model.
 
     The newest complete checkpoint of a run folder is exported to a temporary folder.
     Raises InputError for anything else, and for a run without a tokenizer.
@@ -113,7 +113,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
     if missing:
-        raise InputError(f"the model wrote token {min(missing)}, which its tokenizer does not have")
+        raise InputError(f"the model wrote token {min(missing)}, which is not in its tokenizer")
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)
     return text
 

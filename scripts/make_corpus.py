@@ -19,7 +19,7 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 done, 2 a package is not available or has different texts."""
+    """Return the exit code: 0 for success, 2 if a package is unavailable or its texts differ."""
     options = parse(arguments)
     from scripts.data.debian import read_corpus, write_set  # here: it loads torch
 

@@ -34,8 +34,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="on a laptop (default)")
     size.add_argument("--full", action="store_true", help="run at the size of the paper")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
-    parser.add_argument("--plot-only", action="store_true", help="draw finished runs only")
+    parser.add_argument("--dry-run", action="store_true", help="only print the commands")
+    parser.add_argument("--plot-only", action="store_true", help="only draw finished runs")
     parser.add_argument(
         "--measure",
         action="store_true",

@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     shown = study.add_mutually_exclusive_group()
     shown.add_argument("--by", help="setting of the search on the horizontal axis")
     shown.add_argument(
-        "--curves", nargs="+", metavar="VARIANT", help="draw the losses of these variants"
+        "--curves", nargs="+", metavar="VARIANT", help="draw the loss curves of these variants"
     )
     kinds.add_parser("maps", parents=[output], help="draw the polynomials of PC layers")
     return parser.parse_args(given)

@@ -241,7 +241,7 @@ def report(rows: Sequence[Row], device: torch.device) -> str:
 
 
 def remark(row: Row) -> str:
-    """Return the remark about wrong or slow ranks."""
+    """Return a remark about wrong or slow ranks."""
     parts = [("WRONG on", row.wrong), ("slow:", row.slow)]
     return "; ".join(f"{word} {', '.join(ranks)}" for word, ranks in parts if ranks)
 

@@ -128,7 +128,7 @@ def _check_export(tokenizer: Path | None) -> None:
     except DifferentError as error:
         raise DataError(
             f"{error}; an export would be refused: make tokenizer_config.json agree with "
-            "tokenizer.json, or give the tokenizer.json alone"
+            "tokenizer.json, or give only tokenizer.json"
         ) from None
     except Exception as error:  # transformers raises errors of many libraries
         print(
@@ -196,7 +196,7 @@ def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
         names = ", ".join(corpora)
         raise InputError(f"--corpus must be one of {names}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
-        text = "--corpus has its own inputs and validation; --tokenizer PATH replaces its tokenizer"
+        text = "--corpus defines inputs and validation; --tokenizer PATH replaces its tokenizer"
         raise InputError(text)
     _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
@@ -237,11 +237,11 @@ def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
 
 
 _Source = tuple[str, str | None]
-"""Where documents come from, and the field of their text if the argument names it."""
+"""A source of documents, and the field of their text if the argument names it."""
 
 
 def _portion(sources: list[_Source], **limits: Any) -> Portion:
-    """Return the inputs of sources, in order; `limits` are fields of `Portion`."""
+    """Return the inputs of `sources` in order; `limits` are further fields of `Portion`."""
     listings = [find_inputs(text, key) for text, key in sources]
     return Portion(
         inputs=[each for listing in listings for each in listing.inputs],
@@ -252,7 +252,7 @@ def _portion(sources: list[_Source], **limits: Any) -> Portion:
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:
-    """Return the sources of each name in the given order; a name may have several."""
+    """Return the sources of each name, in the given order; a name may have several sources."""
     named: dict[str, list[_Source]] = {}
     for argument in arguments:
         match = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
@@ -336,7 +336,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     tokenizer.add_argument(
         "--allow-lossy",
         action="store_true",
-        help="accept a tokenizer that decodes more than 1%% of the documents to another text",
+        help="accept a tokenizer that changes the text of more than 1%% of the documents",
     )
     documents = parser.add_argument_group("documents")
     documents.add_argument(

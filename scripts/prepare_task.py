@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examples(source: str, name: str) -> Iterator[Example]:
     """Yield the example of each row of a source in the format `name`.
 
-    Raises DataError for a row that is not of the format, or has no answer.
+    Raises DataError for a row of another format or without an answer.
     """
     keys = ("context", "choices", "answer")
     for where, row in rows(source):
@@ -132,8 +132,8 @@ def examples(source: str, name: str) -> Iterator[Example]:
             values = FORMATS[name].example(row)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise DataError(
-                f"{where}: not of the format {name}, or without an answer, as in some test "
-                f"splits: {error!r:.80}"
+                f"{where}: the row must have the format {name} and an answer, which some test "
+                f"splits lack: {error!r:.80}"
             ) from None
         yield example_of(dict(zip(keys, values, strict=True)), where)
 

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for `make site`: differences between pages in the checkout and on the site."""
+"""Hooks of mkdocs for `make site`, which adapt pages of the checkout to the site."""
 
 import re
 from pathlib import Path

@@ -80,7 +80,7 @@ def add_places(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=whole_number(),
         metavar="N",
-        help="runs at a time (default: 1, or as many as the GPUs allow)",
+        help="number of simultaneous runs (default: 1, or as many as the GPUs allow)",
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(
@@ -90,7 +90,7 @@ def add_places(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-run",
         type=whole_number(),
         metavar="N",
-        help="one rank on each of N GPUs per run, and as many runs as this node has GPUs for",
+        help="one rank on each of N GPUs per run, and as many runs as this node's GPUs allow",
     )
 
 

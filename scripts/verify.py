@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 GOOD = "good"
 LONGEST = 10_000_000
-"""Number of steps from which on a run's logs are not searched for gaps."""
+"""Number of steps above which a run's logs are not searched for gaps."""
 
 
 def verified(path: Path) -> Iterator[Row]:
@@ -142,7 +142,10 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
             if latest.is_file()
             else None
         )
-        yield str(latest), GOOD if named == newest else f"must name {newest}, got {named!r:.60}"
+        yield (
+            str(latest),
+            GOOD if named == newest else f"must name {newest}, the newest, got {named!r:.60}",
+        )
     if os.path.lexists(run_dir / "config.yaml"):
         yield from rows(
             str(run_dir / "config.yaml"),
@@ -163,7 +166,7 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     expected = logged_steps(run_dir, name.partition(".")[0])
     missing = sorted(expected - {line["step"] for line in log.lines})
     if missing:
-        yield f"lacks {len(missing)} steps from {missing[0]} to {missing[-1]}"
+        yield f"{len(missing)} steps are missing between {missing[0]} and {missing[-1]}"
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:

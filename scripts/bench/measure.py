@@ -1,8 +1,8 @@
-"""The timing, records and tables of all benchmarks: sides in turn, medians, command and versions.
+"""Timing, records and tables of all benchmarks.
 
-Times are of the device on a GPU, by events, and processor time of this process on a CPU, which
-other work on the machine disturbs less than wall time. Sides that are compared take turns in one
-run; times of different runs must not be compared.
+On a GPU, times are device times measured by events. On a CPU they are processor time of this
+process, which other work on the machine disturbs less than wall time. Compared sides take turns in
+one run; times of different runs must not be compared.
 """
 
 import json
@@ -23,7 +23,7 @@ from training.machine.environment import versions
 from training.report.table import table
 
 FLUSHED_BYTES = 1 << 28
-"""Written between two calls on a GPU: several times its second-level cache."""
+"""Number of bytes written between two calls on a GPU: several times its second-level cache."""
 MIB = 2**20
 
 Call = Callable[[], object]
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
-    """Time one call: milliseconds until it is done, and until it returned to the host.
+    """Return the milliseconds until a call is done, and until it returned to the host.
 
-    On a GPU the first is measured by events, and `before` runs just ahead of them; on a CPU both
-    are processor time.
+    On a GPU events measure the first time, after `before` has run; on a CPU both are processor
+    time.
     """
     if device.type != "cuda":
         begin = time.process_time()
@@ -75,9 +75,9 @@ def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> 
 def record(
     script: str, arguments: Sequence[str] | None, device: torch.device, figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add to `figures` what is needed to repeat them.
+    """Add the command, date, device and versions to `figures`, so that they can be repeated.
 
-    `script` is a path in the repository and `arguments` what its `main` got; None is the command
+    `script` is a path in the repository; `arguments` are those of its `main`, None for the command
     line.
     """
     words = sys.argv[1:] if arguments is None else arguments
@@ -92,7 +92,7 @@ def record(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of one set of columns, floats with three decimals."""
+    """Print rows with the same columns, floats with three decimals."""
 
     def cell(value: Any) -> str:
         return "" if value is None else f"{value:,.3f}" if isinstance(value, float) else str(value)
@@ -103,6 +103,6 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path | None, content: object) -> None:
-    """Write `content` to a file, if there is to be one."""
+    """Write `content` to `path`, unless it is None."""
     if path is not None:
         write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Time of a step of the optimizers, next to torch.optim and other libraries.
+"""Compare the step times of our optimizers, torch.optim and other libraries.
 
     python scripts/bench/steps.py --sets 32x64x1024 1x1024x1024 --peers FOLDER --json result.json
     python scripts/bench/steps.py --config configs/llama1b_sso.yaml --shares 1 8 --graph
@@ -76,9 +76,9 @@ PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
 """Checkout, module, class, settings of each library, and what turns on its kernels for GPUs."""
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
-"""Fields that all rules of matrices have, and that decide most of what they cost."""
+"""Fields that all matrix rules share and that determine most of their cost."""
 WARM_UP = 3
-"""Steps of a side before it is measured: a graph is recorded in the third."""
+"""Number of steps of a side before measurement: the third step records a graph."""
 ALIGNMENT = 0.6
 """Times min(shape)^-1/2: the gradient's part along the weight's top singular pair Theta, with which
 the solver meets |f(0)| = 0.5 as in training. Unaligned gradients flatter every solver."""
@@ -88,7 +88,7 @@ Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
 def library_options() -> dict[str, dict[str, Any]]:
-    """Options of our rules by name: the defaults, and what makes rules with msign equal."""
+    """Return options of our rules by name: the defaults, and for rules with msign also "equal"."""
     options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
     for rule in ("muon", "muon_sphere", "spectral_sphere"):
         options[f"{rule}, equal"] = {"rule": rule, **EQUAL}
@@ -97,7 +97,7 @@ def library_options() -> dict[str, dict[str, Any]]:
 
 
 def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
-    """Options of our rules by name: those of the recipe, with the msign of its own rule.
+    """Return options of our rules by name: the recipe's, with the msign of the recipe's rule.
 
     Raises InputError for a rule that cannot take that msign.
     """
@@ -125,7 +125,7 @@ def torch_optimizers(msign_steps: int) -> dict[str, Make]:
 
 
 def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
-    """Return the Muon of each checkout in `folder`, by name; says which are missing."""
+    """Return the Muon of each checkout in `folder`, by name; print the missing ones."""
     if folder is None:
         return {}
     makers: dict[str, Make] = {}
@@ -216,7 +216,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation; of a collective the second argument is what it sends."""
+        """Run an operation; the second argument of a collective is the tensor that it sends."""
         name, size = func.name(), dist.get_world_size()
         if name == "c10d::alltoall_base_":
             kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
@@ -242,7 +242,7 @@ def parsed_shapes(text: str) -> Shapes:
 
 
 def fullest_share(config: Config, ranks: int) -> Shapes:
-    """Return the matrices of the rank with the largest load of `ranks`, as a run places them."""
+    """Return the matrices of the rank with the largest load, placed over `ranks` as in a run."""
     assign = config_assignments(config)
     matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
     works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
@@ -294,7 +294,7 @@ def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]]:
-    """Return the matrices to step, and the recipe that they come from, by name."""
+    """Return the matrices to step, and their recipe if any, by name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
     # With a given vocabulary no data is needed; its weights seldom belong to a matrix rule.

@@ -11,8 +11,8 @@ saved or validated. `--synthetic` trains on random tokens and reads no data.
 Each `--variant` is the same config with further overrides, in quotes if there are several. Variants
 take steps in turn with the config itself, and `x` is a variant's time over the config's; `x by
 update` compares the steps without data, forward and backward. Phases are then processor time on a
-CPU. The phase data is reading tokens and comparing them with their hashes; `--variant
-data.verify=none` is without the latter.
+CPU. The phase `data` reads tokens and compares them with their hashes; `--variant data.verify=none`
+omits the comparison.
 
 MFU is model FLOPs per token (models/families.py: 6 per parameter of an active matrix, causal
 attention; recomputation does not count) times tokens per second and device, over the device's dense
@@ -64,19 +64,19 @@ from training.step import Trainer
 
 CONFIG = "the config"
 WARM_UP = 3
-"""Steps of a side before it is measured."""
+"""Number of steps of a side before measurement."""
 PHASES: Final = (
     "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
     "logging", "other",
 )  # fmt: skip
-"""Each moment of a step belongs to one. Reduction and weights count as far as the step waits for
-them. Backward is what remains of Megatron's schedule without forward, recomputation included."""
+"""Every moment of a step belongs to one phase. Reduction and weights count only while the step
+waits for them. Backward is Megatron's schedule without forward, so it includes recomputation."""
 PASSES: Final = ("data", "forward", "backward")
 
 
 class Phases:
-    """Marks the moments at which phases begin: with events on a GPU, which wait for nothing, with
-    `clock` on a CPU. Phases may be nested; time belongs to the innermost."""
+    """Records the moments at which phases begin: with events on a GPU, which do not block, and with
+    `clock` on a CPU. Phases may be nested; time counts for the innermost."""
 
     def __init__(
         self, device: torch.device, clock: Callable[[], float] = time.perf_counter
@@ -103,7 +103,7 @@ class Phases:
         self._mark()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase since `restart`; waits for the device."""
+        """Wait for the device, and return the seconds of each phase since `restart`."""
         self._mark()
         if self.cuda:
             torch.cuda.synchronize()
@@ -224,7 +224,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
-    """Measure every side: seconds as of `Side.turn`, and bytes of this rank."""
+    """Measure every side: seconds as in `Side.turn`, and bytes of this rank."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(WARM_UP)
@@ -246,7 +246,7 @@ def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """Figures over all ranks: time and memory are the largest, phases are means."""
+    """Return figures over all ranks: the largest time and memory, and mean phases."""
     config = trainer.config
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, trainer.data.attended_length()).flops_per_token

@@ -1,6 +1,6 @@
 """Compare the kernels with the library and write the dispatcher's table.
 
-    python scripts/bench/tune.py                       # every default problem; minutes on one GPU
+    python scripts/bench/tune.py                       # all default problems; minutes on one GPU
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
 
 For each problem (batch x rows x columns), dtype and operation, the library and every tile are timed
@@ -82,8 +82,10 @@ def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, 
 
 
 def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether two results of products in `dtype` (default: theirs) differ by rounding alone, with
-    room for truncated bfloat16."""
+    """Return whether two products in `dtype` (default: theirs) differ only by rounding.
+
+    Truncated bfloat16 is tolerated.
+    """
     bounds = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
     error = (result.float() - expected.float()).abs().max()
     return bool(error <= bounds[dtype or result.dtype] * expected.float().abs().max())
@@ -96,8 +98,10 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem: an entry of the table per operation, and whether all tiles (`only`, or
-    all candidates) gave the library's result."""
+    """Measure one problem: return a table entry per operation, and whether all results agree.
+
+    The tiles are `only`, or all candidates; their results must agree with the library's.
+    """
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, rows, cols, device=device, generator=generator)

@@ -39,8 +39,8 @@ def average(
     """Write the mean of checkpoints as a weights-only checkpoint, the new folder `target`.
 
     `weights` sum to 1. With `on_sphere`, matrices of sphere rules are rescaled to their radius.
-    Returns these matrices' spectral norms of the mean, over the radius. Raises InputError for
-    checkpoints of several runs, models or tokenizers, or a target that exists.
+    Returns the spectral norms of these matrices in the mean, relative to the radius. Raises
+    InputError for checkpoints of several runs, models or tokenizers, or a target that exists.
     """
     check_free(target)
     for info in infos:
@@ -82,7 +82,9 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
         )
     different = list(changes(*map(_model, (info, last))))
     if different:
-        raise InputError(f"{info.path} has another model than {last.path}: {', '.join(different)}")
+        raise InputError(
+            f"{info.path} must have the model of {last.path}, got other {', '.join(different)}"
+        )
 
 
 def _model(info: CheckpointInfo) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Decompression of text files, detected by content, as a name may be wrong."""
+"""Decompression of text files. File names can be wrong, so the content decides."""
 
 import gzip
 import io
@@ -24,17 +24,17 @@ _MAGIC: Final = {
     **{bytes((0x50 + i, 0x2A, 0x4D, 0x18)): "zstd" for i in range(16)},  # a skippable frame
 }
 _HEAD: Final = 512
-"""Number of first bytes by which a kind of file is recognised."""
+"""Number of bytes at the start of a file that identify its format."""
 _READ: Final = 1 << 20
 _ERRORS: Final = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a text file, decompressed, each with its line end.
+    """Yield the decompressed lines of a text file, with their line ends.
 
     Raises:
-        DataError: the file is missing; its compressed content is corrupt, cut short or empty; or
-            it is not text.
+        DataError: the file is missing or not text, or its compressed content is corrupt, cut short
+            or empty.
     """
     try:
         with _opened(path) as lines:
@@ -45,7 +45,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression of a file by its first bytes, None if it has none."""
+    """Return the compression of a file, judged by its first bytes; None if it is not compressed."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
@@ -56,7 +56,7 @@ def _opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
     if named is not None and kind is None:
         empty = path.stat().st_size == 0
         raise DataError(
-            f"cannot read {path}: 0 bytes, as a failed download leaves: fetch it again or delete it"
+            f"cannot read {path}: empty, as after a failed download; fetch it again or delete it"
             if empty
             else f"cannot read {path}: not {named}; if it is plain text, rename it without "
             f"{path.suffix}"
@@ -84,9 +84,10 @@ def _unreadable(path: Path, error: BaseException) -> str:
 
 
 class _XzStreams(io.RawIOBase):
-    """The streams of an .xz file as one, with the padding that the format allows between them.
+    """All streams of an .xz file as one, without the padding that the format allows between
+    streams.
 
-    Python's `lzma.open` ends in silence at padding and at a damaged later stream.
+    Python's `lzma.open` silently stops at padding and at a later stream that is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +96,7 @@ class _XzStreams(io.RawIOBase):
         self._pending = memoryview(b"")
 
     def readable(self) -> bool:
-        """Return True: it can be read."""
+        """Return True, as `io` requires of a readable stream."""
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
@@ -114,7 +115,7 @@ class _XzStreams(io.RawIOBase):
 
 
 def _xz_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield what the streams of an .xz file hold, in pieces that are not empty."""
+    """Yield the decompressed content of an .xz file, all streams, in pieces that are not empty."""
     stream: lzma.LZMADecompressor | None = None
     padding = 0
     while content := file.read(_READ):
@@ -144,7 +145,7 @@ def _check_padding(size: int) -> None:
 
 
 def rewritten(path: Path, program: str, end: str) -> str:
-    """Return the command that sends a file's content through a program into a file next to it."""
+    """Return a command that pipes a file's content through `program` into a new file next to it."""
     kind = SUFFIXES.get(path.suffix)
     plain = path if kind is None else path.with_suffix("")
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
@@ -152,7 +153,7 @@ def rewritten(path: Path, program: str, end: str) -> str:
 
 
 def _check_text(head: bytes, path: Path) -> None:
-    """Raise DataError if the first bytes of a file's content are those of something not text."""
+    """Raise DataError if the first bytes of a file's content show that it is not UTF-8 text."""
     if encoding := _encoding(head):
         plain = path.with_suffix("") if path.suffix in SUFFIXES else path
         command = rewritten(path, f"iconv -f {encoding} -t UTF-8", f"utf8{plain.suffix}")
@@ -165,8 +166,7 @@ def _check_text(head: bytes, path: Path) -> None:
 
 
 def _encoding(head: bytes) -> str | None:
-    """Return the encoding other than UTF-8 that a text begins in, by its mark or, as in UTF-16 of
-    ASCII, as every second byte is zero."""
+    """Return UTF-16 or UTF-32 if a byte order mark, or zeros in every second byte, indicate it."""
     for mark, encoding in ((b"\xff\xfe\0\0", "UTF-32"), (b"\xff\xfe", "UTF-16"),
                            (b"\xfe\xff", "UTF-16")):  # fmt: skip
         if head.startswith(mark):
@@ -191,4 +191,4 @@ _FOREIGN: Final = {
         if magic != b"\x5d\0\0"
     },
 }
-"""First bytes of what is no text, by what it is and what to do."""
+"""The format, and the remedy, of files that are not text, by their first bytes."""

@@ -1,4 +1,4 @@
-"""The corpora that recipes are trained on: where each is, in which tokens, and how many of them."""
+"""The corpora that recipes train on: their sources, tokenizers and numbers of tokens."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,7 +17,7 @@ FILE: Final = Path(__file__).with_name("corpora.yaml")
 
 @dataclass(frozen=True)
 class Part:
-    """A source as `find_inputs` takes it, and what it gives in relation to the other parts.
+    """A source of a corpus and its share.
 
     source  on the hub
     share   of the tokens, in relation to the other parts' shares
@@ -48,15 +48,15 @@ class Corpus:
     parts: dict[str, Part]
 
     def set_plan(self, tokens: int | None = None, local: Path | None = None) -> SetPlan:
-        """Return the plan of the corpus's set.
+        """Return the plan of the corpus's only set.
 
         Args:
-            tokens: to write instead of `self.tokens`.
-            local: a file or folder to read instead of the hub, laid out as the hub's: each part
-                in the folder of its name or `data/NAME`. A corpus of one part may also be a file,
-                or a folder of its files.
+            tokens: number of tokens to write instead of `self.tokens`.
+            local: a file or folder to read instead of the hub. Each part is in a folder of its name
+                or in `data/NAME`, as on the hub. A corpus with one part may also be one file or one
+                folder of files.
 
-        Raises DataError if `local` has nothing to read, or no folder of a part.
+        Raises DataError if `local` contains nothing to read, or no folder for a part.
         """
         total = self.tokens if tokens is None else tokens
         shares = sum(part.share for part in self.parts.values())
@@ -72,7 +72,7 @@ class Corpus:
         return SetPlan(self.name, portions, self.validation)
 
     def _local(self, place: Path, name: str) -> str:
-        """Return where the files of a part are in a local copy."""
+        """Return the path of a part's files in a local copy."""
         names = [self.parts[name].folder or name, f"data/{name}", name]
         folders = [place / each for each in dict.fromkeys(names)]
         for folder in folders:
@@ -81,13 +81,13 @@ class Corpus:
         if len(self.parts) == 1 and (place.is_file() or _holds_rows(place)):
             return str(place)
         raise DataError(
-            f"--from {place} has no folder of {name}, a part of {self.name}: looked for "
-            f"{', '.join(map(str, folders))}"
+            f"--from {place} contains no folder for {name}, a part of {self.name}: move its files "
+            f"to one of {', '.join(map(str, folders))}"
         )
 
 
 def _holds_rows(folder: Path) -> bool:
-    """Return whether files of rows are in a folder, not only below it."""
+    """Return whether a folder itself, not only its subfolders, contains files of rows."""
     return folder.is_dir() and any(
         isinstance(each, FileInput) and each.has_keys and each.path.parent == folder
         for each in find_inputs(str(folder)).inputs

@@ -1,4 +1,4 @@
-"""A corpus described in a file: sets of documents from Debian packages and our files.
+"""A corpus that a file describes: sets of documents from Debian packages and this repository.
 
 apt-get downloads the packages and dpkg-deb opens them.
 """
@@ -25,16 +25,16 @@ from training.config.yaml_files import read_merged
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
-_COMPRESSED = (".gz", ".dz")  # .dz is gzip with an index, of dictionaries
+_COMPRESSED = (".gz", ".dz")  # .dz, for dictionaries, is gzip with an index
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """The .deb of a package in `folder`, downloaded unless the asked version is there already.
+    """Return the .deb of a package in `folder`; download it if `version` is missing there.
 
-    If apt's sources have another version only, that one is taken: its texts may well be the same.
+    If apt's sources offer only another version, that version is used: its texts may be the same.
 
     Raises:
-        DataError: there is no apt-get or no dpkg-deb, or the package cannot be downloaded.
+        DataError: apt-get or dpkg-deb is missing, or the package cannot be downloaded.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
@@ -60,7 +60,7 @@ def _debs(folder: Path, name: str) -> dict[str, Path]:
 
 
 def _apt_download(package: str, folder: Path) -> str:
-    """Return what went wrong, one line; empty if nothing did."""
+    """Download a package; return the error as one line, empty after success."""
     command = ["apt-get", "download", "-q", package]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("E:")]
@@ -68,7 +68,7 @@ def _apt_download(package: str, folder: Path) -> str:
 
 
 def version_of(deb: Path) -> str:
-    """Return the version that a .deb says it has."""
+    """Return the version that a .deb states."""
     done = subprocess.run(
         ["dpkg-deb", "--field", str(deb), "Version"], capture_output=True, text=True, check=True
     )
@@ -78,9 +78,9 @@ def version_of(deb: Path) -> str:
 def read_texts(
     deb: Path, patterns: Sequence[str], leave_out: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Path and text of every file of a .deb whose path matches one of `patterns`, sorted by path.
+    """Yield path and text of every file of a .deb whose path matches one of `patterns`, by path.
 
-    Files whose name matches one of `leave_out` are not among them. Compressed ones are opened.
+    Files whose name matches one of `leave_out` are skipped. Compressed files are decompressed.
 
     Raises:
         DataError: dpkg-deb cannot read the package, a pattern matches nothing, or a text is not
@@ -115,7 +115,7 @@ def _text(content: bytes, path: str) -> str:
 
 
 class Source(Section):
-    """Where documents come from: a Debian package or an .xz file of this repository."""
+    """A source of documents: a Debian package or an .xz file of this repository."""
 
     licence: str
     package: str | None = None
@@ -134,12 +134,12 @@ class Source(Section):
 
     @property
     def name(self) -> str:
-        """What the source is called in reports."""
+        """The name of the source in reports."""
         return self.package or str(self.file)
 
 
 class DocumentSet(Section):
-    """Sources of one set; `sha256` is that of its documents as JSON lines."""
+    """Sources of one set; `sha256` is the hash of its documents as JSON lines."""
 
     sources: list[Source]
     sha256: str
@@ -152,7 +152,7 @@ class Corpus(Section):
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Return the corpus of a file. Raises ConfigError naming everything that is wrong with it."""
+    """Return the corpus that a file describes. Raises ConfigError with all problems of the file."""
     try:
         return bind(Corpus, read_merged(path))
     except InvalidConfigError as error:
@@ -162,11 +162,11 @@ def read_corpus(path: Path) -> Corpus:
 def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[str]:
     """Write `output`/NAME.jsonl, a line `{"text": ..., "source": ...}` per document.
 
-    Packages are downloaded to `output`/packages; `root` is the folder that files are relative to.
-    Returns lines that say what was written, and what each source gave.
+    Packages are downloaded to `output`/packages; the paths of files are relative to `root`.
+    Returns a report: the hash of the written file, and a line for each source.
 
     Raises:
-        DataError: a source cannot be read, or the documents are not those that were recorded.
+        DataError: a source cannot be read, or the documents differ from the recorded hash.
     """
     reports: list[str] = []
     others: list[str] = []
@@ -204,7 +204,10 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:
-    """The documents of a text: all of it, or cut at each line after a blank one that matches."""
+    """Yield the documents of a text: all of it, or a piece from each line that matches `entry`.
+
+    Only lines that follow a blank line count.
+    """
     pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
     for piece in pieces:
         document = piece.strip("\n")

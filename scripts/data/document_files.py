@@ -1,9 +1,9 @@
 """Reading documents from text, JSON lines and Parquet files, compressed or not.
 
-pyarrow reads Parquet, `datasets` the hub. Text and JSON lines are read here, because `datasets`
-would change them or lose some without an error: it makes line ends `\\n`, makes a date of a string
-that looks like one, refuses fields that come late or change their type, counts lines again in each
-block, and takes a .zst file that was cut for a whole one.
+pyarrow reads Parquet files and `datasets` reads the hub. Text and JSON lines are read here, because
+`datasets` would silently change or lose some: it turns line ends into `\\n` and strings that look
+like dates into dates, and reads a truncated .zst file as if it were whole. It also refuses fields
+that appear late or change their type, and restarts the line numbers in each block.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -24,21 +24,21 @@ from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 
 CHECKED: Final = 1000
-"""Documents of each input that are checked before anything is made of them."""
+"""Number of documents of each input that are checked before the preparation begins."""
 PARQUET_ROWS: Final = 1024
-"""Rows of a Parquet file that are in memory together."""
+"""Number of rows of a Parquet file in memory at a time."""
 NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 
 Owns = Callable[[int, int | None], bool]
-"""Whether (input, document) is to be read."""
+"""Whether to read (input, document); with None as document, whether to read any of the input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     """How files are split into documents."""
 
-    text_key: str = "text"  # field that holds the text in inputs that name no key
+    text_key: str = "text"  # field of the text in inputs that name no key
     document_bytes: int = 2048  # size after which a text document ends at a blank line; 0: never
 
 
@@ -56,13 +56,13 @@ def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[s
 def numbered_documents(
     inputs: Sequence[Input], options: ReadOptions, start: Position, owns: Owns
 ) -> Generator[tuple[Position, str], None, None]:
-    """Yield documents as `read_documents`, each with the position after it.
+    """Yield the documents of `read_documents`, each with the position after it.
 
     Args:
-        inputs: to read.
-        options: of the reading.
-        start: position of an interrupted run.
-        owns: whether document `n` of input `i` is wanted; None of n asks for any of the input.
+        inputs: the inputs to read.
+        options: how to split files into documents.
+        start: the position that an interrupted run reached.
+        owns: whether to yield document `n` of input `i`; n = None asks about all documents of `i`.
     """
     for number in range(start.input, len(inputs)):
         if not owns(number, None):
@@ -75,12 +75,12 @@ def numbered_documents(
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input; return how many there are and are blank.
+    """Check the first `CHECKED` documents of every input; return (number, number blank) of each.
 
     An input whose documents are all blank is read to its end.
 
     Raises:
-        DataError: as `read_documents`, or a file of rows has no text at all.
+        DataError: see `read_documents`; or all documents of a file of rows are blank.
     """
     counts = []
     for each in inputs:
@@ -93,7 +93,7 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
         if blank == number > 0 and each.has_keys:
             raise DataError(
                 f"{each}: {_key(each, options)!r} is blank in all of "
-                f"{counted(number, 'document')}; name the key of the text, or leave this out"
+                f"{counted(number, 'document')}; name the key of the text, or leave the file out"
             )
         counts.append((number, blank))
     return counts
@@ -120,7 +120,7 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
 
 
 def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
-    """Yield every row of a Parquet file, with its column `key` alone if it has that one.
+    """Yield every row of a Parquet file, only its column `key` if the file has that column.
 
     Raises DataError for a file that is missing, damaged or not Parquet.
     """
@@ -135,14 +135,14 @@ def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raise DataError for a file that does not begin as Parquet does."""
+    """Raise DataError for a file that does not begin like a Parquet file."""
     if is_pointer(path):
         raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     with path.open("rb") as file:
         head = file.read(16)
     if not head.startswith(b"PAR1"):
         raise DataError(
-            f"cannot read {path}: no Parquet file, it begins with {head!r}; fetch it again"
+            f"cannot read {path}: it is not a Parquet file, it begins with {head!r}; fetch it again"
         )
 
 
@@ -171,11 +171,10 @@ def _as_text(path: Path, program: str) -> str:
 
 
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
-    """Split text into documents whose concatenation is the text, byte for byte.
+    """Split text into documents; joined, they are the text again, byte for byte.
 
-    A document ends before the first line that follows a blank line once it has `document_bytes`,
-    or, without blank lines, before any line once it has 16 times as many.
-    0 makes the whole text one document.
+    Once a document has `document_bytes`, it ends after the next blank lines. Without blank lines it
+    ends at the first line end after 16 times as many bytes. 0 keeps the text in one document.
     """
     parts: list[bytes] = []
     size, after_blank = 0, False
@@ -207,46 +206,44 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
 
 
 def _remedy(number: int, line: bytes, path: Path) -> str:
-    """Return what to do with a line that is not JSON, or of JSON that is over several lines."""
+    """Return the remedy for a line that is not JSON, or for JSON spread over several lines."""
     line = line.strip()
     if number == 1 and line.startswith(b"<"):
-        return "it is HTML or XML, as a failed download leaves: fetch it again"
+        return "it is HTML or XML, as after a failed download: fetch it again"
     if number == 1 and line.startswith(b"["):
-        return f"the file is one list over several lines; {_rewrite('.[]', path)}"
+        return f"the file is one list that spans several lines; {_rewrite('.[]', path)}"
     if number == 1 and not line.endswith(b"}"):
-        return (
-            f"if rows are over several lines, {_rewrite('.', path)}; else mend or remove the line"
-        )
-    return "mend or remove the line"
+        return f"if rows span several lines, {_rewrite('.', path)}; else fix or remove the line"
+    return "fix or remove the line"
 
 
 def _rewrite(rows: str, path: Path) -> str:
     command = rewritten(path, f"jq -c '{rows}'", "rows.jsonl")
-    return f"write a row a line: {command}"
+    return f"write one row per line: {command}"
 
 
 def row_text(row: object, where: str, key: str) -> str:
-    """Return the value of `key` in a row if it is text that UTF-8 can encode.
+    """Return the text under `key` in a row.
 
     Raises:
-        DataError: there is no such key, its value is not a string, or it holds half of a surrogate
-            pair.
+        DataError: the key is missing, its value is not a string, or UTF-8 cannot encode the value
+            because it contains half of a surrogate pair.
     """
     if not isinstance(row, Mapping) or key not in row:
         keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise DataError(
-            f"{where}: no key {key!r}, found {keys or 'no keys'}; name the key that holds the text "
-            "by --text-key KEY or NAME:KEY=INPUT"
+            f"{where}: no key {key!r}, found {keys or 'no keys'}; name the key of the text by "
+            "--text-key KEY or NAME:KEY=INPUT"
         )
     value = row[key]
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: {key!r} must be a string, got {type(value).__name__}; mend or remove the row"
+            f"{where}: {key!r} must be a string, got {type(value).__name__}; fix or remove the row"
         )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: {key!r} is not Unicode text: {error.reason}; mend or remove the row"
+            f"{where}: {key!r} is not Unicode text: {error.reason}; fix or remove the row"
         ) from None
     return value

@@ -1,6 +1,6 @@
-"""Encode documents on several processes, in order, and decode some of them to compare.
+"""Encode documents in several processes, in order, and decode some of them as a check.
 
-Workers import this module and the program that starts them, so neither imports torch.
+Workers import this module and the main script, so neither imports torch.
 """
 
 import multiprocessing
@@ -33,17 +33,17 @@ _CHUNKS_PER_WORKER = 4  # enough to keep workers busy, few enough to bound memor
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a worker needs to encode: the tokenizer's file, its EOD and the integer type."""
+    """The settings of encoding: the tokenizer's file, its EOD and the integer type of tokens."""
 
     path: Path
     eod_id: int
     dtype: str
 
     def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
-        """Encode texts, each ended by EOD, and decode those of `sample` again.
+        """Encode texts, with EOD after each text, and decode those in `sample` again.
 
-        Text that looks like a special token is encoded as plain text, so that no document can
-        forge the end of a document.
+        Text that looks like a special token is encoded as plain text, so a document cannot contain
+        a forged end of document.
         """
         tokenizer = _load(self.path)
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -65,8 +65,8 @@ class EncodedChunk:
 
     tokens: NDArray[np.integer]  # `[sum(lengths)]`
     lengths: list[int]  # tokens of each document, EOD included
-    bytes: list[int]  # UTF-8 bytes of each document
-    decoded: list[tuple[str, str]] = field(default_factory=list)  # some texts, and as decoded
+    bytes: list[int]  # size of each document in UTF-8
+    decoded: list[tuple[str, str]] = field(default_factory=list)  # texts, and as decoded
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
         """Yield (tokens, bytes of text) of each document."""
@@ -84,10 +84,11 @@ def _load(path: Path) -> Tokenizer:
 
 
 class Workers:
-    """Processes that encode, which the first large input starts; what is one chunk, or all with
-    one worker, is encoded in this process.
+    """Processes that encode documents. They start with the first input of more than one chunk;
+    smaller inputs, and all inputs of a single worker, are encoded in this process.
 
-    A context manager, which ends them and forgets the tokenizer: another may come to its path.
+    On exit the context manager ends the processes and drops the loaded tokenizer, because its path
+    may get another tokenizer later.
     """
 
     def __init__(self, count: int) -> None:
@@ -108,8 +109,7 @@ class Workers:
     def encode(
         self, documents: Iterable[tuple[Position, str]], encoder: Encoder
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield the encoded documents in order with their positions, whatever the number of
-        workers."""
+        """Yield encoded documents with their positions, in order for any number of workers."""
         chunks = _sampled(_chunked(documents))
         few = list(islice(chunks, 2))
         chunks = chain(few, chunks)
@@ -166,7 +166,7 @@ def _chunked(
 
 
 def _start_worker() -> None:
-    """Make a worker ignore Ctrl-C, use one thread and end with its parent."""
+    """Make a worker ignore Ctrl-C, use one thread, and exit when its parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -180,20 +180,20 @@ def _exit_with_parent() -> None:
 
 
 LARGEST: Final = 0.01
-"""Share of the decoded documents that may be another text, unless more is allowed."""
+"""Largest share of the decoded documents that may differ from their text."""
 _AROUND: Final = 20
 
 
 @dataclass
 class RoundTrip:
-    """How many documents of a set were decoded, and came back as another text."""
+    """The number of documents of a set that were decoded, and that differ from their text."""
 
     decoded: int = 0
     lost: int = 0
     example: str = ""
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Count the documents of a chunk that were decoded."""
+        """Count the decoded documents of a chunk, and those that differ."""
         for text, decoded in chunk.decoded:
             self.decoded += 1
             if text != decoded:
@@ -201,27 +201,25 @@ class RoundTrip:
                 self.example = self.example or _difference(text, decoded)
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
-        """Refuse a tokenizer that loses text, once enough is decoded or the set `name` is `final`.
+        """Refuse a tokenizer that loses text, after `DECODED` documents and at the end (`final`).
 
         Raises:
-            DataError: more than `LARGEST` are another text, and that is not `allowed`.
+            DataError: a larger share than `LARGEST` differs, and that is not `allowed`.
         """
         if allowed or not (final or self.decoded >= DECODED):
             return
         if self.lost > LARGEST * self.decoded:
             raise DataError(
-                f"set {name}: {self}; take a tokenizer that keeps the text, or --allow-lossy"
+                f"set {name}: {self}; use a tokenizer that keeps the text, or give --allow-lossy"
             )
 
     def __str__(self) -> str:
         share, of = self.lost / max(1, self.decoded), counted(self.decoded, "decoded document")
-        return (
-            f"the tokenizer gives {share:.1%} of {of} back as another text, such as {self.example}"
-        )
+        return f"the tokenizer changes the text of {share:.1%} of {of}, for example {self.example}"
 
 
 def _difference(text: str, decoded: str) -> str:
-    """Return both texts around the first place where they differ."""
+    """Return both texts around their first difference."""
     start = max(0, len(commonprefix([text, decoded])) - _AROUND // 2)
     pieces = [repr(each[start : start + 2 * _AROUND]) for each in (text, decoded)]
     return " for ".join(reversed(pieces))

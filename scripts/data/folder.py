@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all, and whose making may continue after a kill."""
+"""A folder that appears only when it is complete, and can continue after a kill."""
 
 import fcntl
 import json
@@ -20,25 +20,25 @@ PROGRESS = "progress.json"
 
 
 class AtomicFolder:
-    """Builds `output` in the folder `output.preparing`, and renames it when all is on disk.
+    """Builds `output` in the folder `output.preparing`, and renames it when everything is on disk.
 
-    As a context manager: write to `path`; `commit` makes it `output`, and without a commit nothing
-    is left. A killed run leaves `output.preparing`, which the next run removes; it holds the lock
-    of `output.preparing.lock` until it has cleaned up, so that no two are at work. Without that
-    file, folders of these names are somebody else's.
+    Inside the context manager, write to `path`. `commit` turns `path` into `output`; without a
+    commit everything is deleted. A killed run leaves `output.preparing`, which the next run
+    removes. A run locks `output.preparing.lock` until it has cleaned up, so two runs never work at
+    once. Folders of these names without that file are not ours, and are not touched.
 
-    After `save` an end without a commit keeps what was written. A run with the same key then finds
-    in `progress` what was saved, and in `state` the files that it kept for itself.
+    After `save`, what was written is kept without a commit too. The next run with the same key
+    finds the saved value in `progress`, and its own files in the folder `state`.
 
     Args:
         output: the folder.
-        check: raises InputError unless `output` may be written to; called once no other run is at
-            work, and again before `output` is replaced.
-        key: of all that determines the content; None if an interrupted run cannot continue.
+        check: raises InputError unless `output` may be written to. It is called when the lock is
+            taken, and again before `output` is replaced.
+        key: identifies everything that determines the content; None if a run cannot continue.
 
     Raises:
-        InputError: `output` is a URL or needs to be expanded; another run is preparing the same
-            folder, or has made one meanwhile; or a folder of somebody else is in the way.
+        InputError: `output` is a URL or contains ~ or a variable; another run is preparing the same
+            folder, or has finished it meanwhile; or an unknown folder is in the way.
     """
 
     def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:
@@ -68,19 +68,19 @@ class AtomicFolder:
         return self
 
     def _begin(self, was_killed: bool) -> None:
-        """Remove what a killed run left, check, and make the folder to write to."""
+        """Remove a killed run's leftovers, check `output`, and create the folder to write to."""
         places = (self.path, self.state, self._replaced)
         leftovers = [path for path in places if os.path.lexists(path)]
         if leftovers and not was_killed:
-            raise InputError(f"{leftovers[0]} is in the way, and is not left from a preparation")
+            raise InputError(f"{leftovers[0]} is in the way, not left from a preparation: move it")
         # Left by a run that was killed between the renames of `commit`.
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)
         self.progress = self._saved()
         if self.kept and self.progress is None:
             print(
-                f"warning: {self.path} is of another preparation, or its inputs have changed: "
-                "begins again",
+                f"warning: {self.path} belongs to another preparation, or its inputs have changed; "
+                "starting again",
                 file=sys.stderr,
             )
         for leftover in places if self.progress is None else (self._replaced,):
@@ -92,8 +92,10 @@ class AtomicFolder:
             self.state.mkdir(exist_ok=True)
 
     def save(self, progress: Any) -> None:
-        """Keep, from now on, what is written; `progress` goes into JSON. The files that it counts
-        must be on the disk."""
+        """Save `progress` as JSON, and keep what is written from now on.
+
+        The files that `progress` counts must be on the disk.
+        """
         new = self.state / (PROGRESS + ".new")
         new.write_text(json.dumps({"key": self._key, "progress": progress}), encoding="utf-8")
         sync(new)
@@ -101,7 +103,7 @@ class AtomicFolder:
         sync(self.state)
 
     def _saved(self) -> Any:
-        """Return what a run with the same key saved, None if there is nothing to continue from."""
+        """Return what a run with the same key saved; None if no run did."""
         if self._key is None or not self.path.is_dir():
             return None
         try:
@@ -112,7 +114,7 @@ class AtomicFolder:
 
     @property
     def kept(self) -> bool:
-        """Whether there is something to continue from."""
+        """Whether a run can continue from saved progress."""
         return self.path.exists() and (self.state / PROGRESS).exists()
 
     def _release(self) -> None:
@@ -122,7 +124,7 @@ class AtomicFolder:
         os.close(self._locked)
 
     def commit(self) -> None:
-        """Replace `output` by what was written."""
+        """Replace `output` with what was written."""
         for file in self.path.iterdir():
             sync(file)
         sync(self.path)
@@ -144,14 +146,14 @@ class AtomicFolder:
 
 
 def clean_up(output: Path) -> None:
-    """Remove what a run left that was killed once `output` was complete, unless one is at work."""
+    """Remove the leftovers of a run killed after `output` was complete, unless a run is at work."""
     if output.with_name(output.name + LOCK).exists():
         with suppress(InputError), AtomicFolder(output, lambda: None):
             pass
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor of a locked file, made if there is none; None if another process has it."""
+    """Lock a file, created if missing; return its descriptor, None if another process has it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -161,14 +163,14 @@ def _lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
-        os.close(descriptor)  # of a run that has just ended and removed it
+        os.close(descriptor)  # the file was removed by a run that has just ended
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
-    """Return whether `output` already holds the preparation with this fingerprint, with all files.
+    """Return whether `output` already contains the preparation of this fingerprint, complete.
 
     Raises:
-        InputError: `output` holds it, but damaged, and must not be overwritten.
+        InputError: it is damaged, and `output` must not be overwritten.
     """
     manifest = _manifest_or_none(output)
     if manifest is None or manifest.fingerprint != fingerprint:
@@ -176,7 +178,7 @@ def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> boo
     damaged = _damaged_files(output, manifest.files)
     if damaged and not overwrite:
         raise InputError(
-            f"{output} is damaged: {', '.join(damaged)} missing or cut; give --overwrite"
+            f"{output} is damaged: {', '.join(damaged)} missing or truncated; give --overwrite"
         )
     return not damaged
 
@@ -193,8 +195,8 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
     """Check that a preparation may be written to `output`: it is absent, empty or replaceable.
 
     Raises:
-        InputError: it is not a folder, holds a preparation that must not be overwritten, or holds
-            other files.
+        InputError: `output` is not a folder, contains files that no preparation made, or contains a
+            preparation that must not be overwritten.
     """
     if not os.path.lexists(output):
         return
@@ -207,12 +209,12 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
     strangers = present - {MANIFEST_FILE} - set(manifest.files if manifest else ())
     if strangers:
         raise InputError(
-            f"output {output} holds {', '.join(sorted(strangers)[:3])}, which no preparation "
+            f"output {output} contains {', '.join(sorted(strangers)[:3])}, which no preparation "
             "made; give another folder"
         )
     if not overwrite:
         raise InputError(
-            f"output {output} already holds another preparation; give --overwrite to replace it"
+            f"output {output} already contains another preparation; give --overwrite to replace it"
         )
 
 

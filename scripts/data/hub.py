@@ -1,4 +1,4 @@
-"""Rows and tokenizers of the Hugging Face hub. Only here is `datasets` imported."""
+"""Rows and tokenizers of the Hugging Face hub; the only module that imports `datasets`."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer
 
 WAITS: Final = (2.0, 8.0, 32.0, 128.0)
-"""Seconds before a file of the hub is read again after an error."""
+"""Seconds to wait before each new attempt to read a file of the hub after an error."""
 Row = dict[str, object]
 
 
@@ -26,24 +26,24 @@ class HubInput:
     name: str
     config: str | None = None
     split: str = "train"
-    text_key: str | None = None  # field that holds the text; None: that of the options
+    text_key: str | None = None  # field of the text; None: the one in the options
     revision: str | None = None  # commit of the hub; None: the newest
-    file: tuple[int, int] | None = None  # (one, of how many) of its files, from 0; None: all
+    file: tuple[int, int] | None = None  # (index, number of files); None: all files
 
     @property
     def has_keys(self) -> bool:
-        """Whether its documents are fields of rows, as all of them are."""
+        """Whether documents are fields of rows: always true on the hub."""
         return True
 
     @property
     def identity(self) -> str:
-        """Its name, and the commit if that is known."""
+        """Name of the dataset, with its commit if known."""
         return str(self) if self.revision is None else f"{self} at {self.revision}"
 
     def files(self) -> list["HubInput"]:
-        """Return its files, in order, at the commit that is the newest now.
+        """Return one input for each file of the dataset, in order, at the newest commit.
 
-        Raises DataError if it cannot be opened.
+        Raises DataError if the dataset cannot be opened.
         """
         remote = not Path(self.name).exists()
         pinned = replace(self, revision=_newest(self.name) if remote else None)
@@ -51,10 +51,10 @@ class HubInput:
         return [replace(pinned, file=(number, count)) for number in range(count)]
 
     def rows(self) -> Iterator[Row]:
-        """Yield every row, streamed; nothing is downloaded as a whole.
+        """Yield every row as a stream; no file is downloaded whole.
 
-        After a failed read of a file of the hub it waits, and reads again what follows the last
-        row. Raises DataError if it cannot be opened or read.
+        After an error on the hub, wait and continue after the last row. Raises DataError if the
+        dataset cannot be opened or read.
         """
         waits = () if self.file is None or Path(self.name).exists() else WAITS
         done, left = 0, list(waits)
@@ -64,7 +64,7 @@ class HubInput:
                     yield row
                     done, left = done + 1, list(waits)
                 return
-            # datasets raises errors of many libraries: its own, OSError, HTTP errors, ValueError
+            # datasets raises its own errors, OSError, ValueError and the errors of HTTP libraries
             except Exception as error:
                 if not left and isinstance(error, DataError):
                     raise
@@ -73,7 +73,7 @@ class HubInput:
                     raise DataError(f"cannot read {self}: {first_line(error)} ({hint})") from None
                 wait = left.pop(0)
                 problem = first_line(error)
-                print(f"{self}: {problem}; reads again in {wait:.0f} s", file=sys.stderr)
+                print(f"{self}: {problem}; trying again in {wait:.0f} s", file=sys.stderr)
             time.sleep(wait)
 
     def _rows(self) -> Iterable[Row]:
@@ -89,8 +89,8 @@ class HubInput:
 
 
 def _stream(each: HubInput) -> Any:
-    """Return the rows of a whole dataset. Raises DataError if it cannot be opened."""
-    for path in Path(each.name).rglob("*"):  # nothing of a dataset of the hub
+    """Return the rows of a whole dataset. Raises DataError if the dataset cannot be opened."""
+    for path in Path(each.name).rglob("*"):  # empty for a dataset on the hub
         if is_pointer(path):
             raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     try:
@@ -103,9 +103,9 @@ def _stream(each: HubInput) -> Any:
 
 @lru_cache(maxsize=16)
 def _opened(name: str, config: str | None, split: str, revision: str | None) -> Any:
-    import datasets  # here: it takes seconds
+    import datasets  # imported here because it takes seconds
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what it would print is in its errors
+    datasets.logging.set_verbosity(logging.CRITICAL)  # its errors contain the same text
     return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
 
 
@@ -134,7 +134,7 @@ def parse_hub_input(source: str) -> HubInput:
 
 
 def hub_tokenizer(name: str) -> Path:
-    """Return the folder of a tokenizer on the Hugging Face hub, downloaded if it is not there yet.
+    """Return the folder of a tokenizer on the Hugging Face hub, downloaded if missing.
 
     Raises:
         DataError: it cannot be downloaded.
@@ -147,5 +147,5 @@ def hub_tokenizer(name: str) -> Path:
     except Exception as error:  # of many libraries, as above
         raise DataError(
             f"cannot download the tokenizer {name}: {first_line(error)} (give --tokenizer PATH, "
-            "or, if its owner asks for it, log in with `hf auth login`)"
+            "or, if the tokenizer is gated, log in with `hf auth login`)"
         ) from None

@@ -1,4 +1,4 @@
-"""The plan of a preparation and its fingerprint. Does not import torch."""
+"""The plan of a preparation and its fingerprint. This module does not import torch."""
 
 import hashlib
 import json
@@ -17,21 +17,21 @@ from training.data.hashes import file_sha256
 from training.errors import DataError
 
 TOKENIZER_BYTES = 1_000_000_000
-"""Characters to train a tokenizer on, shared equally by the sets."""
+"""Number of characters that a tokenizer trains on, an equal share from every set."""
 _EMPTY = hashlib.sha256().hexdigest()
-_METHOD = 1  # increase when the same inputs and options would give other tokens
+_METHOD = 1  # increase when a code change alters the tokens of the same inputs and options
 
 
 BLOCK: Final = 1024
-"""Consecutive documents of an input that one shard encodes, where inputs are cut."""
+"""Number of consecutive documents that one shard encodes, where inputs are divided."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """One of `count` shares of the work.
 
-    Inputs are dealt to the shards in turn. If they are `cut`, as there are fewer than shards, each
-    shard reads all of them and encodes its blocks of their documents.
+    Shards take whole inputs in turn. With fewer inputs than shards, the inputs are `cut`: every
+    shard reads all inputs and encodes every `count`-th block of documents.
     """
 
     number: int  # from 0
@@ -39,7 +39,7 @@ class Shard:
     cut: bool = False
 
     def owns(self, unit: int, document: int | None) -> bool:
-        """Return whether it encodes this document of input `unit`, or any document of it (None)."""
+        """Return whether it encodes this document of input `unit`; None asks for any document."""
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number
         return unit % self.count == self.number
@@ -50,7 +50,7 @@ class Shard:
 
 
 def shards_folder(output: Path) -> Path:
-    """Return the folder of all shards of a preparation."""
+    """Return the folder that contains the shards of a preparation."""
     return output.with_name(output.name + ".shards")
 
 
@@ -60,9 +60,9 @@ WHOLE: Final = Shard(0, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Inputs that are read in order.
+    """Inputs that are read one after another.
 
-    inputs    what is read
+    inputs    the inputs
     source    where that is, as given, for the manifest
     tokens    number of tokens after which no more is read; None: all is read
     held_out  whether it is for validation alone
@@ -78,8 +78,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class SetPlan:
-    """A set's documents: portions, of which that for validation is the last one, or else a
-    `fraction` of all is for validation."""
+    """A set's documents, in portions. Validation is the last portion, or a `fraction` of all."""
 
     name: str
     portions: list[Portion]
@@ -90,12 +89,12 @@ class SetPlan:
         return [each for portion in self.portions for each in portion.inputs]
 
     def with_hub_files(self) -> "SetPlan":
-        """Return it with each dataset of the hub as its files."""
+        """Return the plan with each dataset of the hub split into its files."""
         portions = [replace(each, inputs=_hub_files(each.inputs)) for each in self.portions]
         return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
-        """Return the sources of each set to write, by its name."""
+        """Return the sources of each set to write, by the set's name."""
         outputs: dict[str, list[str]] = {}
         for portion in self.portions:
             for name in self.outputs_of(portion):
@@ -103,7 +102,7 @@ class SetPlan:
         return outputs
 
     def outputs_of(self, portion: Portion) -> list[str]:
-        """Return the names of the sets that a portion's documents may go to."""
+        """Return the names of the sets that can get documents of a portion."""
         train, validation = f"{self.name}.train", f"{self.name}.validation"
         if portion.held_out:
             return [validation]
@@ -119,17 +118,18 @@ class Preparation:
     """Everything that determines the content of a prepared folder."""
 
     sets: list[SetPlan]
-    vocabulary: int | None = None  # size of the BPE to train, or
-    tokenizer: Path | None = None  # the tokenizer to use
+    vocabulary: int | None = None  # size of the BPE to train, unless
+    tokenizer: Path | None = None  # this is the tokenizer to use
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
-    allow_lossy: bool = False  # a tokenizer that gives documents back as another text
+    allow_lossy: bool = False  # accept a tokenizer that changes documents
 
     def check(self) -> list[str]:
         """Check the first documents of every input; return warnings.
 
         Raises:
-            DataError: one cannot be read, or its text is missing, no string or blank throughout.
+            DataError: an input cannot be read, or its text is missing, not a string or always
+                blank.
         """
         warnings = []
         for plan in self.sets:
@@ -158,9 +158,10 @@ class Preparation:
     def identities(
         self, shard: Shard = WHOLE, cached: Mapping[Input, str] | None = None
     ) -> list[str]:
-        """Return what identifies the content of each input, empty for one that `shard` never reads.
+        """Return the identity of each input's content; empty for inputs that `shard` does not read.
 
-        It is the sha256 of a file, and the name of a dataset. Those `known` are not read again.
+        A file is identified by its sha256, a dataset by its name. `cached` contains known
+        identities.
         """
         inputs, folders, cached = self.inputs(), dict[str, str](), cached or {}
         return [
@@ -169,7 +170,7 @@ class Preparation:
         ]
 
     def fingerprint(self, identities: list[str] | None = None) -> str:
-        """sha256 of the options and the `identities` of the inputs (default: of all of them)."""
+        """Return the sha256 of the options and of the inputs' identities (computed if None)."""
         tokenizer = self._tokenizer_files()
         left = iter(self.identities() if identities is None else identities)
         description = {
@@ -195,7 +196,7 @@ class Preparation:
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
     def with_hub_files(self) -> "Preparation":
-        """Return it with each dataset of the hub as its files, which can be read one by one."""
+        """Return the preparation with each dataset of the hub split into its files."""
         return replace(self, sets=[plan.with_hub_files() for plan in self.sets])
 
     def hub_identities(self) -> list[str]:
@@ -203,11 +204,11 @@ class Preparation:
         return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number` of `count`, from 0; inputs are cut if there are fewer of them."""
+        """Return shard `number` (from 0) of `count`; fewer than `count` inputs are cut."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:
-        """Return a warning if inputs have the same content, [] if all differ."""
+        """Return a warning if inputs have equal contents, [] if all contents differ."""
         inputs = (
             (f"{plan.name}.{'validation' if portion.held_out else 'train'}", each)
             for plan in self.sets
@@ -224,7 +225,7 @@ class Preparation:
         (one, first), *_, (other, last) = max(repeated, key=lambda same: len({n for n, _ in same}))
         count = counted(len(repeated), "input")
         example = f"{one} ({first}) and {other} ({last})"
-        return [f"the same text is read more than once: {count}, such as {example}"]
+        return [f"inputs with the same text: {count}, for example {example}"]
 
     def _tokenizer_files(self) -> list[Path]:
         if self.tokenizer is None:
@@ -245,8 +246,8 @@ def _hub_files(inputs: list[Input]) -> list[Input]:
 def is_validation(index: int, fraction: Fraction) -> bool:
     """Return whether document `index` of a set is held out.
 
-    Held-out documents are evenly spaced: n * fraction, rounded, of the first n. The choice does
-    not depend on later documents.
+    Held-out documents are evenly spaced: of the first n documents, round(n * fraction) are held
+    out. The choice does not depend on later documents.
     """
     half = Fraction(1, 2)
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
@@ -261,9 +262,9 @@ def _described(plan: SetPlan, identities: Iterator[str], *, held_out: bool) -> l
 
 
 def _identity(each: Input, folders: dict[str, str]) -> str:
-    """The content of a file, or the name of a dataset, with its content if it is a local folder.
+    """Return the hash of a file, or the name of a dataset with the hashes of its local files.
 
-    `folders` keeps the contents of folders.
+    `folders` caches the hashes of local folders.
     """
     if isinstance(each, FileInput):
         return file_sha256(each.path)

@@ -1,7 +1,7 @@
 """Write a preparation: tokenizer, token sets and manifest, in one atomic folder.
 
-It goes on after a kill, and may be divided: `prepare_shard` encodes one share of the documents, and
-`prepare` takes what shards have encoded.
+A preparation continues after a kill and can be divided: `prepare_shard` encodes one share of the
+documents, and `prepare` joins the shards.
 """
 
 import sys
@@ -56,8 +56,9 @@ from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerE
 from training.errors import DataError, InputError
 
 MARGIN = 1.1
-"""What each shard encodes of a portion with a number of tokens, in shares of it: shards' shares
-differ, and what is missing is encoded while they are joined."""
+"""What a shard encodes of a portion with limited tokens, relative to an equal share.
+
+Shards produce different numbers of tokens, and the join encodes what is missing."""
 
 
 def prepare(
@@ -70,13 +71,13 @@ def prepare(
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
-    An interrupted run continues, and finished shards are joined and deleted.
+    An interrupted run continues. Finished shards are joined and deleted.
 
     Raises:
-        DataError: an input cannot be used, gives no documents, or is not what its
-            entry of `identities` says. `output` is as before.
-        InputError: `output` must not be replaced, as `check_replaceable` says; or a shard is
-            missing or another's.
+        DataError: an input cannot be used, contains no documents, or differs from its entry of
+            `identities`. `output` is unchanged.
+        InputError: `output` must not be replaced (see `check_replaceable`); or a shard is missing,
+            or belongs to another preparation.
     """
     fingerprint = preparation.fingerprint(identities)
     given, preparation = preparation, preparation.with_hub_files()
@@ -84,7 +85,7 @@ def prepare(
     shards = None
     if has_shards(output):
         shards = Shards(preparation, output, identities)
-        print(f"joins {counted(len(shards.folders), 'shard')} of {shards_folder(output)}")
+        print(f"joining {counted(len(shards.folders), 'shard')} of {shards_folder(output)}")
     key = " ".join([fingerprint, *preparation.hub_identities()])
     check = partial(check_replaceable, output, overwrite)
     with AtomicFolder(output, check, key) as folder, Workers(workers) as pool:
@@ -118,11 +119,11 @@ def prepare(
 def prepare_shard(
     preparation: Preparation, output: Path, shard: Shard, *, workers: int, overwrite: bool
 ) -> ShardEntry:
-    """Encode the documents of one shard of a preparation, and return what its folder holds.
+    """Encode the documents of one shard of a preparation, and return the entry of its folder.
 
     Raises:
-        DataError: as `prepare`.
-        InputError: the folder holds a shard of another preparation.
+        DataError: see `prepare`.
+        InputError: the folder contains a shard of another preparation.
     """
     preparation = preparation.with_hub_files()
     shard = preparation.shard(shard.number, shard.count)
@@ -156,12 +157,11 @@ def _begin(
     shard: Shard = WHOLE,
     shards: Shards | None = None,
 ) -> tuple["Pipeline", PreparedTokenizer]:
-    """Return the pipeline of a preparation, from where an interrupted run was, and the tokenizer,
-    which is in the folder then."""
+    """Write the tokenizer; return it with the pipeline, which continues an interrupted run."""
     progress, saver = read_progress(folder.progress), Saver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
-        print(f"goes on after {counted(documents, 'document')} in {folder.path}")
+        print(f"continuing after {counted(documents, 'document')} in {folder.path}")
     tokenizer = _prepare_tokenizer(
         preparation, folder.path, folder.path if shards is None else shards.folders[0]
     )
@@ -180,12 +180,12 @@ def _check_unchanged(now: str, before: str) -> None:
 def _check_free(target: Path, overwrite: bool) -> None:
     if target.exists() and not overwrite:
         raise InputError(
-            f"{target} is of other inputs or options than this command; give --overwrite"
+            f"{target} was made from other inputs or options; give --overwrite to replace it"
         )
 
 
 def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
-    """Write the tokenizer to `folder`; one that was trained before is in the folder `trained`."""
+    """Write the tokenizer to `folder`; one trained before is copied from the folder `trained`."""
     if preparation.tokenizer is not None:
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
     elif (trained / TOKENIZER_FILE).exists():
@@ -201,15 +201,15 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
 
 
 def progress_of(stage: str) -> Any:
-    """Return a bar of a stage's bytes of text on stderr, in a file a line every half minute."""
+    """Return a progress bar of a stage's bytes on stderr; in a file, one line every half minute."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(desc=stage, unit="B", unit_scale=True, mininterval=every)
 
 
 def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
-    """Yield the first training documents of every set, an equal share of `TOKENIZER_BYTES` each.
+    """Yield the first training documents of every set, up to an equal share of `TOKENIZER_BYTES`.
 
-    Raises DataError for a set that has none.
+    Raises DataError for a set without training documents.
     """
     share = TOKENIZER_BYTES // len(preparation.sets)
     for plan in preparation.sets:
@@ -232,13 +232,13 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The way of documents from the inputs to files: read, encode, compare, count.
+    """The path of documents from inputs to files: read, encode, check, count.
 
-    preparation  whose documents they are, those of `shard` alone
-    folder       where files are written
-    progress     how far it is, which `saver` saves
-    encoder      run by `pool`
-    shards       which have encoded documents before
+    preparation  the preparation; only documents of `shard` are processed
+    folder       the folder to write to
+    progress     the position and counts, which `saver` saves
+    encoder      what `pool` runs
+    shards       shards that contain encoded documents, None without shards
     """
 
     preparation: Preparation
@@ -251,7 +251,7 @@ class Pipeline:
     shards: Shards | None
 
     def portions(self) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the portions that are left, each with the number of its first input."""
+        """Yield the remaining portions, each with the number of its first input."""
         yield from self.progress.portions(self.preparation)
         for name, decoded in self.progress.decoded.items():
             decoded.check(name, allowed=self.preparation.allow_lossy, final=True)
@@ -261,10 +261,10 @@ class Pipeline:
     def documents(
         self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
-        """Yield the documents of a portion that are left: input, tokens and bytes of each.
+        """Yield (input, tokens, bytes) of the remaining documents of a portion.
 
-        The progress is saved, with the `files` to which they are added, once all of a chunk are.
-        Raises DataError if the tokenizer gives too many of them back as another text.
+        After each chunk the progress is saved, with the `files` to which its documents were added.
+        Raises DataError if the tokenizer changes the text of too many documents.
         """
         progress = self.progress
         decoded = progress.decoded.setdefault(plan.name, RoundTrip())
@@ -283,7 +283,7 @@ class Pipeline:
     def _chunks(
         self, inputs: list[Input], first: int, start: Position
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield documents of inputs, numbered from `first` on, each with the position after it."""
+        """Yield documents and the position after each; `first` is the number of the first input."""
         if self.shards is None:
             yield from self._encoded(inputs, first, start)
             return
@@ -345,20 +345,20 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
 
 
 def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
-    """Raise DataError if the fraction of a set's documents that validation gets is none."""
+    """Raise DataError if the fraction for validation is so small that no document is held out."""
     if not plan.fraction or writers[f"{plan.name}.validation"].written.documents:
         return
     count = writers[f"{plan.name}.train"].written.documents
     more = f"give at least 1/{2 * count}, or " if count > 1 else ""
     raise DataError(
         f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} holds "
-        f"out none of {counted(count, 'document')}; {more}cut .txt and .md files into more "
-        "documents by a smaller --document-bytes"
+        f"out none of {counted(count, 'document')}; {more}split .txt and .md files into more "
+        "documents with a smaller --document-bytes"
     )
 
 
 def _write_shard(pipeline: Pipeline) -> None:
-    """Write the documents of one shard; `progress` says afterwards which they are."""
+    """Write the documents of one shard, and count them by input in `progress.parts`."""
     progress, folder, shard = pipeline.progress, pipeline.folder.path, pipeline.shard
     written, dtype = progress.file("shard"), pipeline.encoder.dtype
 
@@ -389,6 +389,6 @@ def _say_if_short(portion: Portion, tokens: int) -> None:
     if portion.tokens is not None and tokens < portion.tokens:
         print(
             f"{', '.join(map(str, portion.inputs))}: {tokens:,} tokens instead of "
-            f"{portion.tokens:,}: there are no more",
+            f"{portion.tokens:,}: the inputs contain no more",
             file=sys.stderr,
         )

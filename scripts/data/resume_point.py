@@ -1,4 +1,4 @@
-"""How far a preparation has come, as an interrupted run leaves it on the disk."""
+"""The progress of a preparation, as saved for the continuation of an interrupted run."""
 
 import time
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from scripts.data.set_writer import DocumentFile, Written
 from scripts.data.sources import Position
 
 SECONDS: Final = 5.0
-"""Time between saves, the most that is done again after a kill."""
+"""Time between saves; at most this much work is repeated after a kill."""
 
 
 @dataclass
 class Progress:
-    """A place in the portions of a preparation, and what was written up to there.
+    """A position in the portions of a preparation, and the counts up to that position.
 
     set, portion  being read
     input         of the portion, and `document` of the input, that come next
@@ -46,7 +46,7 @@ class Progress:
     left: list[list[int]] = field(default_factory=list)
 
     def file(self, name: str) -> Written:
-        """Return what is written of a file of documents, which counts on from there."""
+        """Return the counts of a file of documents; the writer updates them in place."""
         return self.written.setdefault(name, Written())
 
     @property
@@ -55,9 +55,9 @@ class Progress:
         return Position(self.input, self.document)
 
     def portions(self, preparation: Preparation) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the portions that are left, each with the number of its first input.
+        """Yield the remaining portions, each with the number of its first input.
 
-        What counts within a portion is set back when the next begins.
+        Counters of a portion are reset when the next portion begins.
         """
         first = 0
         for number, plan in enumerate(preparation.sets):
@@ -72,7 +72,7 @@ class Progress:
 
 
 def read_progress(saved: Any) -> Progress:
-    """Return what `Saver` saved, or the beginning if that is None."""
+    """Return the progress that `Saver` saved; a new one for None."""
     if saved is None:
         return Progress()
     written = {name: Written(**values) for name, values in saved["written"].items()}
@@ -81,14 +81,14 @@ def read_progress(saved: Any) -> Progress:
 
 
 class Saver:
-    """Saves the progress every few seconds, after what it counts has come to the disk."""
+    """Saves the progress every few seconds, after flushing the counted files to the disk."""
 
     def __init__(self, folder: AtomicFolder) -> None:
         self._folder = folder
         self._saved = time.monotonic()
 
     def save(self, progress: Progress, *files: DocumentFile) -> None:
-        """Save it if it is time."""
+        """Save the progress if the last save is `SECONDS` ago."""
         if time.monotonic() < self._saved + SECONDS:
             return
         for file in files:

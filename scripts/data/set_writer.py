@@ -1,4 +1,4 @@
-"""Write documents, one after the other, as a Megatron .bin/.idx pair."""
+"""Write documents one by one as a Megatron .bin/.idx pair."""
 
 import os
 import struct
@@ -15,23 +15,23 @@ from training.data.manifest import SetEntry
 from training.errors import DataError
 
 RECORD: Final = np.dtype([("tokens", "<i4"), ("bytes", "<i8")])
-"""What is kept of a document besides its tokens: their number, and the size of its text."""
+"""The record of a document: its number of tokens and the size of its text."""
 _PACK: Final = struct.Struct("<iq").pack
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The integer type for token ids: uint16 below 65,500 tokens, as in Megatron, else int32."""
+    """Return the type of token ids: uint16 below 65,500 tokens, as in Megatron, else int32."""
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
 def no_documents(name: str, source: list[str]) -> DataError:
-    """Return the error of a set that would be empty."""
-    return DataError(f"set {name} would be empty: {', '.join(source)} gives it no documents")
+    """Return the error for a set that would be empty."""
+    return DataError(f"set {name} would be empty: {', '.join(source)} contains no documents")
 
 
 @dataclass
 class Written:
-    """How much a file of documents holds."""
+    """The size of a file of documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -40,13 +40,13 @@ class Written:
 
 
 class DocumentFile:
-    """Appends documents to a file of tokens, and a record of each to a second file.
+    """Appends the tokens of documents to a file, and their records to a second file.
 
     Args:
         tokens: the path of the tokens.
         records: the path of the records.
-        dtype: of a token.
-        written: what the files hold of an interrupted run; what they hold beyond it is cut off.
+        dtype: the type of a token.
+        written: what an interrupted run wrote; the files are truncated to it.
     """
 
     def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
@@ -66,7 +66,7 @@ class DocumentFile:
         written.max_token = max(written.max_token, int(tokens.max()))
 
     def sync(self) -> None:
-        """Bring what was added to the disk."""
+        """Flush what was added to the disk."""
         for file in (self._tokens, self._records):
             file.flush()
             os.fsync(file.fileno())
@@ -78,7 +78,7 @@ class DocumentFile:
 
 
 def _opened(path: Path, size: int) -> BinaryIO:
-    """Open a file to append to it after its first `size` bytes."""
+    """Truncate a file to `size` bytes and open it for appending."""
     path.touch()
     if path.stat().st_size < size:
         raise DataError(f"{path} has lost bytes: it must have {size}, got {path.stat().st_size}")
@@ -87,7 +87,7 @@ def _opened(path: Path, size: int) -> BinaryIO:
 
 
 def read_records(path: Path, first: int, count: int) -> Any:
-    """Return `count` records of a file of documents from `first` on, `[count]`."""
+    """Return records `[count]` of a file of documents, beginning with record `first`."""
     return np.fromfile(path, RECORD, count, offset=first * RECORD.itemsize)
 
 
@@ -95,12 +95,12 @@ class SetWriter(DocumentFile):
     """Writes a set to FOLDER/NAME.bin; `finish` writes the index.
 
     Args:
-        folder: of the set.
+        folder: the folder of the set.
         state: the folder of its records.
-        name: of the set.
-        dtype: of a token.
-        source: where its documents come from, as given.
-        written: by an interrupted run.
+        name: the name of the set.
+        dtype: the type of a token.
+        source: the sources of its documents, as given.
+        written: what an interrupted run wrote.
     """
 
     def __init__(

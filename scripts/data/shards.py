@@ -1,7 +1,7 @@
-"""Shards of a preparation: encoded documents, which one process joins to sets.
+"""Shards of a preparation: encoded documents, which one process joins into sets.
 
-OUTPUT.shards/K-of-N/ holds `tokens.bin`, `documents` (a record for each), the tokenizer, and
-`shard.json`, which says how many documents of which input they are.
+OUTPUT.shards/K-of-N/ contains `tokens.bin`, `documents` (one record per document), the tokenizer,
+and `shard.json` with the number of documents of each input.
 """
 
 import json
@@ -31,7 +31,7 @@ _NAME: Final = re.compile(r"(\d+)-of-(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """What a shard's folder holds.
+    """The contents of a shard's folder.
 
     key     of the preparation, with the content of the inputs that the shard reads
     dtype   of a token
@@ -47,7 +47,7 @@ class ShardEntry:
     sha256: dict[str, str] = field(default_factory=dict)  # earlier versions wrote none
 
     def write(self, folder: Path) -> None:
-        """Write it to a shard's folder."""
+        """Write the entry to a shard's folder."""
         (folder / SHARD_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
@@ -57,16 +57,16 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
-    """Return what must be equal for a shard to be part of the preparation.
+    """Return a key that is equal if a shard belongs to the preparation.
 
-    `identities` are those of the inputs; those of inputs that are not the shard's do not count.
+    `identities` identify all inputs; only those that the shard reads enter the key.
     """
     kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
     return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"
 
 
 def read_entry(folder: Path) -> ShardEntry | None:
-    """Return the entry of a shard that is finished, else None."""
+    """Return the entry of a finished shard, else None."""
     try:
         return ShardEntry(**read_json(folder / SHARD_FILE))
     except FileNotFoundError:
@@ -75,21 +75,21 @@ def read_entry(folder: Path) -> ShardEntry | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """Documents of one input in a shard's files, from `document` and `token` on."""
+    """Documents of one input in a shard's files, beginning at `document` and `token`."""
 
     folder: Path
     dtype: str
     document: int
     token: int
     documents: int
-    finished: bool  # whether there are no more that are the shard's
+    finished: bool  # whether the shard's documents of the input are complete
 
     def records(self, first: int, size: int) -> Any:
-        """Return the records of `size` documents from `first` on."""
+        """Return the records of `size` documents, beginning with document `first`."""
         return read_records(self.folder / RECORDS_FILE, self.document + first, size)
 
     def tokens(self, first: int, size: int) -> NDArray[np.integer]:
-        """Return `size` tokens from `first` on."""
+        """Return `size` tokens, beginning with token `first`."""
         offset = (self.token + first) * np.dtype(self.dtype).itemsize
         return np.fromfile(self.folder / TOKENS_FILE, self.dtype, size, offset=offset)
 
@@ -98,7 +98,7 @@ class Shards:
     """All shards of a preparation, read as the documents of its inputs.
 
     Raises:
-        InputError: a shard is missing, or is of another preparation.
+        InputError: a shard is missing or belongs to another preparation.
         DataError: the shards have different tokenizers, or one is damaged.
     """
 
@@ -106,7 +106,9 @@ class Shards:
         counts = {int(match[2]) for match in _names(output)}
         home = shards_folder(output)
         if len(counts) != 1:
-            raise InputError(f"{home} must hold shards of one number, got {sorted(counts)}")
+            raise InputError(
+                f"{home} must contain shards of one N (--shard K/N), got {sorted(counts)}"
+            )
         self._shards = [preparation.shard(i, max(counts)) for i in range(max(counts))]
         self.folders = [shard.folder(output) for shard in self._shards]
         entries = [read_entry(folder) for folder in self.folders]
@@ -117,7 +119,7 @@ class Shards:
         ]
         if missing:
             raise InputError(
-                f"{home} lacks {', '.join(missing)}: prepare them with --shard "
+                f"{home} lacks {', '.join(missing)}: prepare missing shards with --shard "
                 f"{missing[0].replace('-of-', '/')}, or delete the folder to go without shards"
             )
         self._parts: list[dict[int, _Part]] = []
@@ -125,27 +127,30 @@ class Shards:
             assert entry is not None
             if entry.key != shard_key(preparation, shard, identities):
                 raise InputError(
-                    f"{folder} is of other inputs or options than this command: prepare it again "
+                    f"{folder} was made from other inputs or options: prepare it again "
                     "with --overwrite, or delete it"
                 )
             self._parts.append(_parts(folder, entry, shard, len(identities)))
         tokenizers = {file_sha256(folder / TOKENIZER_FILE) for folder in self.folders}
         if len(tokenizers) != 1:
-            raise DataError(f"the shards in {home} have {len(tokenizers)} different tokenizers")
+            raise DataError(
+                f"the shards in {home} must have the same tokenizer, got {len(tokenizers)}: "
+                "prepare them again with --overwrite"
+            )
 
     def documents(
         self, unit: int, number: int, skip: int
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
-        """Yield documents of input `unit` after the first `skip`, with positions in input `number`.
+        """Yield documents of input `unit` after the first `skip`; positions are in input `number`.
 
-        Returns how many of the first are in the shards, or None for all of them.
+        Returns how many of the first documents are in the shards; None if all are.
         """
         parts = [
             documents[unit]
             for shard, documents in zip(self._shards, self._parts, strict=True)
             if shard.owns(unit, None)
         ]
-        read = [0] * len(parts)  # tokens of each
+        read = [0] * len(parts)  # tokens read from each part
         done = 0
         for block in count():
             turn, first = block % len(parts), block // len(parts) * BLOCK
@@ -172,7 +177,7 @@ class Shards:
 
 
 def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[int, _Part]:
-    """Return the parts of the inputs that are a shard's."""
+    """Return the shard's part of each input."""
     parts, document, token = {}, 0, 0
     left = {unit for first, end in entry.left for unit in range(first, end)}
     for unit in range(units):
@@ -185,17 +190,19 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
     if size != token * np.dtype(entry.dtype).itemsize or (folder / RECORDS_FILE).stat().st_size != (
         document * RECORD.itemsize
     ):
-        raise DataError(f"{folder} is damaged: the sizes of its files are wrong")
+        raise DataError(
+            f"{folder} is damaged: its files have wrong sizes; delete it and prepare it again"
+        )
     if entry.sha256 != hashes(folder):
         raise DataError(
-            f"{folder} is damaged, or is of an earlier version: its files lack the sha256 that "
+            f"{folder} is damaged or of an earlier version: its files do not have the sha256 that "
             f"{SHARD_FILE} states; delete it and prepare it again"
         )
     return parts
 
 
 def has_shards(output: Path) -> bool:
-    """Return whether there are finished or unfinished shards of a preparation."""
+    """Return whether a preparation has shards, finished or not."""
     return bool(_names(output))
 
 

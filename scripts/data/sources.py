@@ -24,9 +24,9 @@ REMEDY: Final = "link other plain text under a name with .txt; hf:FOLDER reads C
 SHARD_FILE: Final = "shard.json"
 """Name of the file that describes a shard of a preparation."""
 LOCK: Final = ".preparing.lock"
-"""End of the name of the file by which a preparation tells others that it is at work."""
+"""Suffix of the file that a preparation locks while it works."""
 DESCRIPTIONS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Names of files that `datasets` writes about a dataset; they have no rows."""
+"""Names of files in which `datasets` describes a dataset; they contain no rows."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class FileInput:
     """One file of documents, whose name matches `NAMES`."""
 
     path: Path
-    text_key: str | None = None  # field that holds the text; None: that of the options
+    text_key: str | None = None  # field of the text; None: the one in the options
 
     @property
     def kind(self) -> str:
-        """Its suffix before that of a compression; `.jsonl` for all files of a row a line."""
+        """The suffix before a compression's; `.jsonl` for every format with one row per line."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
         kind = match["kind"] or ".parquet"
@@ -46,7 +46,7 @@ class FileInput:
 
     @property
     def has_keys(self) -> bool:
-        """Whether its documents are fields of rows."""
+        """Whether documents are fields of rows."""
         return self.kind in (".jsonl", ".parquet")
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ Input = FileInput | HubInput
 
 
 class Position(NamedTuple):
-    """How far inputs have been read: an input, and how many of its documents."""
+    """A position in inputs: the number of an input, and how many of its documents were read."""
 
     input: int = 0
     document: int = 0
@@ -65,7 +65,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The inputs of a source, and the files of its folder that are none."""
+    """The inputs of a source, and the files of its folder that are ignored."""
 
     inputs: list[Input] = field(default_factory=list)
     ignored: list[Path] = field(default_factory=list)
@@ -79,31 +79,34 @@ class Listing:
         return f"reads {text}"
 
     def mixture(self) -> str | None:
-        """Return a warning if files of rows and of text mix, as a README next to its data does."""
+        """Return a warning if files of rows and of text are mixed, such as data and a README."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
         if not text or len(text) == len(files):
             return None
         names = ", ".join(path.name for path in text[:3])
         return (
-            f"files of rows and {len(text):,} of plain text ({names}) mix: the text is read as "
+            f"files of rows are mixed with {len(text):,} of text ({names}): the text is read as "
             "documents; leave it out with a quoted glob, such as 'FOLDER/**/*.parquet'"
         )
 
 
 def find_inputs(source: str, text_key: str | None = None) -> Listing:
-    """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`, files in sorted order.
+    """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`; files are sorted.
 
     A folder stands for all files below it with a known suffix. Names that begin with a dot are
-    skipped, links to folders are not followed, and prepared folders are not read. Files whose
-    documents are fields of rows have their text under `text_key` if it is given.
+    skipped, links to folders are not followed, and prepared folders are not read. `text_key` is the
+    field of the text in files of rows.
 
     Raises:
-        DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
+        DataError: nothing is found, a file has an unknown suffix, or `text_key` is given and no
+            file contains rows.
     """
     inputs = Listing([parse_hub_input(source)]) if source.startswith("hf:") else _listing(source)
     if text_key is not None and not any(each.has_keys for each in inputs.inputs):
-        raise DataError(f"key {text_key}: no file of {source} has keys")
+        raise DataError(
+            f"key {text_key} requires files of rows, {source} has none: leave the key out"
+        )
     keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in inputs.inputs]
     return replace(inputs, inputs=keyed)
 
@@ -115,7 +118,7 @@ def _listing(source: str) -> Listing:
     matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
     paths = sorted(match for match in matches if match.is_file())
     if not paths:
-        raise DataError(f"no file, folder or pattern {source}")
+        raise DataError(f"no file or folder {source}, and no file matches it as a pattern")
     for each in paths:
         if NAMES.fullmatch(each.name) is None:
             raise DataError(f"unknown suffix of {each}: known are {SUFFIXES}; {REMEDY}")
@@ -136,9 +139,8 @@ def _in_folder(folder: Path) -> Listing:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return the files below a folder, its links to folders and the folders that a preparation
-    wrote, without names that begin with a dot. Raises OSError for a folder that cannot be listed,
-    DataError for a link that leads nowhere.
+    """Return the files, links to folders and prepared folders below a folder, without hidden names.
+    Raises OSError for a folder that cannot be listed, DataError for a broken link.
     """
 
     def fail(error: OSError) -> None:
@@ -154,13 +156,13 @@ def _visible(folder: Path) -> list[Path]:
         paths += [Path(parent, name) for name in [*links, *prepared, *names]]
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path} is a link that leads nowhere: fetch its file or delete it")
+            raise DataError(f"{path} is a broken link: fetch its file or delete it")
     return sorted(paths)
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Return whether a preparation wrote a folder or is writing it, so that it is no input."""
-    from training.data.manifest import read_manifest  # here: it imports torch
+    """Return whether a preparation wrote a folder or is writing it; such folders are no inputs."""
+    from training.data.manifest import read_manifest  # imported here because it imports torch
 
     for end in (".preparing", ".preparing.state", ".replaced"):
         lock = folder.with_name(folder.name.removesuffix(end) + LOCK)
@@ -182,7 +184,7 @@ def _has_documents(path: Path) -> bool:
 
 
 def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
-    """Raise DataError for a folder that `save_to_disk` of `datasets` wrote."""
+    """Raise DataError for a folder written by `save_to_disk` of `datasets`."""
     for path in paths:
         if path.name == "dataset_dict.json" or (
             path.name == "state.json" and any(path.parent.glob("*.arrow"))
@@ -197,7 +199,7 @@ def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
 
 
 def _by_suffix(paths: Iterable[Path]) -> str:
-    """Return how many files have each suffix, the most frequent first: `3 .jsonl.gz, 1 .md`."""
+    """Return the number of files by suffix, most frequent first: `3 .jsonl.gz, 1 .md`."""
     counts = Counter(_suffix(path) for path in paths)
     return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
 

@@ -1,5 +1,4 @@
-"""Tasks in files of examples: lm-eval's description of them, and the trainer's scores of a
-checkpoint."""
+"""Tasks in files of examples: their descriptions for lm-eval, and a checkpoint's scores on them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ metric_list:
   - {{metric: acc_norm}}
 metadata: {{version: 1.0}}
 """
-"""lm-eval's task of a file."""
+"""lm-eval's description of the task in one file."""
 
 PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
     None: None,
@@ -35,9 +34,9 @@ PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
 
 
 def named_files(names: Sequence[str]) -> dict[str, str]:
-    """Return, of names of tasks, those that are files, by the name that their task has.
+    """Return the files among the names of tasks, by the name of the file's task.
 
-    Raises InputError for two of one name, DataError for a file that is not a task.
+    Raises InputError if two files have one name, DataError for a file that is not a task.
     """
     files: dict[str, str] = {}
     for name in (name for name in names if name.endswith(SUFFIX)):
@@ -50,7 +49,7 @@ def named_files(names: Sequence[str]) -> dict[str, str]:
 
 
 def write_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
-    """Write lm-eval's task of each file, by name, to `folder`; return the names."""
+    """Write lm-eval's description of each file's task to `folder`; return the tasks' names."""
     for name, file in files.items():
         path = json.dumps(str(Path(file).resolve()))
         text = TASK.format(name=json.dumps(name), file=path)
@@ -61,15 +60,15 @@ def write_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
 def score_checkpoint(
     source: Path, files: Mapping[str, str], dtype: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task, by name, of a run's newest checkpoint or of a step folder,
-    as `scripts.evaluation.harness.rows` reads them, by the trainer's own forward in one process.
+    """Score a run's newest checkpoint, or a step folder, with the trainer's forward pass in one
+    process. Return the metrics by task, in the form that `scripts.evaluation.harness.rows` reads.
 
-    `dtype` is float32 or bfloat16, None for that of the run. Raises InputError for another one, and
+    `dtype` is float32, bfloat16, or None for the run's type. Raises InputError for another type, or
     for a tokenizer that is not the run's; BrokenCheckpointError for a damaged checkpoint.
     """
     if dtype not in PRECISIONS:
         raise InputError(f"--dtype of a run must be float32 or bfloat16, got {dtype}")
-    from models.engine import import_engine  # here: these take seconds
+    from models.engine import import_engine  # imported here because these take seconds
 
     import_engine()
     from parallel.comm import groups
@@ -120,7 +119,7 @@ def score_checkpoint(
         )
     finally:
         groups.shutdown()
-    assert scores is not None  # nothing stops it
+    assert scores is not None  # never stopped early
     return {
         name: {f"{key},none": scores[f"task/{name}/{key}"] for key in ("acc", "acc_norm")}
         for name in files

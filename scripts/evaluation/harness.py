@@ -1,4 +1,4 @@
-"""Run lm-eval in its own environment, on sets of tasks, and read what it writes."""
+"""Run lm-eval on sets of tasks in its own environment, and read its results."""
 
 import math
 import os
@@ -14,8 +14,8 @@ from training.json_file import read_json
 from training.report.table import markdown_table
 
 TaskSet = Mapping[str, tuple[str, ...]]
-"""Tasks that a paper reports together, each with its metrics, the accuracy first: what the paper's
-mean is over."""
+"""Tasks that a paper reports together, with the metrics of each; the paper's mean is over the first
+metric, an accuracy."""
 
 TASK_SETS: Final[Mapping[str, TaskSet]] = {
     "pc_paper": {
@@ -40,20 +40,20 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
         "boolq": ("acc",),
     },
 }
-"""By name: the PC paper's table 3 (section 4.2), and the SSO paper's tables of its dense and its
-mixture model, which say plain accuracy and not how many examples were shown."""
+"""Sets by name: the PC paper's table 3 (section 4.2), and the SSO paper's tables of its dense and
+its mixture model. The SSO tables state plain accuracy, and no number of examples in the prompt."""
 
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
 
 STANDARD_ERROR = "_standard_error"
-"""What the name of a local metric's standard error ends with: lm-eval computes none of these."""
+"""Suffix of local metrics that are standard errors, which lm-eval does not compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One evaluation: the model folder, lm-eval's names of the tasks, and how to run them.
+    """One evaluation: the model folder, the tasks by lm-eval's names, and the settings.
 
     options   of lm-eval's own, which come last
     """
@@ -69,8 +69,7 @@ class Run:
     def command(self) -> list[str]:
         """Return the command line.
 
-        lm-eval splits its model's settings at commas: raises InputError for a path or an end token
-        that would become another setting.
+        Raises InputError for a path or an end token with a comma, at which lm-eval would split it.
         """
         if "," in str(self.model):
             raise InputError(
@@ -80,7 +79,7 @@ class Run:
         end = end_token(self.model)
         if end is not None:  # the token before each document in training
             settings.append(f"prefix_token_id={end}")
-        # -P: not a module of this name in the working directory
+        # -P: ignore a module of this name in the working directory
         command = [str(self.python), "-P", "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
         command += ["--output_path", str(self.output), "--batch_size", "8"]
@@ -103,8 +102,8 @@ def end_token(folder: Path) -> int | None:
 def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     """Run lm-eval and return its JSON: `results` by task, `versions`, `config`.
 
-    Raises InputError if it is not installed, ends without results, or if another one wrote its own
-    to the same folder.
+    Raises InputError if lm-eval is not installed, ends without results, or another evaluation wrote
+    results to the same folder.
     """
     if not run.python.exists():
         raise InputError(f"no {run.python}: create lm-eval's environment with\n    {INSTALL}")
@@ -115,7 +114,9 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     done = subprocess.run(run.command(), env=environment)
     files = sorted({*run.output.rglob("results_*.json")} - before)
     if done.returncode or not files:
-        raise InputError(f"lm-eval exited with code {done.returncode} and wrote no results")
+        raise InputError(
+            f"lm-eval exited with code {done.returncode} and wrote no results: see its output"
+        )
     if len(files) > 1:
         raise InputError(
             f"another evaluation wrote to {run.output} meanwhile: {files[0].name} and "
@@ -127,7 +128,7 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     task: str
     metric: str
@@ -136,7 +137,7 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
-    """Return the lines of each task: the headline metrics of its set, else every metric."""
+    """Return the rows of each task: the metrics of its set, or every metric outside a set."""
     lines = []
     for task, values in results.items():
         there = [key.removesuffix(",none") for key in values if key.endswith(",none")]
@@ -152,7 +153,7 @@ def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ())
 
 
 def table(lines: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> str:
-    """The Markdown table, with the mean accuracy of each set all of whose tasks are there."""
+    """Return the table in Markdown, with the mean accuracy of each set whose tasks are complete."""
     cells = []
     for row in lines:
         error = "" if row.error is None else f"{row.error:.4f}"

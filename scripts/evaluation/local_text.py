@@ -1,10 +1,10 @@
-"""lm-eval tasks over a run's own validation sets, which need no network.
+"""lm-eval tasks over a run's own validation sets, which run without a network.
 
-The training loop evaluates windows of the token stream. A task holds the text of the same windows,
-from the stream's second token on, as documents of successive windows: lm-eval then splits them
-where the loop does, and bits per byte agree except for the first token of each document. The
-documents are the samples of the standard error. With `data.document_mask` they are the set's own,
-which the loop cuts at the ends of windows.
+The training loop evaluates windows of the token stream. A task contains the text of the same
+windows, beginning with the stream's second token; each document is several consecutive windows.
+lm-eval therefore splits the text where the loop does, and bits per byte agree except for the first
+token of each document. The standard error is computed over documents. With `data.document_mask` the
+documents are those of the set, which the loop cuts at the ends of windows.
 """
 
 import json
@@ -28,10 +28,11 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Documents of a task: enough for an error to an eighth of itself, and few first tokens."""
+"""Number of documents of a task: the standard error is known to an eighth, and few tokens are
+the first of a document."""
 
 MAX_DIFFERENT = 16
-"""Tokens that may differ at the two ends, where a word is cut."""
+"""Number of tokens that may differ at the two ends of a text, where a word may be cut."""
 
 
 def write_tasks(
@@ -40,13 +41,13 @@ def write_tasks(
     tokenizer_file: Path,
     saved: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Write a task per validation set of a run's config to `folder`; return their names.
+    """Write a task for each validation set of a run's config to `folder`; return the tasks' names.
 
-    `saved` is what a checkpoint's identity says of the data. Raises InputError if there is no set,
-    if its tokens are not those of the tokenizer, or if it has changed since the checkpoint.
+    `saved` is the data's entry in a checkpoint's identity. Raises InputError without a validation
+    set, for a set of another tokenizer, or for a set that has changed since the checkpoint.
     """
     if not config.data.validation:
-        raise InputError("the run has no validation sets to evaluate on")
+        raise InputError("data.validation must name a set to evaluate on, got none")
     check_one_tokenizer((name, each.path) for name, each in config.data.validation.items())
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     for name, each in config.data.validation.items():
@@ -54,7 +55,7 @@ def write_tasks(
         file = tokenizer_file if manifest is None else manifest.tokenizer_path
         if file.is_file() and Tokenizer.from_file(str(file)).get_vocab() != tokenizer.get_vocab():
             raise InputError(
-                f"validation set {name} has the tokenizer {file}, the model has {tokenizer_file}"
+                f"validation set {name} must have the tokenizer {tokenizer_file}, got {file}"
             )
     lengths = token_byte_lengths(tokenizer_file)
     shutil.copyfile(process_results.__file__, folder / PROCESSING)
@@ -92,8 +93,11 @@ def write_tasks(
 def parts(
     tokens: NDArray[np.int64], window: int, starts: NDArray[np.int64] | None = None
 ) -> list[NDArray[np.int64]]:
-    """Return the tokens of each document of a task: those between the `starts` of the set's own
-    documents, or else successive windows, as even in number as can be."""
+    """Return the tokens of each document of a task, cut at `starts` or into consecutive windows.
+
+    `starts` are the starts of the set's own documents. Without them, documents have nearly equal
+    numbers of windows.
+    """
     if starts is not None:
         return np.split(tokens, starts)
     windows = np.arange(0, len(tokens), window)
@@ -116,7 +120,7 @@ def _write_task(folder: Path, name: str, documents: Sequence[dict[str, Any]]) ->
 def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
     """Return the text whose tokens are `tokens`.
 
-    Raises InputError if the text has other tokens, as lm-eval would then split it elsewhere.
+    Raises InputError if the text encodes to other tokens, because lm-eval would split it elsewhere.
     """
     text: str = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     again = tokenizer.encode(text, add_special_tokens=False).ids

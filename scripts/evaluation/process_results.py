@@ -1,6 +1,6 @@
-"""What lm-eval calls of a task over local text.
+"""Functions that lm-eval calls for a task over local text.
 
-Bytes are those of the text alone, without the tokens that end documents.
+Bytes count the text alone, without the tokens that end documents.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Pair = tuple[float, float]
-"""Log-likelihood of a document, and its bytes."""
+"""Log-likelihood of a document, and its size in bytes."""
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:

@@ -1,4 +1,4 @@
-"""Muon++'s model of correlated weights: propositions 4.8 and 4.9, and its estimator of rho."""
+"""Correlated weights in the Muon++ paper: propositions 4.8 and 4.9, and the estimator of rho."""
 
 import math
 
@@ -18,7 +18,7 @@ TRANSITION = (
 )  # fmt: skip
 STRONG = (0.5, 1.0, 2.0)
 """Z for rho = n^-1/2, c = 1."""
-FINITE = 0.025  # at n = 1500 the limits are reached to one or two percent
+FINITE = 0.025  # at n = 1500 the norms are within one or two percent of the limits
 KRYLOV = 200
 # The estimate of rho on 64 x 64 matrices.
 NONE_NEGATIVE = 0.683  # share of negative estimates without correlation: P(chi^2_1 < 1)

@@ -1,5 +1,5 @@
-"""Theorem 1 of the PC paper: gradient descent on a deep linear network of well-conditioned weights
-converges at least geometrically, and faster with better conditioning."""
+"""Theorem 1 of the PC paper: gradient descent on a deep linear network with well-conditioned
+weights converges at least geometrically, and faster with better conditioning."""
 
 import math
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ EXACT = 1e-6
 TARGET = 0.01
 """Fraction of the first loss to reach."""
 ROOM = 1.1
-"""tau of every layer: how far norms may grow with this step size; checked afterwards."""
+"""tau of every layer: the norm that a layer may reach with this step size; checked afterwards."""
 
 
 @dataclass(frozen=True)
 class Descent:
-    """The loss before every step, and the singular values of each layer then."""
+    """The loss and each layer's singular values, before every step."""
 
     losses: list[float] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
 
     def reached(self) -> int:
-        """Return the first step with the loss at the target, or the number of steps if none has."""
+        """Return the first step with the loss at the target, or the number of steps without one."""
         goal = TARGET * self.losses[0]
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 
@@ -53,8 +53,8 @@ def experiment(
     smallest: float = 0.2,
     residual: float = 0.3,
 ) -> Outcome:
-    """Train weights that are preconditioned once, and raw weights behind PC layers, at each level,
-    from the same raw weights and first residual.
+    """Train weights that are preconditioned once, and raw weights behind PC layers. All levels
+    start from the same raw weights and first residual.
 
     `widths` grow, then shrink. Singular values of a raw weight fall from 1 to `smallest`.
     """
@@ -99,7 +99,7 @@ def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
 
 
 def effective(w: Tensor, level: int) -> Tensor:
-    """PC(W) of one matrix, gamma 1, with an exact pair."""
+    """PC(W) of one matrix, with gamma = 1 and the exact top singular pair."""
     batch = w.detach()[None]
     zeros = batch.new_zeros(1, w.shape[0]), batch.new_zeros(1, w.shape[1])
     _, u, v = top_singular(batch, *zeros, steps=min(w.shape))
@@ -107,8 +107,8 @@ def effective(w: Tensor, level: int) -> Tensor:
 
 
 def definition(draws: Draws) -> list[Check]:
-    """Check PC(W) = s g(W / s) on a W of known singular vectors and of norm `SCALE`, and that its
-    gradient is orthogonal to W, as W / s has no scale."""
+    """Check PC(W) = s g(W / s) on a W of norm `SCALE` with known singular vectors. Its gradient
+    must be orthogonal to W, because W / s does not depend on the scale of W."""
     rows, cols = 18, 11
     left, _ = torch.linalg.qr(draws.normal(rows, cols))
     right, _ = torch.linalg.qr(draws.normal(cols, cols))
@@ -140,7 +140,7 @@ def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 def descend(
     start: Sequence[Tensor], x: Tensor, y: Tensor, lr: float, steps: int, level: int | None
 ) -> Descent:
-    """Run gradient descent on the weights; with `level`, on the raw weights of PC layers."""
+    """Run gradient descent on the weights, or with `level` on the raw weights of PC layers."""
     parameters = [nn.Parameter(w.clone()) for w in start]
     optimizer = torch.optim.SGD(parameters, lr=lr)
     run = Descent()
@@ -186,7 +186,7 @@ def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
 
 
 def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
-    """Check that the number of steps to the target falls from level to level."""
+    """Check that each higher level needs fewer steps to the target."""
     steps = [each.reached() for each in descents]
     return [
         at_most(f"{name}: steps at level {level} / level {level - 1}", after / before, 1,

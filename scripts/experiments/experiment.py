@@ -1,7 +1,7 @@
-"""What the runner gives to an experiment, and what it gets back.
+"""The interface between the runner and an experiment.
 
-The module of an experiment is a page: a docstring that states what the paper shows, `SMALL`, the
-sizes of a test, and `experiment(draws, ...)`, whose defaults are the paper's sizes.
+The module of an experiment contains a docstring that states the paper's claim, `SMALL` (the sizes
+of a test) and `experiment(draws, ...)`, whose defaults are the paper's sizes.
 """
 
 import math
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 Lines = Mapping[str, Sequence[float] | Mapping[Any, float]]
-"""Values by label, each a list, or a mapping from what they are against."""
+"""Values of lines by label: a list, or a mapping from x to y."""
 
 
 class Draws:
-    """Random numbers of a seed, float64 unless stated."""
+    """Random numbers of a seed, in float64 unless stated otherwise."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -28,7 +28,7 @@ class Draws:
         return torch.randn(*shape, generator=self.generator, dtype=dtype)
 
     def restarted(self, offset: int = 0) -> "Draws":
-        """Return the numbers from their beginning, or those of another seed."""
+        """Return the generator restarted, from this or another seed."""
         return Draws(self.seed + offset)
 
 
@@ -36,8 +36,8 @@ class Draws:
 class Check:
     """A measured number and its expected range.
 
-    `source` says where the range comes from: a paper's statement, theory, or `recorded`, an earlier
-    run of the paper's setting with exact decompositions in float64.
+    `source` is the source of the range: a paper's statement, theory, or `recorded`. Recorded
+    numbers come from an earlier run of the paper's setting with exact decompositions in float64.
     """
 
     name: str
@@ -74,7 +74,8 @@ def at_most(name: str, measured: float, high: float, source: str, series: str = 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure: lines, dashed lines and dots, each in the colors from the first on.
+    """A part of a figure: lines, dashed lines and dots; the colors of each kind start with the
+    first.
 
     `log` names the logarithmic axes, `levels` are horizontal lines.
     """
@@ -91,8 +92,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Checks, which hold for every seed and size; `data`, which recorded.yaml has for the paper's
-    setting; and the figure."""
+    """The result of an experiment: checks that hold for every seed and size, the figure, and
+    `data`, which recorded.yaml contains for the paper's setting."""
 
     checks: Sequence[Check]
     data: Mapping[str, Any]

@@ -1,5 +1,5 @@
-"""Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch,
-that of relu^2 does not."""
+"""Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch; the
+stable rank of relu^2 activations does not."""
 
 import torch
 
@@ -18,8 +18,8 @@ def experiment(
     inputs: int = 128,
     hidden: int = 512,
 ) -> Outcome:
-    """Compare st(A1), st(A2), st(A3) at initialization for both activations: one network, new data
-    for each batch."""
+    """Compare st(A1), st(A2) and st(A3) at initialization for both activations, with one network
+    and new data for each batch."""
     ranks: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
     for kind in KINDS:
         network = draws.restarted()

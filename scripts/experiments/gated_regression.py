@@ -1,5 +1,5 @@
-"""Figure 20 of the criterion paper: on a SwiGLU network spectral steps help at a small batch and
-not at a large one."""
+"""Figure 20 of the criterion paper: on a SwiGLU network, spectral steps help at a small batch and
+do not help at a large batch."""
 
 from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most
 from scripts.experiments.networks import Method, Problem, Training, first_step, train
@@ -23,7 +23,7 @@ def experiment(
 ) -> Outcome:
     """Run both methods at both batches.
 
-    The paper takes 400 and 280 steps; the first ones, in which the methods diverge, are enough.
+    The paper takes 400 and 280 steps. Fewer are enough here, because the methods diverge early.
     """
     runs: dict[str, dict[str, Training]] = {name: {} for name in RATES}
     first = []

@@ -1,5 +1,5 @@
-"""Muon++: a step within the spectral gap keeps the norm, a longer one may not, and only the
-rescaling algorithm keeps it over many steps."""
+"""Muon++: a step within the spectral gap keeps the norm, a longer step may change it, and over many
+steps only the rescaling algorithm keeps the norm."""
 
 import math
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ def experiment(
     side: int = 128,
     steps: int = 300,
 ) -> Outcome:
-    """Measure gaps of `repeats` initial matrices of each shape, single steps within and beyond
-    them, and long runs of a matrix of `side`."""
+    """Measure the gaps of `repeats` initial matrices of each shape, single steps within and beyond
+    the gaps, and long runs of a matrix of `side`."""
     initial = [on_sphere(draws.normal(repeats, *shape)) for shape in shapes]
     gaps = [relative_gap(w) for w in initial]
     within, beyond = [], []
@@ -113,7 +113,7 @@ def long_run(
 
 
 def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
-    """Check proposition A.1, and that it cannot be improved."""
+    """Check proposition A.1, and that its bound is tight."""
     return [
         at_most(
             "largest change of norm, step of 0.99 gaps", max(within), EXACT, "paper, prop. A.1"
@@ -123,7 +123,7 @@ def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
 
 
 def counterexample() -> list[Check]:
-    """Check W = diag(1, 0.2), D = diag(0, -1), whose norm is kept up to eta = 0.8."""
+    """Check W = diag(1, 0.2), D = diag(0, -1): the norm is kept up to eta = 0.8."""
     w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64)).expand(2, 2, 2)
     gradient = torch.diag(torch.tensor([0.0, -1.0], dtype=torch.float64)).expand(2, 2, 2)
     norms = norm_after(w, gradient, torch.tensor([0.8, 0.85]))
@@ -149,7 +149,7 @@ def properties(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> l
 def panels(
     gaps: Mapping[str, Tensor], means: Mapping[str, float], runs: Mapping[str, list[float]]
 ) -> list[Panel]:
-    """Return the norm over the steps, and the gaps of Gaussian matrices."""
+    """Return panels of the norm over the steps and of the gaps of Gaussian matrices."""
     rescaled = {name: run for name, run in runs.items() if name.startswith("algorithm 2")}
     plain = {name: run for name, run in runs.items() if name not in rescaled}
     dots = {f"{name}, mean {means[name]:.4f}": gap.tolist() for name, gap in gaps.items()}

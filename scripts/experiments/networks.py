@@ -1,8 +1,8 @@
 """Sparse regression by a bias-free network of four layers, with Euclidean or spectral layers.
 
 x is standard normal, y = x_1 x_2 x_3, and the loss is the mean squared error over the whole batch.
-With A for the input of a layer, its step is lr n / |A|_2^2 G if Euclidean, and
-lr n / |A|_F^2 |G|_* polar(G) if spectral.
+A is the input of a layer: a Euclidean step is lr n / |A|_2^2 G, a spectral step is lr n / |A|_F^2
+|G|_* polar(G).
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ HIDDEN = (1, 2)
 """The layers with spectral steps in "SpecGD": all but the first and the last."""
 STEP_ERROR = 1e-3
 RESOLVED = 1e-2
-"""Singular values of a gradient, as a share of the largest, that msign must take to 1; it needs
-more steps for smaller ones."""
+"""The smallest singular value of a gradient, relative to the largest, that msign must map to 1.
+Smaller values need more steps of msign."""
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
@@ -77,15 +77,15 @@ class Problem:
 
 @dataclass
 class Training:
-    """The loss before every step, and by step, for each layer, the stable rank of its input and the
-    nuclear rank of its gradient."""
+    """The loss before every step; and each layer's stable rank of the input and nuclear rank of the
+    gradient, by step."""
 
     losses: list[float] = field(default_factory=list)
     stable: dict[int, list[float]] = field(default_factory=dict)
     nuclear: dict[int, list[float]] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """Return what is recorded of the run."""
+        """Return the run's data for recorded.yaml."""
         return {"loss": self.losses, "stable_rank": self.stable, "nuclear_rank": self.nuclear}
 
     def drift(self) -> float:
@@ -96,7 +96,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Method:
-    """Steps of size `lr`, on the hidden layers `spectral` ones, with so many steps of msign."""
+    """A method: step size, steps of msign, and whether hidden layers take spectral steps."""
 
     spectral: bool
     lr: float
@@ -104,7 +104,7 @@ class Method:
 
 
 class BlockDescent:
-    """Takes both kinds of steps; their scales n / |A|^2 are measured before every step."""
+    """Optimizer with Euclidean and spectral steps, whose scales n / |A|^2 it measures each step."""
 
     def __init__(self, weights: Sequence[nn.Parameter], method: Method) -> None:
         self.lr = method.lr

@@ -1,11 +1,11 @@
-"""A weight whose singular values are all mapped to 1 cannot represent a target with other ones.
+"""A weight whose singular values are all mapped to 1 cannot represent a target with other values.
 
-This is what the over-flattening ablation of the PC paper (appendix J) does to a weight, on one
-matrix that learns a linear map with singular values 1 / k: plain, behind a PC layer, and behind the
+The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here one
+matrix learns a linear map with singular values 1 / k: plain, behind a PC layer, and behind the
 over-flattening composite. The best multiple of an orthogonal matrix leaves 1 - nr(T) / n of the
-target T, so that the composite loses whatever the optimizer. It is not evidence that it loses in a
-language model, as the paper finds at 271M parameters: studies/pc/over_flattening.yaml asks
-that of a small one.
+target T, so the composite loses with any optimizer. This is no evidence about language models,
+where the paper finds the same at 271M parameters; studies/pc/over_flattening.yaml tests a small
+one.
 """
 
 from typing import Any
@@ -26,14 +26,15 @@ LEVELS: dict[str, dict[str, Level | None]] = {
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
 }
 """By optimizer: no PC layer, the paper's choice, and the ablation."""
-SLOPE = 20775.0  # at zero, of the composite in appendix J: the product of its first coefficients
+# Slope at zero of the composite in appendix J: the product of its first coefficients.
+SLOPE = 20775.0
 
 
 def experiment(
     draws: Draws, *, side: int = 48, steps: int = 300, adamw: float = 1e-2, muon: float = 3e-2
 ) -> Outcome:
-    """Train all variants from the same start to the same target, at peak rates `adamw` and `muon`,
-    and check the composite."""
+    """Train all variants from the same start to the same target and check the composite. `adamw`
+    and `muon` are peak learning rates."""
     left, right = (torch.linalg.qr(draws.normal(side, side))[0] for _ in range(2))
     target = left * (1 / torch.arange(1, side + 1, dtype=torch.float64)) @ right
     start = draws.normal(side, side) / (2 * side**0.5)
@@ -90,7 +91,7 @@ class Layer(nn.Module):
 def train(
     layer: Layer, optimizer: torch.optim.Optimizer, target: Tensor, steps: int
 ) -> list[float]:
-    """Train; |effective W - T|_F^2 / |T|_F^2 before every step, the loss over isotropic inputs."""
+    """Train; return |effective W - T|_F^2 / |T|_F^2, the loss on isotropic inputs, by step."""
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     losses = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""The stable rank of ReLU features stays below pi, however wide they are."""
+"""The stable rank of ReLU features stays below pi for any width."""
 
 import math
 from collections.abc import Callable

@@ -15,8 +15,8 @@ MODELS = ("realizable", "teacher-student")
 
 
 def problem(draws: Draws, k: int, model: str) -> Regression:
-    """A = relu(V X) of k features, k / 2 inputs and 2 k samples, with labels W# A, or labels of
-    other features, W# relu(V# X)."""
+    """Features A = relu(V X) with k features, k / 2 inputs and 2 k samples; the labels are W# A or,
+    from other features, W# relu(V# X)."""
     x = draws.normal(k // 2, 2 * k)
     a = (draws.normal(k, k // 2) @ x).relu()
     truth = draws.normal(k, k)
@@ -46,7 +46,7 @@ def experiment(
     repeats: int = 3,
     times: tuple[int, ...] = (0, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000),
 ) -> Outcome:
-    """Compute nuclear ranks, the means over draws, of both models by width and step."""
+    """Compute the mean nuclear rank over draws, for both models, by width and step."""
     ranks: dict[str, dict[int, dict[int, float]]] = {model: {} for model in MODELS}
     stable = {}
     for k in widths:

@@ -1,4 +1,4 @@
-"""Random-feature regression: the quadratic mean((W A - Y)^2) / 2, and two descents on it."""
+"""Random-feature regression: two descents on the quadratic mean((W A - Y)^2) / 2."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def random_features(
 
 @dataclass(frozen=True)
 class Descent:
-    """One run: numbers of the iterate before each step."""
+    """One run: figures of the iterate before each step."""
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient
@@ -70,7 +70,7 @@ class Descent:
         return sum(rank >= level for rank in self.ranks) / len(self.ranks)
 
     def data(self, level: float) -> dict[str, Any]:
-        """Return what is recorded of the run."""
+        """Return the run's data for recorded.yaml."""
         return {"loss": self.losses, "nuclear_rank": self.ranks, "share": self.share(level)}
 
     def kept(self) -> float:

@@ -21,8 +21,9 @@ def experiment(
     steps: int = 1000,
     restart: int = 100,
 ) -> Outcome:
-    """Run both descents on A = relu(V X), and spectral descent from the iterate of gradient descent
-    of the highest nuclear rank and from every `restart`-th; `sizes` as in `random_features`."""
+    """Run both descents on A = relu(V X). Also run spectral descent from iterates of gradient
+    descent: the one of highest nuclear rank and every `restart`-th. `sizes` as in
+    `random_features`."""
     task = random_features(draws, sizes, 1, torch.relu)
     stable = float(stable_rank(task.a))
     gd = descend(task, steps, spectral=False)

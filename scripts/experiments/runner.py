@@ -46,19 +46,19 @@ class Result:
         return sum(not check.passed for check in self.checks)
 
     def content(self) -> dict[str, Any]:
-        """Return what is stored of it."""
+        """Return the content of the result's JSON file."""
         checks = [{**finite(asdict(check)), "passed": check.passed} for check in self.checks]
         seconds = round(self.seconds, 1)
         return {"name": self.name, "seconds": seconds, "passed": not self.failed, "checks": checks}
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the page of an experiment."""
+    """Return the module of an experiment."""
     return import_module(f"scripts.experiments.{name}")
 
 
 def title(name: str) -> str:
-    """Return what an experiment shows, in a sentence."""
+    """Return the claim of an experiment in a sentence."""
     return " ".join((module_of(name).__doc__ or "").split("\n\n")[0].split())
 
 
@@ -127,7 +127,7 @@ def drawn(panels: Sequence[Panel]) -> Figure:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with null for the open end of a range, as JSON has no infinity."""
+    """Return the values with null for infinity (an open end of a range), which JSON lacks."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -150,14 +150,14 @@ def expectation(check: Check) -> str:
 
 
 def room(check: Check) -> float:
-    """Return how far a number is from the end of its range, as a share of a range with two ends."""
+    """Return how far inside its range a number is, as a share of a range with two ends."""
     size = check.high - check.low
     least = min(check.measured - check.low, check.high - check.measured)
     return least / size if 0 < size < math.inf else least
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    """The lines of one experiment, under `HEADINGS`; a series that passes has one, its worst."""
+    """Return the rows of one experiment under `HEADINGS`; a passing series gets one, its worst."""
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:

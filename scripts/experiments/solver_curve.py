@@ -18,7 +18,7 @@ MOST_EVALUATIONS = 8
 GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 KRYLOV = 100
 EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
-"""Shapes whose multipliers recorded.yaml has to nine digits."""
+"""Shapes whose multipliers recorded.yaml contains to nine digits."""
 BISECTED = (24, 16)
 EXACT_STEPS = 26  # of msign in float64: exact to the last printed digit, squares included
 
@@ -75,7 +75,7 @@ def gaussian(draws: Draws, rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 
 def problem(m: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """M of Frobenius norm 1, the top pair of W, and its singular value."""
+    """Return M of Frobenius norm 1, the top singular pair of W, and its singular value."""
     top, u, v = cold_start(w, steps=KRYLOV)
     return m / torch.linalg.matrix_norm(m), u, v, top
 
@@ -88,8 +88,9 @@ def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
 def expected_root(rows: int, cols: int) -> float:
     """Return the deviation of lambda* for independent Gaussian matrices, to first order.
 
-    With m <= n, f(0) = u^T Q v for a random Q with orthonormal rows has variance 1 / n; the
-    singular values of M are near s = 1 / sqrt(m), the slope at 0 is at least (1 - m / (2 n)) / s.
+    With m <= n, f(0) = u^T Q v for a random Q with orthonormal rows has variance 1 / n. The
+    singular values of M are near s = 1 / sqrt(m), so the slope at 0 is at least (1 - m / (2 n)) /
+    s.
     """
     short, long = sorted((rows, cols))
     return 1 / (math.sqrt(long * short) * (1 - short / (2 * long)))
@@ -98,7 +99,7 @@ def expected_root(rows: int, cols: int) -> float:
 def properties(
     shape: tuple[int, int], f: Mapping[float, float], roots: Sequence[float], interval: float
 ) -> list[Check]:
-    """Check that f rises, and that the roots are in the interval of theorem A.3 and near 0."""
+    """Check that f increases, and that the roots are near 0 and in the interval of theorem A.3."""
     name = f"{shape[0]} x {shape[1]}"
     values = [*f.values()]
     rise = min(after - before for before, after in zip(values, values[1:], strict=False))

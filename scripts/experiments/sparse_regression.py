@@ -1,5 +1,5 @@
-"""Figures 1 and 4 of the criterion paper: on sparse regression a relu^2 network's activations keep
-a low stable rank, and spectral steps on its hidden layers are far ahead."""
+"""Figures 1 and 4 of the criterion paper: in sparse regression the activations of a relu^2 network
+keep a low stable rank, and spectral steps on hidden layers reach a far lower loss."""
 
 from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most
 from scripts.experiments.networks import Method, Problem, Training, first_step, train
@@ -22,8 +22,8 @@ def experiment(
     gd_rate: float = 0.081,
     spectral_rate: float = 0.1,
 ) -> Outcome:
-    """Run gradient descent on all layers, and with spectral steps on the two hidden ones; ranks are
-    measured every `interval` steps."""
+    """Run gradient descent on all layers, and again with spectral steps on the two hidden layers.
+    Ranks are measured every `interval` steps."""
     problem = Problem.drawn(draws, samples, inputs, hidden, "relu^2")
     runs, checks = {}, []
     for name, rate in (("gd", gd_rate), ("spectral", spectral_rate)):
@@ -65,5 +65,5 @@ def panels(gd: Training, spectral: Training) -> list[Panel]:
 
 
 def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
-    """Return three of the ranks at each step, by layer and step."""
+    """Return three of the ranks, by layer and step."""
     return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}

@@ -1,5 +1,4 @@
 """The parts of scripts/convert_hf.py: export, import, and their verification.
 
-models/huggingface/ states what a model is there, and which tensor is which. Start with
-export.py.
+models/huggingface/ maps models and tensors to those of transformers. Start with export.py.
 """

@@ -25,7 +25,7 @@ def card(
     config = info.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
     loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""
-    none = "" if tokenizer else "No tokenizer comes with it. "
+    none = "" if tokenizer else "The folder contains no tokenizer. "
     rows = "".join(f"| {key} | {value} |\n" for key, value in _facts(info, config, dtype))
     losses = "".join(f"| {key} | {value:.4f} |\n" for key, value in validation(info).items())
     measured = f"\n| validation | nats per token |\n|---|---|\n{losses}" if losses else ""
@@ -40,9 +40,9 @@ def card(
 
 
 def _documents(info: CheckpointInfo) -> str:
-    """Return how documents were joined, as far as that is known of the model."""
+    """Return a sentence on how documents were joined, if that is known."""
     if info.imported:
-        return "What separates its documents is that of its source."
+        return "Documents are separated as in the source model."
     return (
         "Documents are separated by the end-of-sequence token, and there is no "
         "beginning-of-sequence token."
@@ -100,7 +100,7 @@ def _pc(config: Config) -> str:
 def validation(info: CheckpointInfo) -> dict[str, float]:
     """Return the last validation losses that the run logged up to the checkpoint, by set.
 
-    {} for a checkpoint outside of a run folder.
+    {} for a checkpoint outside a run folder.
     """
     losses_by_set: dict[str, float] = {}
     run = info.path.parent.parent

@@ -1,4 +1,4 @@
-"""Comparison of an exported folder, as transformers loads it, with the model as it was trained."""
+"""Comparison of an exported folder, loaded by transformers, with the trained model."""
 
 import contextlib
 import os
@@ -31,8 +31,8 @@ has come to mean one who programs enthusiastically, and who enjoys exploring the
 and how to stretch their capabilities: for (int i = 0; i < 10; i++) { sum += a[i]; }
 """
 TOLERANCE = 1e-4
-"""Largest difference of float32 logits, relative to the largest logit if that is above 1: two
-programs round differently."""
+"""Largest allowed difference of float32 logits, relative to the largest logit if that is above 1.
+Two programs round differently."""
 
 
 class DifferentError(InputError):
@@ -40,10 +40,10 @@ class DifferentError(InputError):
 
 
 def verify(weights: CheckpointWeights, folder: Path) -> float:
-    """Return the largest difference of float32 logits of our model and the one in `folder`.
+    """Return the largest difference between the float32 logits of our model and of `folder`.
 
-    Both models are in memory one after the other, not together. Raises DifferentError if
-    transformers finds tensors missing or too many, or the difference is above TOLERANCE.
+    Only one of the models is in memory at a time. Raises DifferentError if transformers reports
+    missing or extra tensors, or if the difference is above TOLERANCE.
     """
     tokens = text_tokens(weights, folder)
     with progress(lambda: "transformers loads the export in float32 and computes logits"):
@@ -65,7 +65,7 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
 
 
 def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
-    """Return tokens `[1, n]` of a text, or without a tokenizer tokens all over the vocabulary."""
+    """Return tokens `[1, n]` of a text; without a tokenizer, tokens spread over the vocabulary."""
     length = weights.config.train.sequence_length
     vocabulary = weights.config.model.vocab_size
     assert vocabulary is not None
@@ -79,7 +79,7 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     """Return the tokenizer of a folder as transformers loads it.
 
-    Raises DifferentError if it does not give a text the tokens of the folder's tokenizer.json; see
+    Raises DifferentError if it encodes a text differently from the folder's tokenizer.json; see
     `check_tokens`.
     """
     from transformers import AutoTokenizer
@@ -92,17 +92,17 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     if more:
         raise DifferentError(
             f"the tokenizer_config.json in {folder} adds {named(more)} to the tokens of its "
-            "tokenizer.json: texts would get other tokens than in training"
+            "tokenizer.json, so texts would get other tokens than in training: remove them"
         )
     check_tokens(tokenizer, stored, with_template=with_template)
     return tokenizer
 
 
 def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None:
-    """Check that transformers encodes and decodes a text as the tokenizer.json does.
+    """Check that transformers and tokenizer.json encode and decode a text equally.
 
     Data is prepared without the tokens that a template adds to a text; an imported model keeps
-    them. Raises DifferentError.
+    these tokens. Raises DifferentError.
     """
     # No model reads this text, so transformers need not warn that it is longer than a sequence.
     tokens = loaded(TEXT, add_special_tokens=not with_template, verbose=False)["input_ids"]
@@ -110,19 +110,19 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
     if tokens != expected:
         place = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
         raise DifferentError(
-            f"transformers' {type(loaded).__name__} encodes a text as {tokens[place : place + 4]} "
-            f"from token {place} on, its tokenizer.json, which training used, as "
-            f"{expected[place : place + 4]}"
+            f"transformers' {type(loaded).__name__} must encode a text as tokenizer.json "
+            f"does: from token {place} it must be {expected[place : place + 4]}, got "
+            f"{tokens[place : place + 4]}"
         )
     text, stored_text = loaded.decode(tokens), stored.decode(expected, skip_special_tokens=False)
     if text != stored_text:
         raise DifferentError(
-            f"transformers' {type(loaded).__name__} decodes a text as {text[:40]!r}, its "
-            f"tokenizer.json as {stored_text[:40]!r}"
+            f"transformers' {type(loaded).__name__} must decode a text as tokenizer.json does: "
+            f"{stored_text[:40]!r}, got {text[:40]!r}"
         )
     if text != TEXT:
         print(
-            f"the tokenizer does not give a text back: {TEXT[:20]!r} becomes {text[:20]!r}",
+            f"warning: the tokenizer changes text: {TEXT[:20]!r} becomes {text[:20]!r}",
             file=sys.stderr,
         )
 
@@ -144,7 +144,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Context in which the Hugging Face libraries ask no server and show no progress bars."""
+    """Context in which the Hugging Face libraries use no network and show no progress bars."""
     from huggingface_hub import constants
     from transformers.utils import logging
 
@@ -163,7 +163,7 @@ def offline() -> Iterator[None]:
 def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return logits `[1, n, vocabulary]` of our model in float32, its weights rounded to `dtype`.
 
-    PC layers are evaluated in the graph, so that this shares no code with what merged them.
+    PC layers are evaluated in the graph, which shares no code with the merge of an export.
     """
     config = weights.config
     model = config.model
@@ -182,7 +182,7 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
 
 
 def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Give the model the weights that it multiplies by."""
+    """Copy the checkpoint's weights, as they are multiplied, to the model."""
     config = weights.config
     stored = StoredTensors(weights.info.state)
     units = all_units(config.model, **unit_options(config))
@@ -204,7 +204,7 @@ def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[st
 def fill_buffers(
     weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]
 ) -> None:
-    """Give modules the buffers that the checkpoint has of them."""
+    """Copy the checkpoint's buffers to the modules."""
     stored = StoredTensors(weights.info.state)
     places = {f"buffer/{name}": value for name, value in named_buffers([chunk], parameters)}
     stored.read_into({key: value for key, value in places.items() if key in stored})
@@ -212,7 +212,7 @@ def fill_buffers(
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Context of process groups of this process alone, or of those that exist."""
+    """Context with process groups: the existing ones, or new ones of this process alone."""
     if torch.distributed.is_initialized():
         yield
         return

@@ -1,5 +1,5 @@
-"""Export of a checkpoint, one parameter at a time: as a Hugging Face model folder, or as
-safetensors with our own names.
+"""Export of a checkpoint as a Hugging Face model folder or as safetensors with our own names; one
+parameter is in memory at a time.
 """
 
 import json
@@ -32,7 +32,7 @@ from training.report.table import short
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 SPARE_BYTES = 64 << 20
-"""Bytes of disk kept for everything but weights."""
+"""Bytes of disk reserved for all files except weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ def export(
     options: Options,
     verify: Callable[[CheckpointWeights, Path], object] | None = None,
 ) -> CheckpointInfo:
-    """Write the new folder `target`, the Hugging Face model of a checkpoint; return the checkpoint.
+    """Write a checkpoint as a Hugging Face model to the new folder `target`; return the checkpoint.
 
-    The folder appears when it is complete and `verify(weights, folder)` has not raised. Raises
+    The folder appears once it is complete and `verify(weights, folder)` has returned. Raises
     InputError for a source, a model or a target that cannot be used.
     """
     check_free(target)
@@ -100,7 +100,7 @@ def check_free(target: Path) -> None:
 
 
 def check_room(target: Path, needed: int) -> None:
-    """Raise InputError if the disk of `target` has not `needed` bytes free."""
+    """Raise InputError if the disk of `target` has fewer than `needed` bytes free."""
     place = target.absolute()
     while not place.exists():
         place = place.parent
@@ -113,8 +113,7 @@ def check_room(target: Path, needed: int) -> None:
 
 
 def raise_problems(info: CheckpointInfo) -> None:
-    """Raise BrokenCheckpointError if a file of the checkpoint is not as it was written, or a tensor
-    is not finite."""
+    """Raise BrokenCheckpointError if a file is damaged or a tensor is not finite."""
     number, files = 0, len(info.files)
     with progress(lambda: f"{info.path.name}: {number} of {files} files are checked"):
         for number in range(files):
@@ -126,7 +125,7 @@ def raise_problems(info: CheckpointInfo) -> None:
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
-    """Return the type of weights that were trained, or imported and not trained since."""
+    """Return the type in which weights were trained, or were imported if not trained since."""
     if info.imported:
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]

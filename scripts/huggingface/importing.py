@@ -1,4 +1,4 @@
-"""Import of a Hugging Face model folder as a checkpoint of weights alone."""
+"""Import of a Hugging Face model folder as a checkpoint that contains only weights."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Types of weights that can be imported, by their names in safetensors."""
 IGNORED = "rotary_emb.inv_freq"
-"""End of the names of tensors in files of old versions that are not weights."""
+"""Suffixes of tensors that old versions of transformers stored and that are not weights."""
 
 
 def import_model(
@@ -49,9 +49,9 @@ def import_model(
 ) -> str:
     """Write the weights of `source` as a checkpoint, the new folder `target`; return their type.
 
-    A run can begin with it (`checkpoint.initialize_from`) but not continue from it. One parameter
-    at a time is read and written. Raises InputError if the config's model is not that of `source`,
-    or files are missing or unreadable.
+    A run can begin with it (`checkpoint.initialize_from`) but not continue from it. Only one
+    parameter is in memory at a time. Raises InputError if the config's model is not that of
+    `source`, or files are missing or unreadable.
     """
     check_free(target)
     config = load_config(config_file, overrides)
@@ -93,7 +93,7 @@ def their_settings(source: Path) -> dict[str, Any]:
     try:
         with offline():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # whatever transformers raises for what it does not know
+    except Exception as error:  # transformers raises many errors for models that it does not know
         raise InputError(f"{path}: {first_line(error)}") from error
     settings: dict[str, Any] = config.to_dict()
     # Some settings have two names, of which only one is written.
@@ -103,7 +103,7 @@ def their_settings(source: Path) -> dict[str, Any]:
 def write_config(source: Path, base: Path, target: Path) -> None:
     """Write a config on top of the file `base` with the model of `source`, as the new `target`.
 
-    Raises InputError if `target` exists, or for a kind of model that cannot be read.
+    Raises InputError if `target` exists, or if models of this kind cannot be imported.
     """
     if target.exists():
         raise InputError(f"--write-config {target} exists already")
@@ -118,7 +118,9 @@ def write_config(source: Path, base: Path, target: Path) -> None:
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
     """Raise InputError unless the config's model computes what `settings` describe."""
     if config.pc is not None:
-        raise InputError("pc must be null for an import: PC(W), in the files, does not give W")
+        raise InputError(
+            "pc must be null for an import: the files contain PC(W), which does not give W"
+        )
     try:
         expected = model_settings(config.model)
     except InexpressibleError as error:
@@ -129,7 +131,7 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
 
 
 class TheirFiles:
-    """The tensors in the safetensors files of a folder, each read when it is asked for.
+    """The tensors in the safetensors files of a folder, each read on request.
 
     dtype   the type of the weights, torch's name
     """
@@ -146,7 +148,7 @@ class TheirFiles:
                 raise InputError(f"{path} cannot be read: {reason}") from None
             twice = self._files.keys() & set(file.keys())
             if twice:
-                raise InputError(f"{path}: {named(twice)} must be in one file, is in several")
+                raise InputError(f"{path}: {named(twice)} must be in one file only, got several")
             self._files |= dict.fromkeys(file.keys(), file)
 
     def _paths(self) -> list[Path]:
@@ -156,7 +158,9 @@ class TheirFiles:
         if not index.is_file():
             return [whole]
         if whole.exists():
-            raise InputError(f"{self.source} must have {index.name} or {whole.name}, has both")
+            raise InputError(
+                f"{self.source} must contain {index.name} or {whole.name}, got both: delete one"
+            )
         try:
             content = read_json(index)
         except ValueError as error:
@@ -166,11 +170,12 @@ class TheirFiles:
         return [self.source / Path(name).name for name in sorted(names)]
 
     def checked(self, tensors: Iterable[TheirTensor], *, tied: bool) -> list[TheirTensor]:
-        """Return `tensors` if the files have exactly these, in their shapes and of one type.
+        """Return `tensors` if the files contain exactly these tensors, of these shapes and of one
+        type.
 
-        A head that is `tied` to the embedding may be there too, the same. Raises InputError for
-        what is missing, too many, or of another shape or type, and for a tied head that is not the
-        embedding.
+        With `tied`, the files may also contain the head, if it equals the embedding. Raises
+        InputError for missing and extra tensors, for other shapes or types, and for a tied head
+        that differs.
         """
         expected = {tensor.name: tensor for tensor in tensors}
         missing = [name for name in expected if name not in self._files]
@@ -207,7 +212,7 @@ class TheirFiles:
         return list(expected.values())
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor as it is stored. Raises InputError if it is not finite."""
+        """Return a tensor in its stored type. Raises InputError if it is not finite."""
         tensor: Tensor = self._files[name].get_tensor(name)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{self.source}: {name} must be finite, got NaN or infinity")
@@ -215,7 +220,7 @@ class TheirFiles:
 
 
 def _other_weights(source: Path) -> str:
-    """Return what to say of the weights of a folder that are not in the files that are read."""
+    """Return a hint about weights of the folder in other formats."""
     kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
     names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
     if not names:
@@ -227,10 +232,10 @@ def _other_weights(source: Path) -> str:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
-    """Copy the tokenizer's files to `folder`; return what the checkpoint's identity says of it.
+    """Copy the tokenizer's files to `folder`; return its entry for the checkpoint's identity.
 
-    {} without a tokenizer. Raises InputError for a link out of `source`, and for a file that is not
-    what its name says.
+    The entry is {} without a tokenizer. Raises InputError for a link out of `source`, and for a
+    file whose content does not fit its name.
     """
     names = (TOKENIZER_FILE, *COMPANIONS, "generation_config.json")
     files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
@@ -255,8 +260,10 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def read_parameter(parts: Mapping[str, list[TheirTensor]], files: TheirFiles, name: str) -> Tensor:
-    """Return a whole parameter or buffer of ours from the files of its `parts`, float32; rows that
-    pad the vocabulary are 0."""
+    """Return one of our parameters or buffers in float32, joined from its `parts` in the files.
+
+    Rows that pad the vocabulary are 0.
+    """
     value = torch.zeros(parts[name][0].view_shape, dtype=torch.float32)
     for part in parts[name]:
         part.put(value, files.read(part.name))

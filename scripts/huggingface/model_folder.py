@@ -1,4 +1,4 @@
-"""Model folders of transformers that others may have made: their settings and their weights."""
+"""Settings and weights of transformers' model folders, which may come from others."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -7,13 +7,13 @@ from training.errors import InputError
 from training.json_file import check_shape, read_json
 
 ATTENTION: Final = (None, "eager", "sdpa")
-"""Implementations of attention that transformers has itself; others it downloads and runs."""
+"""Attention implementations that are part of transformers; it would download and run any other."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings in config.json.
 
-    Raises InputError if it cannot be read, or asks for attention by somebody else's code.
+    Raises InputError if the file cannot be read, or requests attention code from the hub.
     """
     path = folder / "config.json"
     try:
@@ -30,15 +30,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def load_whole(folder: Path, **options: Any) -> Any:
     """Return the model in `folder`, with the `options` of transformers. All weights must be stored.
 
-    transformers gives random values to weights that a folder lacks, and leaves out those that its
-    config.json has no place for. Raises InputError for such a folder, naming the weights, and for
-    one that cannot be loaded. No code of the folder is run.
+    transformers sets missing weights to random values, and ignores stored weights that do not fit
+    config.json. Raises InputError with the names of such weights, and for a folder that cannot be
+    loaded. No code of the folder is run.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it reports is in the error
+    logging.set_verbosity_error()  # the error contains its report
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -48,7 +48,7 @@ def load_whole(folder: Path, **options: Any) -> Any:
             output_loading_info=True,
             **options,
         )
-    except Exception as error:  # of any kind: each part of these files has its own reader
+    except Exception as error:  # of any type: every part of these files has its own reader
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     finally:
         logging.set_verbosity(before)

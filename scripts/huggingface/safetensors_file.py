@@ -16,8 +16,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors by name, in order, in runs of at most `limit` bytes or of one larger
-    tensor."""
+    """Return the tensors by name in groups of at most `limit` bytes or of one larger tensor."""
     runs: list[dict[str, Tensor]] = []
     size = 0
     for name, entry in entries:
@@ -32,11 +31,11 @@ def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, 
 def write_shards(
     folder: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> None:
-    """Write `tensors`, (name, value) in the order of `entries`, to model.safetensors or,
-    where they have more than `limit` bytes, to several files and an index.
+    """Write `tensors`, (name, value) in the order of `entries`, to model.safetensors. Above `limit`
+    bytes, write several files and an index.
 
     `entries` have shapes and types on the meta device. One file is in memory at a time. Raises
-    InputError for a value that is not finite in the type of its entry, and for a disk that is full.
+    InputError for a value that is not finite in the type of its entry, and for a full disk.
     """
     runs = shards(entries.items(), limit)
     names = ["model.safetensors"]

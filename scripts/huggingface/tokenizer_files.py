@@ -1,4 +1,4 @@
-"""The tokenizer files of an exported model: those that made its tokens, for transformers."""
+"""The tokenizer files of an exported model: the run's tokenizer in the form of transformers."""
 
 import json
 import sys
@@ -22,9 +22,9 @@ SETTINGS_FILE = "tokenizer_config.json"
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer of a checkpoint's run.
 
-    It is the `given` file or folder, else the one in the checkpoint (an imported one), else the one
-    that its config or the manifest of its data names. Raises InputError if there is none, if it is
-    not the one of the run, or if it is too large for the model.
+    The first of these: the `given` file or folder; the tokenizer in an imported checkpoint; the
+    tokenizer that the config or the data's manifest names. Raises InputError without a tokenizer,
+    for one that is not the run's, or for one that is too large for the model.
     """
     config = info.config
     manifest = _manifest(config)
@@ -35,7 +35,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     tokenizer = load_tokenizer(source, end)
     if end is None and not info.imported:
         print(
-            f"no manifest of the data is here: {tokenizer.eod_token} of {source} ends a document",
+            f"no manifest of the data: {tokenizer.eod_token} of {source} is taken as EOD",
             file=sys.stderr,
         )
     content = tokenizer.files[TOKENIZER_FILE]
@@ -56,9 +56,9 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
 
 
 def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
-    """Raise InputError if the tokenizer.json of `source` is not the one of a checkpoint's run.
+    """Raise InputError if the tokenizer.json of `source` is not that of the checkpoint's run.
 
-    Says on stderr if the checkpoint does not state which it is.
+    Print a line on stderr if the checkpoint does not identify its tokenizer.
     """
     recorded, digest = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
     if recorded is None:
@@ -76,7 +76,7 @@ def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
 def as_trained(content: bytes) -> bytes:
     """Return a tokenizer.json without the template that adds tokens to a text.
 
-    Data is prepared without them: a `<s>` in front would be a token that training never saw.
+    Data is prepared without these tokens; training never saw a `<s>` at the beginning, for example.
     """
     tokenizer = Tokenizer.from_str(content.decode())
     with_template, without = (tokenizer.encode("a", add_special_tokens=x) for x in (True, False))
@@ -84,7 +84,7 @@ def as_trained(content: bytes) -> bytes:
         return content
     names = ", ".join(dict.fromkeys(t for t in with_template.tokens if t not in without.tokens))
     print(
-        f"left out of the tokenizer: its template, which adds {names} that training never saw",
+        f"the exported tokenizer omits its template, which adds {names} that training never saw",
         file=sys.stderr,
     )
     return json.dumps({**json.loads(content), "post_processor": None}, ensure_ascii=False).encode()
@@ -99,10 +99,9 @@ def _manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_source(info: CheckpointInfo) -> Path | None:
-    """Return the file or folder of a checkpoint's tokenizer, None if it is not known.
+    """Return the file or folder of a checkpoint's tokenizer, None if unknown.
 
-    It is the checkpoint's folder (of an import), else what its config or the manifest of its data
-    names.
+    It is the folder of an imported checkpoint, else the path in its config or its data's manifest.
     """
     if (info.path / TOKENIZER_FILE).is_file():
         return info.path
@@ -113,17 +112,17 @@ def tokenizer_source(info: CheckpointInfo) -> Path | None:
 
 
 def _found_source(info: CheckpointInfo) -> Path:
-    """Return `tokenizer_source`. Raises InputError if it is not known."""
+    """Return `tokenizer_source`. Raises InputError if it is unknown."""
     source = tokenizer_source(info)
     if info.imported and source != info.path:
         raise InputError(
-            f"{info.path} has no tokenizer, as the model that it was imported from had none; "
+            f"{info.path} has no tokenizer, because the imported model had none; "
             "give --tokenizer PATH, or --no-tokenizer to go without"
         )
     if source is None:
         folder = Path(next(iter(info.config.data.train.values())).path).parent
         raise InputError(
-            f"the tokenizer is not known: data.tokenizer is null and {folder} has no manifest; "
+            f"the tokenizer is unknown: data.tokenizer is null and {folder} has no manifest; "
             "give --tokenizer PATH, or --no-tokenizer to go without"
         )
     return source
@@ -134,8 +133,8 @@ def settings_of(
 ) -> bytes:
     """Return a tokenizer_config.json that transformers 4 and 5 both read.
 
-    `trained` says that the tokens of tokenizer.json were trained on as they are: other classes of
-    tokenizers make their own rules from its vocabulary.
+    With `trained`, the model was trained on the tokens of tokenizer.json itself. Other tokenizer
+    classes would apply their own rules to its vocabulary.
     """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:

@@ -1,5 +1,6 @@
-"""Every numbered table and figure of the papers, with commands that reproduce it and results.
+"""Every numbered table and figure of the papers, with the commands that reproduce it and our
+results.
 
-papers.yaml contains all of it; catalogue.py reads it, page.py writes docs/papers.md from it, and
-scripts/paper.py runs its commands.
+papers.yaml contains the entries: catalogue.py reads them, page.py writes docs/papers.md, and
+scripts/paper.py runs the commands.
 """

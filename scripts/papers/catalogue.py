@@ -22,14 +22,14 @@ HOURS_FILE: Final = Path(__file__).with_name("gpu_hours.json")
 
 
 class Hours(TypedDict):
-    """GPUs of a run, and its GPU-hours on them by the planner."""
+    """The number of GPUs of a run, and its GPU-hours by the planner."""
 
     gpus: int
     gpu_hours: float
 
 
 def key_of(run: str) -> str:
-    """Return the key of a run, RECIPE [OVERRIDES]: without what does not change its time."""
+    """Return the key of a run, RECIPE [OVERRIDES], without overrides that keep its time."""
     recipe, *overrides = shlex.split(run)
     kept = [each for each in overrides if not each.startswith(("run.", "seed="))]
     return " ".join([recipe, *kept])
@@ -68,7 +68,7 @@ Status = Literal[
 
 
 class Item(Section):
-    """A table or figure, or a proposition of a paper that has neither.
+    """A table or figure; or a proposition, for a paper without both.
 
     shows     what it shows, in a few words
     status    of our result; `cannot tell` at the size that was run, `no claim` where the paper has
@@ -109,8 +109,7 @@ class Item(Section):
 
 
 class Paper(Section):
-    """A paper: its title, what holds for several items, and its items, by figure_N, table_N or
-    another name."""
+    """A paper: its title, a note on several items, and the items by name, such as figure_1."""
 
     title: str
     note: str | None = None
@@ -124,7 +123,7 @@ class Catalogue(Section):
 
 
 def read_catalogue() -> dict[str, Paper]:
-    """Read papers.yaml; raises InvalidConfigError with everything that is wrong with it."""
+    """Read papers.yaml. Raises InvalidConfigError with all problems of the file."""
     return bind(Catalogue, yaml.safe_load(FILE.read_text(encoding="utf-8"))).papers
 
 

@@ -1,4 +1,4 @@
-"""The commands of an item of a paper, what they cost, and the file of what they measured."""
+"""The commands of an item of a paper, their cost, and the file of their measurements."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ def write_measured(item: Item) -> None:
     Raises InputError if the item measures nothing, or a run is missing.
     """
     if item.measure is None or item.file is None:
-        raise InputError(f"--measure has nothing to read for an item that shows {item.shows}")
+        raise InputError(f"--measure needs an item with `measure` in papers.yaml, got {item.shows}")
     content = measure(item.measure, item.tiny)
     write_whole(ROOT / item.file, to_json(content))
     print(statistics_table(content).to_string(index=False))

@@ -1,5 +1,5 @@
-"""What a row measures in its finished runs, committed as JSON: of each run its command, commit and
-config, and series of figures over the monitored steps; of a variant of a study its losses."""
+"""The measurements of a row, committed as JSON. Each run has its command, commit, config, and
+series of figures over the monitored steps; each variant of a study has its losses."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from training.json_file import read_json
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DIGITS: Final = 5
-"""Significant digits of what is stored: more than one seed of a tiny model decides."""
+"""Significant digits of stored figures: more than one seed of a tiny model can resolve."""
 
 OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "least": min,
@@ -36,7 +36,8 @@ Series = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What is read from the folders of finished runs, or from that of a finished study.
+    """The figures to read from the folders of finished runs, or from the folder of a finished
+    study.
 
     runs    folder of each run, or variant of the study, by a short name
     series  what is read at each step that has it, by name: `metric NAME` of metrics.jsonl;
@@ -88,7 +89,7 @@ def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
 
 def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
-    """Return what made the finished run of a command, and its series."""
+    """Return the provenance and the series of the finished run of a command."""
     folder = ROOT / load_config(*arguments(command)).run.dir
     made = provenance(folder, command)
     run = read_run(folder)
@@ -114,7 +115,9 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     if not results["complete"] or any(
         results[key] != value for key, value in asdict(read_study(study_file(command))).items()
     ):
-        raise InputError(f"{file.parent} must have the finished study, remove it, run: {command}")
+        raise InputError(
+            f"{file.parent} must contain the finished study: remove it and run {command}"
+        )
     rows = {row["variant"]: row for row in results["rows"]}
     table = comparison(results).astype(object).where(lambda frame: frame.notna(), None)
     lines = {line["variant"]: line for line in table.to_dict("records")}
@@ -152,7 +155,7 @@ def arguments(command: str) -> tuple[Path, list[str]]:
 
 
 def provenance(folder: Path, command: str) -> dict[str, Any]:
-    """Return what made a run: versions, config by its hash, last step."""
+    """Return the provenance of a run: versions, hash of the config, last step."""
     from models.engine import import_engine  # here: it takes seconds
 
     import_engine()
@@ -160,12 +163,12 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
 
     config, saved = load_config(*arguments(command)), folder / "config.yaml"
     if not saved.is_file():
-        raise InputError(f"{folder} must be a finished run, run: {command}")
+        raise InputError(f"{folder} must be a finished run: run {command}")
     expected, actual = asdict(config), asdict(load_saved_config(saved))
     # The run has taken the size of the vocabulary from its data.
     expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
     if expected != actual:
-        raise InputError(f"{folder} must have the config of its command, remove it, run: {command}")
+        raise InputError(f"{folder} must have its command's config: remove it and run {command}")
     checkpoint = read_checkpoint(folder)
     last = config.train.last
     if checkpoint.step != last:
@@ -178,7 +181,7 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
 
 
 def series_of(run: RunData, text: str) -> Series:
-    """Return what `text`, as Measure describes it, is at each step."""
+    """Return the figure that `text` names (see `Measure`) at each step."""
     over, figure, *rest = text.split()
     if over == "metric":
         series = {
@@ -188,14 +191,14 @@ def series_of(run: RunData, text: str) -> Series:
         lines = ((line["step"], list(values(run, line, figure, *rest))) for line in run.monitors)
         series = {step: OVER[over](each) for step, each in lines if each}
     if not series:
-        raise InputError(f"{run.folder} must have figures for `{text}`, got none")
+        raise InputError(f"{run.folder} must contain figures for `{text}`, got none")
     return {step: float(f"{value:.{DIGITS}g}") for step, value in series.items()}
 
 
 def values(
     run: RunData, line: Line, figure: str, role: str, layer: str | None = None
 ) -> Iterator[float]:
-    """Yield a figure of each matrix of a role, or of each block, in one line of monitors."""
+    """Yield the figure of each matrix of a role, or of each block, in one line of monitors."""
     records = line["blocks"].values() if role == "blocks" else run.units(line, role)
     for record in records:
         if layer is not None and record["layer"] != int(layer):
@@ -208,12 +211,12 @@ def values(
 
 
 def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the results of a run by seed, of which one without seeds has the empty one."""
+    """Return the results of a run by seed; "" is the seed of a run without seeds."""
     return dict(run["seeds"]) if "seeds" in run else {"": run}
 
 
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Return a line for each series of each run and seed, or for each variant of a study.
+    """Return a row for each series of each run and seed, or for each variant of a study.
 
     `early` is the mean of the first fifth of the steps, `settled` of the second half.
     """
@@ -231,7 +234,7 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics of a series by which results speak of it."""
+    """Return the statistics of a series that results quote."""
     values = pd.Series([*series.values()])
     return {
         "first": values.iloc[0],

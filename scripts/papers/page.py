@@ -1,5 +1,5 @@
-"""docs/papers.md, written from introduction.md, papers.yaml and gpu_hours.json alone, and its
-figures, drawn from committed results alone.
+"""docs/papers.md, written from introduction.md, papers.yaml and gpu_hours.json, and its figures,
+drawn from committed results.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ FOLDER: Final = Path("docs/images/papers")
 
 
 def figure_file(paper: str, key: str) -> Path:
-    """Return where the figure of a row is, from the project's root."""
+    """Return the path of a row's figure, relative to the project's root."""
     return FOLDER / f"{paper}_{key}.svg"
 
 
@@ -36,8 +36,7 @@ def draw(item: Item) -> Figure:
 
 
 def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure:
-    """Draw a panel for each series, in which each run is a line for each of its seeds, or a point
-    if it has one value."""
+    """Draw a panel for each series, with a line per run and seed, or a point for a single value."""
     figure, panels = new_grid(len(described), columns=3, width=3.4, height=2.6)
     names = [name.replace("_", " ") for name in runs]
     for panel, (series, text) in zip(panels, described.items(), strict=True):
@@ -81,7 +80,7 @@ def draw_study(variants: Mapping[str, Any]) -> Figure:
 HEADINGS = ("", "shows", "our result", "status", "full, GPU-hours")
 INTRODUCTION = Path(__file__).with_name("introduction.md").read_text(encoding="utf-8")
 TINY = "1.8M parameters, 100 steps, one seed"
-"""What the introduction calls a tiny run."""
+"""The size of a tiny run."""
 DIAGRAM = "A diagram."
 
 
@@ -103,7 +102,7 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
 
 
 def count_line(counts: Counter[Status]) -> str:
-    """Return how many items have which status."""
+    """Return a line with the number of items of each status."""
     total = sum(counts.values())
     return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"
 
@@ -126,12 +125,12 @@ def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[
 
 
 def spaced(key: str) -> str:
-    """Return the name of an item as people write it."""
+    """Return the name of an item in words."""
     return key.replace("_", " ")
 
 
 def shown(runs: Sequence[Hours]) -> str:
-    """GPU-hours of runs together, and GPUs of each."""
+    """Return the total GPU-hours of runs, and the GPUs of each run."""
     if not runs:
         return ""
     return f"{sum(run['gpu_hours'] for run in runs):,.0f} on {max(run['gpus'] for run in runs)}"

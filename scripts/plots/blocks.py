@@ -20,9 +20,8 @@ EMBEDDING = "embedding"
 
 
 def residual(run: RunData) -> Figure | None:
-    """Root mean square of the entries of the residual stream after each layer: over the layers, a
-    line per monitored step, later ones brighter; over training, a line per layer, deeper ones
-    brighter."""
+    """Root mean square of the entries of the residual stream after each layer. Over the layers,
+    later monitored steps are brighter; over training, deeper layers are brighter."""
     places = _places(run, "residual_rms")
     if len(places) < 2:
         return None
@@ -80,13 +79,13 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
 
 
 def block_series(run: RunData, place: str, figure: str) -> Series:
-    """Return a monitored figure of a block, against tokens."""
+    """Return a monitored figure of a block by tokens."""
     seen = [(run.tokens(line), line["blocks"].get(place, {}).get(figure)) for line in run.monitors]
     return [(x, y) for x, y in seen if y is not None]
 
 
 def _places(run: RunData, figure: str) -> list[str]:
-    """Blocks with a figure: the embedding, then layers by depth."""
+    """Return the blocks that have a figure: the embedding, then the layers by depth."""
     names = {
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }

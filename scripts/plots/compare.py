@@ -17,16 +17,17 @@ from training.config.yaml_files import flat
 from training.errors import InputError
 
 OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", "penalty")
-"""Figures of the page, in which a run is a colour."""
+"""Figures of the page, with one colour per run."""
 
 COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "time of stepping")
-"""Figures of a run in the table, next to the one that orders runs."""
+"""Figures of a run in the table, in addition to the metric that orders the runs."""
 
 MOST = 12
-"""Runs that a figure shows: those with the lowest validation loss, or training loss without."""
+"""Number of runs in a figure: those with the lowest validation loss (or training loss if no run
+validates)."""
 
 SHOWN_KEYS = 8
-"""Keys of a config that the table names, of those in which the runs differ."""
+"""Number of differing config keys that the table names."""
 
 ABOUT = (
     "By {}. Below each run: its model, and its values of the keys in which configs differ. A small "
@@ -43,7 +44,8 @@ BITS = ("val/bpb", "bits per byte")
 
 
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Return what runs can be ordered by: nats per token only if all have one vocabulary."""
+    """Return the metric that orders the runs: nats per token only if all runs have one
+    vocabulary."""
     vocabularies = {run.config["model"].get("vocab_size") for run in runs}
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if len(vocabularies) > 1 and complete else LOSS
@@ -51,7 +53,7 @@ def measure(runs: Sequence[RunData]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run with its row of the table: `settings` are those in which not all runs agree."""
+    """A run and its row of the table; `settings` are the keys in which the runs differ."""
 
     run: RunData
     settings: list[str]
@@ -79,7 +81,7 @@ class Compared:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Value of each column."""
+        """The value of each column."""
         cards = dict(key_figures(self.run, self.metric))
         names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
         return {name: cards.get(key, "-") for name, key in names.items()}
@@ -100,7 +102,7 @@ def find_runs(folder: Path, around: Path) -> list[RunData]:
             runs.append(read_run(path, None if label == "." else label))
             inside.clear()  # checkpoints have configs too
     if not runs:
-        raise InputError(f"{folder} has no run: none of its folders has a metrics.jsonl")
+        raise InputError(f"{folder} must contain a run: no folder in it contains a metrics.jsonl")
     return runs
 
 
@@ -130,9 +132,9 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return, for each config, `key value` of the keys in which not all are equal.
+    """Return, for each config, `key value` of the keys in which the configs differ.
 
-    Of a section that some of them do not have only the first key.
+    A section that some configs lack counts as one key.
     """
     values = [dict(flat(read_sections(config))) for config in configs]
     keys = [
@@ -163,7 +165,7 @@ def read_sections(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(key: str) -> int:
-    """Return the place of a key's section among those that say most of a run."""
+    """Return the rank of a key's section: the most telling sections come first."""
     first = ("model", "optimizer", "pc", "gram_penalty", "schedule", "train", "data")
     section = key.split(".")[0]
     return first.index(section) if section in first else len(first)

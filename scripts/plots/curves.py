@@ -15,7 +15,7 @@ STYLES = ("-", "--", ":", "-.")
 """Line styles of runs where colours stand for something else."""
 
 SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
-"""Monitored figures that separate signal from noise, and their names in titles."""
+"""Monitored figures of signal and noise, and their names in titles."""
 
 RULE = "monitor/rule_"
 """Prefix of the metrics that rules name."""
@@ -24,8 +24,8 @@ TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
-    """Nats per token on the training batches, and as dots the mean over the validation sets,
-    weighted like the training mixture if all names agree."""
+    """Nats per token on the training batches. Dots are the mean over the validation sets, weighted
+    like the training mixture if all names agree."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None
@@ -47,7 +47,7 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
 
 
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:
-    """The schedule applied to each group's peak: a colour per group, a line style per run."""
+    """Learning rate of each group over the schedule: a colour per group, a line style per run."""
     runs = [run for run in runs if run.names("lr/")]
     if not runs:
         return None
@@ -89,7 +89,7 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
 
 
 def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
-    """Relative error of the tracked spectral norm: median over a role's matrices, dashed the
+    """Relative error of the tracked spectral norm: the median over a role's matrices; dashed, the
     largest."""
     name = "pc_norm_error"
 
@@ -109,9 +109,9 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 
 
 def signal(run: RunData) -> Figure | None:
-    """Of gradients between the micro-batches of a step, of applied updates between the last steps:
-    what they share over what they differ in (SNR), and the part of the difference in one direction
-    (TopShare), with its minimum dotted. Alignment is the cosine with the previous step."""
+    """Gradients are compared between the micro-batches of a step, applied updates between the last
+    steps. SNR is the common part over the difference; TopShare is the part of the difference in one
+    direction, with its minimum dotted. Alignment is the cosine with the previous step."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()
@@ -139,8 +139,8 @@ def signal(run: RunData) -> Figure | None:
 
 
 def rule_reports(run: RunData) -> Figure | None:
-    """Figures that the rules name, mean over the matrices of a role; those
-    that are 0 throughout are left out."""
+    """Figures that the rules report, as means over the matrices of a role. Figures that are always
+    0 are omitted."""
     reports = {name: run.series(name) for name in run.names(RULE)}
     reports = {name: series for name, series in reports.items() if any(y for _, y in series)}
     titles = list(dict.fromkeys(name.split("/")[1] for name in reports))
@@ -159,12 +159,13 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """How far the load of the fullest expert exceeds the mean in the worst layer; 0 is balanced."""
+    """Excess of the fullest expert's load over the mean, in the worst layer; 0 is balanced."""
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
 def tasks(runs: Sequence[RunData]) -> Figure | None:
-    """Accuracy on each multiple-choice task, dashed that of log-likelihoods per character."""
+    """Accuracy on each multiple-choice task; dashed, the accuracy by log-likelihood per
+    character."""
 
     def draw(axis: Axes, run: RunData) -> None:
         names = [

@@ -18,11 +18,11 @@ BINS = 60
 
 
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
-    """A histogram per role of its units' singular values, divided by the unit's largest: of W, and
-    of PC(W) where the run has PC layers.
+    """Draw a histogram per role of its units' singular values, divided by the unit's largest. With
+    PC layers it also shows those of PC(W).
 
-    `path` is a run folder or a checkpoint. Without `roles` all roles of matrices are shown but
-    embedding and head. Raises InputError for a role that the model does not have.
+    `path` is a run folder or a checkpoint. Without `roles`, all matrix roles except embedding and
+    head are shown. Raises InputError for a role that is not in the model.
     """
     info = read_checkpoint(path)
     for problem in problems(info):
@@ -61,8 +61,8 @@ BEYOND = 1.2
 
 
 def plot_maps() -> Figure:
-    """Each level on its interval and a little beyond, with the function it approximates; and the
-    factor by which it lifts small singular values."""
+    """Draw each level on its interval and a little beyond, with the function that it approximates,
+    and the factor by which it raises small singular values."""
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)
     for level in PRESETS:

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: they hold everything they show and need no network."""
+"""Self-contained HTML pages, which need no network."""
 
 import io
 import re
@@ -26,7 +26,7 @@ TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page: its id, heading, the sentence below it, and what its template shows.
+    """A part of a page: its id, its heading, the sentence below, and the content.
 
     kind  of the content: figure, reason, runs, samples, data, events or config
     half  whether two such sections share a row where there is room
@@ -60,7 +60,7 @@ def page(
 def figure_sections(
     figures: Iterable[tuple[RunFigure, Figure | None]], more: str = ""
 ) -> list[PageSection]:
-    """Return a section for each figure that there are data for; `more` follows its sentence."""
+    """Return a section for each figure with data; `more` follows the figure's sentence."""
     return [
         PageSection(
             kind.name, kind.title, kind.about + more, "figure", drawn(figure, kind.name), kind.half

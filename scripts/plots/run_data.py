@@ -24,7 +24,7 @@ BLOCK = ("gate_up", "gate", "up", "down")
 TOKENS = "progress/tokens"
 NUMBER = int | float | None
 METRICS = {...: NUMBER}
-"""Shape of a line of metrics, without samples of text, as `check_shape` takes it."""
+"""Shape of a line of metrics, without samples of text, for `check_shape`."""
 UNIT = {"role": str, "layer": int | None, ...: int | float | list | None}
 MONITORS = {"units": {...: UNIT}, "blocks": {...: {...: NUMBER}}}
 EVENTS = {"kind": str, "text": str, "time": str}
@@ -72,15 +72,15 @@ class RunData:
         return int(train["global_batch"] * train["sequence_length"])
 
     def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
-        """Logged values of a metric, against tokens or `x` of the line."""
+        """Return logged values of a metric by tokens, or by `x` of the line."""
         place = x or self.tokens
         return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
     def tokens(self, line: Line) -> float:
-        """Tokens trained on when a line was logged.
+        """Return the number of training tokens when a line was logged.
 
-        The batch may have changed, by a ramp or when the run continued, so they are those that
-        metrics and monitors count, between their lines in proportion.
+        The batch may have changed during the run, so the number is interpolated between the counts
+        in metrics and monitors.
         """
         steps, tokens = self._counted
         after = max(0, line["step"] - steps[-1]) * self.tokens_per_step
@@ -95,8 +95,8 @@ class RunData:
         return np.array([(0, 0), *sorted(tokens_at.items())], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
-        """Map a line to the time spent on steps so far, without validation and saving, in units of
-        `unit` seconds."""
+        """Return a function from a line to the time spent on steps so far, without validation and
+        saving, in units of `unit` seconds."""
         passed: dict[int, float] = {}
         total, before = 0.0, 0
         for line in self.metrics:
@@ -118,7 +118,7 @@ class RunData:
                 yield unit
 
     def samples(self, figure: str) -> int:
-        """Return the number of gradients or updates that a noise figure was last computed from."""
+        """Return the number of gradients or updates in the last computation of a noise figure."""
         unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
         if figure.startswith("gradient"):
             return int(unit["noise_samples"])
@@ -132,9 +132,10 @@ class RunData:
 
 
 def read_run(folder: Path, label: str | None = None) -> RunData:
-    """Read a run folder, whose run may have logged nothing yet.
+    """Read a run folder; the run may have logged nothing yet.
 
-    Raises InputError if it has no metrics.jsonl or no config of a run, or files of other values.
+    Raises InputError if metrics.jsonl or the run's config is missing, or if a file contains
+    unexpected values.
     """
     if not (folder / "metrics.jsonl").exists():
         raise InputError(
@@ -155,11 +156,11 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
 
 
 def _lines(path: Path, shape: Any) -> list[Line]:
-    """The lines of a file; damaged ones are warned of. Raises InputError for one that has not its
-    shape, or for a step that is before the one of the line above it."""
+    """Return the lines of a file, with a warning about damaged lines. Raises InputError for a line
+    of another shape, or for a step before that of the previous line."""
     content, before = read_lines(path), 0
     if content.damaged:
-        print(f"warning: {path}: {content.damaged} damaged lines are left out", file=sys.stderr)
+        print(f"warning: {path}: {content.damaged} damaged lines are skipped", file=sys.stderr)
     for number, line in zip(content.numbers, content.lines, strict=True):
         figures = {key: value for key, value in line.items() if not key.startswith("sample/")}
         check_shape(figures, shape, f"{path}, line {number}")
@@ -172,7 +173,7 @@ def _lines(path: Path, shape: Any) -> list[Line]:
 
 
 def _place(role: str) -> tuple[int, int]:
-    """Return the position of a role in a layer; unknown ones come last."""
+    """Return the position of a role in a layer; unknown roles come last."""
     base = role.removeprefix("shared_").removeprefix("expert_")
     kind = 1 + role.startswith("shared_") + 2 * role.startswith("expert_") if base in BLOCK else 0
     order = (*ATTENTION, *BLOCK)
@@ -180,6 +181,6 @@ def _place(role: str) -> tuple[int, int]:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` evenly spread items, the first and the last included."""
+    """Return at most `count` evenly spread items, including the first and the last."""
     picks = {round(i * (len(items) - 1) / max(1, count - 1)) for i in range(count)}
     return [items[i] for i in sorted(picks)] if len(items) > count else list(items)

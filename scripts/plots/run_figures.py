@@ -1,4 +1,4 @@
-"""The figures of runs: one table for the files that are written and for the page about a run."""
+"""The figures of runs, in one table for the written files and for the page about a run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from scripts.plots.style import save
 
 @dataclass(frozen=True)
 class RunFigure:
-    """A figure that runs may have data for.
+    """A figure of runs.
 
     name     of the file, without suffix, and of the section of the page
     title    heading on the page
@@ -38,7 +38,8 @@ class RunFigure:
 
     @property
     def about(self) -> str:
-        """What the page says of it: the first paragraph about the function that draws it."""
+        """The page's text about the figure: the first paragraph of the drawing function's
+        docstring."""
         return " ".join((getdoc(self.overlay or self.single) or "").split("\n\n")[0].split())
 
 

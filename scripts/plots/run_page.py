@@ -15,7 +15,7 @@ from training.json_file import check_shape, read_json
 from training.report.table import duration, short
 
 SAMPLES = 6
-"""Steps whose samples of text are on the page."""
+"""Number of steps whose samples of text are on the page."""
 
 ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
 """Kinds of events that stand out on the page."""
@@ -51,7 +51,7 @@ def report(run: RunData) -> str:
 
 
 def no_spectra(run: RunData) -> str:
-    """Return why the page of a run has no figure of a spectrum."""
+    """Return the reason why the page of a run shows no spectrum."""
     intervals = [
         event["intervals"] for event in run.events if isinstance(event.get("intervals"), dict)
     ]
@@ -61,7 +61,7 @@ def no_spectra(run: RunData) -> str:
     if interval == 0:
         return "monitors.interval is 0, so no spectrum is measured."
     at = f"step {interval:,}" if isinstance(interval, int) else "the first monitored step"
-    return f"None is measured yet: monitors begin at {at}."
+    return f"No spectrum is measured yet: monitors begin at {at}."
 
 
 def subtitle(run: RunData) -> str:
@@ -74,7 +74,7 @@ def subtitle(run: RunData) -> str:
 
 
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
-    """Name and value of each card that the run has figures for; `measure` is the metric of
+    """Return name and value of each card that the run has figures for; `measure` is the metric of
     validation."""
     loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
@@ -108,7 +108,7 @@ def samples(run: RunData) -> list[tuple[str, str, str, str]]:
 
 
 def happenings(run: RunData) -> Iterator[dict[str, Any]]:
-    """Yield each event, and skipped steps, in order, as the template names their parts."""
+    """Yield events and skipped steps in order, with the keys that the template uses."""
     skipped = 0
     rows = [(each["step"], each["time"], each["kind"], event_text(each)) for each in run.events]
     for line in run.metrics:
@@ -141,8 +141,8 @@ SHAPE: Final = {
 
 
 def data_use(run: RunData) -> dict[str, Any] | None:
-    """Return the header and the rows of the page's table of sets, None for a run that is older than
-    its figures or has no readable data.json."""
+    """Return the header and rows of the table of sets; None for an older run without the figures,
+    or without a readable data.json."""
     path = run.folder / "data.json"
     try:
         content = read_json(path)

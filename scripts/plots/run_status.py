@@ -14,7 +14,7 @@ from training.lifecycle.watchdog import HEARTBEAT
 Kind = Literal["running", "stopped", "failed", "done"]
 
 SILENCE = 300.0
-"""Seconds without a heartbeat after which a run on another host counts as ended, at least."""
+"""Least number of seconds without a heartbeat after which a run on another host counts as ended."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class RunStatus:
 def run_status(run: RunData) -> RunStatus:
     """Return the status of a run, from its last event, its lock and its heartbeat.
 
-    A run that ended silently, as one that is killed, has failed. On this host its process
-    tells; on another one it is taken to run until its heartbeat is late.
+    A run that ended without an event, such as a killed run, has failed. On this host its process is
+    checked; on another host it counts as running until its heartbeat is late.
     """
     steps = run.config["train"]["steps"]
     ends = [each for each in run.events if each["kind"] in _EVENTS]
@@ -61,9 +61,9 @@ _EVENTS = ("started", "continued", "stopped", "failed", "done")
 
 
 def alive(run: RunData) -> bool:
-    """Return whether the process of a run lives, as far as its lock and heartbeat tell.
+    """Return whether a run's process is alive, judged by its lock and heartbeat.
 
-    Another process may have the same number since, and clocks of hosts may differ by seconds.
+    Another process may now have the same id, and the clocks of hosts may differ by seconds.
     """
     lock = _content(run.folder / LOCK)
     complete = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)
@@ -76,7 +76,7 @@ def alive(run: RunData) -> bool:
 
 
 def _content(path: Path) -> Line:
-    """Return the object in a JSON file, {} without one that can be read."""
+    """Return the object in a JSON file, {} if it cannot be read."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

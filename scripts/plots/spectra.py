@@ -21,17 +21,18 @@ WEIGHT = ("effective_quantiles", "quantiles")
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """At the last monitored step, divided by the largest; with PC layers those of the effective
-    weight.
+    """Singular values at the last monitored step, divided by the largest; with PC layers, of the
+    effective weight.
 
-    Monitors keep the deciles of a spectrum, so a tenth of the values is drawn evenly between two of
-    them.
+    Monitors store the deciles of a spectrum, so a tenth of the values is drawn evenly between two
+    deciles.
     """
     return _per_role(runs, _histogram, "share of values", "singular value / largest")
 
 
 def quantiles(runs: Sequence[RunData]) -> Figure | None:
-    """At the last monitored step, mean over the role's units; dotted at the first one."""
+    """Singular values by rank at the last monitored step, mean over the role's units; dotted, at
+    the first."""
     return _per_role(runs, _quantile_curve, "singular value", "share of values below")
 
 
@@ -42,12 +43,13 @@ def evolution(run: RunData) -> Figure | None:
 
 
 def momentum(run: RunData) -> Figure | None:
-    """Singular values of the momentum after the step, as above."""
+    """Singular values of the momentum after the step, drawn like those of the weights."""
     return _evolution(run, ("momentum_quantiles",))
 
 
 def update(run: RunData) -> Figure | None:
-    """Singular values of what the step adds to the weights, without weight decay, as above."""
+    """Singular values of the step's change of the weights, without weight decay, drawn like those
+    of the weights."""
     return _evolution(run, ("update_quantiles",))
 
 
@@ -97,7 +99,7 @@ def criterion_map(run: RunData) -> Figure | None:
 def unit_map(
     run: RunData, figure: str, label: str, *, center: float | None = None
 ) -> Figure | None:
-    """Layers by roles: a monitored figure at the last step that has it, mean over the units."""
+    """Draw a monitored figure by layer and role, at its last step, mean over the units."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None
@@ -124,7 +126,7 @@ def unit_map(
 
 
 def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: float | None) -> None:
-    """Draw a coloured table, with its values in it where there is room."""
+    """Draw a coloured table, with values in the cells if there is room."""
     norm: Normalize | None = None
     shown = table
     positive = table[np.isfinite(table) & (table > 0)]
@@ -152,8 +154,8 @@ def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: flo
 def deciles(
     run: RunData, line: Line, role: str, names: Sequence[str] = WEIGHT
 ) -> np.ndarray | None:
-    """`[11]`, deciles of singular values, mean over a role's units, of the first of `names` that a
-    unit has. None without data."""
+    """Return the deciles of singular values `[11]`, mean over a role's units, of the first of
+    `names` with data; None without data."""
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]
     return np.mean(present, axis=0) if present else None

@@ -1,4 +1,4 @@
-"""The differences between the variants of a study, and their losses by one of their settings."""
+"""Figures of a study: differences between variants, and losses by a setting or over training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ def plot_study(path: Path) -> Figure:
     losses = {row["variant"]: row["losses"] for row in rows_of(content)}
     frame = comparison(content)
     if "difference" not in frame:
-        raise InputError(f"{path} has no seed yet of a variant that is compared with another")
+        raise InputError(f"{path} contains no finished seed of a compared variant yet")
     # A variant with a run that failed has no difference.
     compared = frame[frame["difference"].notna()].iloc[::-1]
     figure, (axes,) = new_figure(width=7.5, height=1.2 + 0.34 * len(compared))
@@ -41,7 +41,7 @@ def plot_study(path: Path) -> Figure:
 
 
 def plot_losses(path: Path, key: str) -> Figure:
-    """Draw the losses of all variants by the values of `key`, as the search has found them."""
+    """Draw the losses that the search found for all variants, by the values of `key`."""
     content = read_results(path)
     keys = searched_keys(content)
     if key not in keys:
@@ -70,7 +70,7 @@ def plot_losses(path: Path, key: str) -> Figure:
 def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
     """Draw the validation loss of variants over training: mean and standard error of their seeds.
 
-    The courses of the runs are read from the records next to the results."""
+    The curves of the runs are read from the records next to the results."""
     content, records = read_results(path), RecordBook(path.parent)
     runs = {row["variant"]: row["runs"] for row in rows_of(content)}
     unknown = [name for name in variants if name not in runs]
@@ -82,7 +82,7 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
         losses = pd.concat(courses, axis="columns")
         if len(losses) == 1:
             raise InputError(
-                f"{path}: runs of {name} were validated at their end alone; a curve needs "
+                f"{path}: runs of {name} were validated only at the end; a curve needs "
                 "validation.interval=N in the study's overrides"
             )
         axes.errorbar(

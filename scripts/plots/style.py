@@ -1,6 +1,6 @@
 """The common look of figures, and how they are saved.
 
-Figures are made without pyplot, which would keep all of them in memory and need a display.
+Figures are made without pyplot, which would keep all figures in memory and need a display.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,14 +65,14 @@ def new_grid(
 
 
 def count_tokens(axis: Axes) -> None:
-    """Label the x axis with tokens, as 20k or 1.5G."""
+    """Label the x axis with numbers of tokens such as 20k or 1.5G."""
     axis.set_xlabel("tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(5))
 
 
 def plain_log(axis: Axes) -> None:
-    """Make the y axis logarithmic with plain numbers, for ranges of few decades."""
+    """Make the y axis logarithmic with plain numbers, for ranges of a few decades."""
     axis.set_yscale("log")
     for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -85,7 +85,7 @@ def draw_lines(
     style: str = "-",
     **settings: Any,
 ) -> None:
-    """Draw a line per label, of values against their index or given x values, and a legend.
+    """Draw a line per label, with values over their index or over given x values, and a legend.
 
     `settings` are those of the axis, such as `xscale` and `title`.
     """
@@ -97,12 +97,12 @@ def draw_lines(
 
 
 def literal(text: str) -> str:
-    """Return a text in which matplotlib takes no $ for mathematics."""
+    """Return a text whose $ signs matplotlib does not read as mathematics."""
     return text.replace("$", r"\$")
 
 
 LEAST_POINTS = 9.0
-"""Size of the smallest text of figures on pages, 12 pixels."""
+"""Smallest text size of figures on pages: 12 pixels, in points."""
 
 
 def enlarge_text(figure: Figure) -> None:
@@ -133,7 +133,7 @@ def check_target(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure without a date, so that equal figures are equal files."""
+    """Write the figure without a date, so that equal figures give equal files."""
     mark_single_points(figure)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
     buffer = BytesIO()

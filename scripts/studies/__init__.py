@@ -1,1 +1,1 @@
-"""The parts of scripts/study.py: what a study is, its runs, its search and its comparison."""
+"""The parts of scripts/study.py: a study's description, runs, search and comparison."""

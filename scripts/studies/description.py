@@ -1,4 +1,4 @@
-"""The description of a study: variants, seeds, and their tuning, here or in another study."""
+"""The description of a study: variants, seeds, and tuning in this or in another study."""
 
 import itertools
 import math
@@ -19,11 +19,11 @@ VARIABLES: Final = (
     "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
     "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
-"""Environment variables that a study may set: none makes a program load or run anything."""
+"""Environment variables that a study may set. None of them can load or run code."""
 
 
 def first_key(keys: str) -> str:
-    """Return the first of the keys to which a grid gives one value."""
+    """Return the first key of `KEY+KEY`, the keys to which a grid gives the same value."""
     return keys.split("+")[0]
 
 
@@ -41,7 +41,7 @@ def tuned_value(keys: str, overrides: Sequence[str]) -> float:
 
 
 class Stage(Section):
-    """Settings to choose from, one way out of three.
+    """The candidates of a stage, given in exactly one of three ways.
 
     grid     keys with their values; every combination is a candidate. `KEY+KEY` gives several keys
              the same value
@@ -58,7 +58,7 @@ class Stage(Section):
             raise ValueError("exactly one of grid, factors and choices must be given")
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
-        """Return the overrides of each candidate; `tuned` are those that `factors` multiply."""
+        """Return the overrides of each candidate; `factors` multiply the values in `tuned`."""
         if self.choices:
             return self.choices
         values = self.grid or {
@@ -81,16 +81,16 @@ class Stage(Section):
 
 
 class Rung(Section):
-    """Candidates are trained for `share` of a run's length, and the best `keep` continue."""
+    """One rung: candidates train for `share` of a run's length, and the best `keep` continue."""
 
     share: float
     keep: int
 
 
 class Search(Section):
-    """Successive halving, the same for every variant that is tuned, with one seed.
+    """Successive halving, with one seed and the same rungs for every tuned variant.
 
-    `stages` by name, in order, each begins with what the previous one has chosen.
+    Each of the `stages` begins with the choice of the previous stage.
     """
 
     seed: int
@@ -98,8 +98,10 @@ class Search(Section):
 
 
 class Curve(Section):
-    """A variant that is also trained for other `shares` of a run's length, to say how many tokens
-    it needs for a loss."""
+    """A variant that also trains for other `shares` of a run's length.
+
+    The curve shows how many tokens the variant needs for a loss.
+    """
 
     variant: str
     shares: list[float]
@@ -107,11 +109,11 @@ class Curve(Section):
 
 
 class TunedIn(Section):
-    """The results of another study, with whose chosen settings the variants begin: each with those
-    of the variant of its name there, or of `tuned_as`.
+    """The results of another study. Each variant begins with the settings chosen there for the
+    variant of the same name, or for `tuned_as`.
 
-    With `best`, only so many of the variants are trained, those with the smallest mean loss there;
-    those of `always` come on top.
+    With `best`, only the `best` variants with the smallest mean loss there are trained, and those
+    in `always`.
     """
 
     results: str
@@ -120,11 +122,11 @@ class TunedIn(Section):
 
 
 class Variant(Section):
-    """One way to train; `against` names the variant that it is compared with, `tuned_as` the one of
-    the study in `tuned_in` whose settings it begins with, null = the variant of its name.
+    """One way to train. `against` names the variant to compare with. `tuned_as` names the variant
+    in the study of `tuned_in` whose settings are the start; null = the variant of the same name.
 
-    `differs` names the keys of its config file in which it is meant to differ from `against`. The
-    study names all others on the screen and in its tables.
+    `differs` names the keys in which its config file intentionally differs from that of `against`.
+    The study reports all other differing keys on the screen and in its tables.
     """
 
     config: str
@@ -136,7 +138,8 @@ class Variant(Section):
 
 
 class Study(Section):
-    """Variants to compare, over the same seeds and with the same `overrides` first.
+    """Variants to compare, with the same seeds and the same `overrides`, which a variant may
+    replace.
 
     full          integer settings of a run of full length; shorter runs have them times their share
     environment   variables of every run's process, some of `VARIABLES`
@@ -156,11 +159,11 @@ class Study(Section):
     tuned_in: TunedIn | None = None
 
     def length(self, share: float) -> list[str]:
-        """Overrides of a run of `share` of the full length."""
+        """Return the overrides that set a run's length to `share` of the full length."""
         return [f"{key}={max(1, round(value * share))}" for key, value in self.full.items()]
 
     def budget(self, name: str) -> float:
-        """What tuning a variant costs, in runs of full length, reused ones counted as run."""
+        """Return the cost of tuning a variant in runs of full length; reused runs count as well."""
         if self.search is None:
             return 0.0
         total = 0.0
@@ -173,7 +176,7 @@ class Study(Section):
 
 
 def read_study(path: Path) -> Study:
-    """Return the study of a file. Raises ConfigError naming everything that is wrong with it."""
+    """Return the study in a file. Raises ConfigError with all problems of the file."""
     try:
         study = bind(Study, read_merged(path))
         problems = _problems(study)
@@ -185,7 +188,7 @@ def read_study(path: Path) -> Study:
 
 
 def _problems(study: Study) -> list[str]:
-    """Return what is wrong between the parts of a study."""
+    """Return the contradictions between the parts of a study."""
     problems = [
         f"environment.{name} must be one of {', '.join(VARIABLES)}"
         for name in study.environment
@@ -197,10 +200,10 @@ def _problems(study: Study) -> list[str]:
         if "\0" in value
     ]
     if len(set(study.seeds)) < max(1, len(study.seeds)):
-        problems.append(f"seeds must be one or more different ones, got {study.seeds}")
+        problems.append(f"seeds must be one or more different numbers, got {study.seeds}")
     for name, variant in study.variants.items():
         if variant.against is not None and variant.against not in study.variants:
-            problems.append(f"{name} is against {variant.against}, which is not a variant")
+            problems.append(f"{name}.against must be a variant of the study, got {variant.against}")
         if variant.differs and variant.against is None:
             problems.append(f"{name}.differs needs against, got null")
         problems += _search_problems(study, name)
@@ -211,12 +214,12 @@ def _problems(study: Study) -> list[str]:
     if not 0 <= study.level_within < math.inf:
         problems.append(f"level_within must be finite and at least 0, got {study.level_within}")
     if (study.search or study.curve) and not study.full:
-        problems.append("full must state the length of a run if other runs train for a share of it")
+        problems.append("full must state a run's length if other runs train for a share of it")
     return problems
 
 
 def _search_problems(study: Study, name: str) -> list[str]:
-    """Return what is wrong with how a variant is tuned."""
+    """Return the problems of a variant's tuning."""
     stages = study.search.stages if study.search is not None else {}
     stages_given = study.variants[name].search
     if list(stages_given) != list(stages):
@@ -227,7 +230,7 @@ def _search_problems(study: Study, name: str) -> list[str]:
         falling = all(a > b for a, b in itertools.pairwise(sizes))
         if not rungs or sizes[-1] != 1 or not falling:
             problems.append(
-                f"{name}: {stage} must keep fewer at each rung, in the end 1, got {sizes}"
+                f"{name}: {stage} must keep fewer at each rung and 1 at the last, got {sizes}"
             )
         if any(not 0 < rung.share <= 1 for rung in rungs):
             problems.append(f"search.stages.{stage}: shares must be in (0, 1]")
@@ -237,7 +240,7 @@ def _search_problems(study: Study, name: str) -> list[str]:
 
 
 def _budget_problems(study: Study) -> list[str]:
-    """That every variant is tuned at the same cost."""
+    """Return a problem unless every variant is tuned at the same cost."""
     budgets = {name: study.budget(name) for name in study.variants}
     if len(set(budgets.values())) < 2:
         return []

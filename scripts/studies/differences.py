@@ -1,4 +1,4 @@
-"""Keys in which variants that a study compares differ, besides those that the study sets."""
+"""Keys in which compared variants differ although the study does not set these keys."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
@@ -10,15 +10,17 @@ from training.config.yaml_files import flat
 from training.errors import InputError
 
 Differences = dict[str, tuple[Any, Any]]
-"""By key, the value of a variant and that of the one that it is compared with."""
+"""The values of a variant and of its reference, by key."""
 
 NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
-"""Beginnings of keys that no result depends on, and the key whose values are compared."""
+"""Prefixes of keys that do not affect results, and the key whose values are compared."""
 
 
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
-    """Yield each variant with the one that it is compared with: `against`, or the first variant in
-    a study that has no `against` and leaves the comparison to the reader."""
+    """Yield each variant with its reference.
+
+    It is `against` or, in a study without any `against`, the first variant.
+    """
     first = next(iter(study.variants))
     if any(variant.against for variant in study.variants.values()):
         yield from ((n, v.against) for n, v in study.variants.items() if v.against is not None)
@@ -29,20 +31,22 @@ def pairs(study: Study) -> Iterator[tuple[str, str]]:
 def differences(
     study: Study, start: Mapping[str, list[str]], configs: Mapping[str, Config]
 ) -> dict[str, Differences]:
-    """Return the keys in which each variant also differs from the one that it is compared with.
+    """Return the further keys in which each variant differs from its reference.
 
-    `start` has what another study tuned, `configs` the config of each variant. Left out are keys
-    that the study tunes, that `overrides` of one of the two set or that `differs` names, and
-    hyper-parameters that only the rule of one of the two has.
+    `start` contains the settings that another study tuned, `configs` the config of each variant.
+    Omitted are keys that the study tunes, keys in the `overrides` of either variant or in
+    `differs`, and hyper-parameters that only one of the two rules has.
 
-    Raises InputError for a key of `differs` in which the two do not differ.
+    Raises InputError for a key in `differs` whose two values are equal.
     """
     left_by_variant = {}
     for name, other in pairs(study):
         unlike = unlike_keys(configs[name], configs[other])
         for key in study.variants[name].differs:
             if not any(covered(each, [key]) for each in unlike):
-                raise InputError(f"{name}.differs: {name} and {other} do not differ in {key}")
+                raise InputError(
+                    f"{name}.differs must not name {key}, equal in {name} and {other}: remove it"
+                )
         declared = {*study.variants[name].differs}
         for each in (name, other):
             declared |= {*own_keys(study.variants[each]), *settings(start.get(each, []))}
@@ -52,25 +56,27 @@ def differences(
 
 
 def covered(key: str, keys: Collection[str]) -> bool:
-    """Whether a key is among those known, or in a section of them, or is a section that has one."""
+    """Return whether a key is known, is in a known section, or is a section with a known key."""
     return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in keys)
 
 
 def own_keys(variant: Variant) -> set[str]:
-    """Return the keys that a study gives a variant, as it is or to choose from."""
+    """Return the keys that a study sets or tunes for a variant."""
     chosen = (key for stage in variant.search.values() for key in stage_keys(stage))
     return {*settings(variant.overrides), *chosen}
 
 
 def stage_keys(stage: Stage) -> set[str]:
-    """Return the keys among whose values a stage chooses."""
+    """Return the keys that a stage tunes."""
     keys = {key for keys in (*stage.grid, *stage.factors) for key in keys.split("+")}
     return keys | {key for choice in stage.choices for key in settings(choice)}
 
 
 def unlike_keys(one: Config, other: Config) -> Differences:
-    """Return the keys with different values in two configs that can change a result; a section that
-    only one of them has is one key."""
+    """Return the keys that can change a result and differ between two configs.
+
+    A section in only one of the configs counts as one key.
+    """
     first, second = dict(flat(asdict(one))), dict(flat(asdict(other)))
     skipped = [*NOT_TRAINED, *(f"optimizer.rules.{rule}." for rule in unshared_rules(one, other))]
     unlike: Differences = {}
@@ -87,8 +93,7 @@ def unlike_keys(one: Config, other: Config) -> Differences:
 
 
 def unlike_settings(one: Config, other: Config) -> Differences:
-    """Return the hyper-parameters of one name to which the two rules of the matrices give different
-    values, as keys of the first rule."""
+    """Return the hyper-parameters that two matrix rules share but set differently."""
     rule, its = one.optimizer.matrix.rule, other.optimizer.matrix.rule
     first = asdict(one.optimizer)["rules"][rule]
     second = asdict(other.optimizer)["rules"][its] if rule != its else first
@@ -100,7 +105,7 @@ def unlike_settings(one: Config, other: Config) -> Differences:
 
 
 def unshared_rules(one: Config, other: Config) -> set[str]:
-    """Return the rules that not both configs use."""
+    """Return the rules that only one of two configs uses."""
     used = [
         {str(value) for key, value in flat(asdict(each)) if key.endswith(".rule")}
         for each in (one, other)
@@ -109,11 +114,11 @@ def unshared_rules(one: Config, other: Config) -> set[str]:
 
 
 def sentences(study: Study, differ: Mapping[str, Differences]) -> list[str]:
-    """Return a line for each variant that also differs from the one that it is compared with."""
+    """Return a line for each variant with further differences from its reference."""
     compared = dict(pairs(study))
     return [
         f"{name} and {compared[name]} also differ in "
         + ", ".join(f"{key} ({mine}, {its})" for key, (mine, its) in keys.items())
-        + f"; if that is meant, add differs: [{', '.join(keys)}] to {name}"
+        + f"; if intended, add differs: [{', '.join(keys)}] to {name}"
         for name, keys in differ.items()
     ]

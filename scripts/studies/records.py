@@ -1,4 +1,4 @@
-"""The records of runs that have ended, a line of JSON each, and who trains a run now."""
+"""The records of finished runs, one line of JSON each, and claims on runs in progress."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ CLAIM = "claim"
 
 @dataclass(frozen=True)
 class Record:
-    """One run that has ended.
+    """A finished run.
 
     key       hash of everything that its config says, by which it is found again
     settings  its config file and all overrides
@@ -51,7 +51,7 @@ SHAPE = {
     "seconds": int | float,
     "figures": {"loss": int | float | None, "course": [[int | float]]},
 }
-"""What a line must have, as `check_shape` takes it."""
+"""The shape of a line, for `check_shape`."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ class RecordBook:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the records that there are."""
+        """Read the existing records."""
         self.path = folder / RECORDS
         self._lock = threading.Lock()
         self._records: dict[str, Record] = {}
@@ -86,23 +86,23 @@ class RecordBook:
         return self._records[key]
 
     def refresh(self) -> None:
-        """Read what other processes have added."""
+        """Read the records that other processes have added."""
         if self.path.is_file():
             with self._file():
                 for line in read_lines(self.path):
                     self._records[line["key"]] = Record(**line)
 
     def add(self, record: Record) -> None:
-        """Keep a record, on disk first."""
+        """Add a record, first on disk, then in memory."""
         with self._file() as file:
             file.write(json.dumps(asdict(record)) + "\n")
         self._records[record.key] = record
 
     @contextmanager
     def _file(self) -> Iterator[TextIO]:
-        """Context with the file open at its end, which no other thread or process reads then.
+        """Context with the file open at its end and locked against other threads and processes.
 
-        What a process that died has left of a line is cut off.
+        An incomplete line of a killed process is removed.
         """
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,10 +115,10 @@ class RecordBook:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Context that says whether nobody else, in this process or another, works on `folder`.
+    """Context whose value is True if no other thread or process works on `folder`.
 
-    The operating system holds the claim and gives it up however the process ends. A file system of
-    several nodes must support locks.
+    The claim is a lock, which the operating system releases however the process ends. A file system
+    shared by several nodes must support locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / CLAIM).open("a", encoding="utf-8") as file:

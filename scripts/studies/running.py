@@ -1,4 +1,4 @@
-"""Carries out a study: checks it, tunes its variants, trains all seeds and writes the results."""
+"""Run a study: check it, tune its variants, train all seeds and write the results."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def run_study(
 ) -> dict[str, Any]:
     """Tune, train all seeds, then the curve; results.json is updated after each part.
 
-    `begin_runs` receives all coming runs, so that no place is idle while a part ends. Returns
+    `begin_runs` receives all coming runs, so that no place is idle at the end of a part. Returns
     the content of results.json.
     """
     study, start = begin(study, ROOT)
@@ -100,15 +100,15 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
     for name, variant in study.variants.items():
         if variant.against is not None and made[name] != made[variant.against]:
             raise InputError(
-                f"{name} is against {variant.against}, whose data has another tokenizer: losses "
-                "per token are not comparable"
+                f"{name} must have the tokenizer of {variant.against}: losses per token of "
+                "different tokenizers are not comparable"
             )
 
 
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Return the config of each variant with the first candidate of each stage in place of its
+    """Return the config of each variant; the first candidate of each stage stands in for the
     choice.
 
     Raises InputError for a candidate of any stage whose config cannot be read, before the first

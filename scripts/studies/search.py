@@ -1,5 +1,5 @@
-"""Tuning the variants of a study: by successive halving, rung by rung together, or by what
-another study has found.
+"""Tuning the variants of a study, all together by successive halving or from another study's
+results.
 """
 
 import math
@@ -22,7 +22,7 @@ Train = Callable[[Iterable[Run]], Results]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate of a variant that one rung of a stage has trained; a failed one has no loss."""
+    """A candidate of a variant, trained in one rung of a stage; without a loss if it failed."""
 
     variant: str
     stage: str
@@ -33,7 +33,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search has found: overrides by variant, and everything that was tried."""
+    """The result of a search: overrides by variant, and all trials."""
 
     chosen: dict[str, list[str]]
     trials: list[Trial]
@@ -46,9 +46,10 @@ def search(
     train: Train,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Tune every variant from its overrides in `start`; `extra` are overrides of every run.
+    """Tune every variant, starting from its overrides in `start`; `extra` are overrides of every
+    run.
 
-    `report` is given after every rung what has been found so far.
+    `report` receives the results so far after every rung.
     """
     chosen = {name: list(start.get(name, [])) for name in study.variants}
     trials: list[Trial] = []
@@ -77,7 +78,7 @@ def try_all(
     extra: Sequence[str],
     train: Train,
 ) -> list[Trial]:
-    """One rung: every candidate that is left of every variant, trained for the rung's share."""
+    """Train the remaining candidates of every variant for the share of one rung."""
     assert study.search is not None
     places = [(name, candidate) for name, candidates in left.items() for candidate in candidates]
     runs = [
@@ -98,8 +99,8 @@ def try_all(
         other = candidate_of.setdefault((name, record.key), candidate)
         if other is not candidate:
             raise InputError(
-                f"{name}: {' '.join(other)} and {' '.join(candidate)} are the same run, as later "
-                "overrides give these keys other values"
+                f"{name}: {' '.join(other)} and {' '.join(candidate)} are the same run, because "
+                "later overrides replace their values: remove one"
             )
     return [
         Trial(name, stage, rung.share, candidate, record.loss)
@@ -108,7 +109,7 @@ def try_all(
 
 
 def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
-    """Return the candidates of a variant with the smallest losses; failed ones come last."""
+    """Return the candidates of a variant with the smallest losses; failed candidates come last."""
     mine = [trial for trial in trials if trial.variant == variant]
     mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
     return [trial.candidate for trial in mine[:count]]
@@ -124,7 +125,7 @@ def run_of(
     extra: Sequence[str] = (),
     label: str | None = None,
 ) -> Run:
-    """The run of a variant with `tuned` over its own overrides, for `share` of the length."""
+    """Return the run of a variant for `share` of the length; `tuned` follow its own overrides."""
     variant = study.variants[name]
     overrides = (
         *study.overrides,
@@ -138,7 +139,7 @@ def run_of(
 
 
 def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
-    """The study with the variants that it is to have, and the overrides that each begins with.
+    """Return the study with its final variants, and the overrides with which each begins.
 
     `root` is the folder that `tuned_in.results` is relative to. Raises DataError unless the other
     study is complete, has these variants, and chose none of their settings at the end of a grid.
@@ -164,8 +165,7 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
 
 
 def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set[str]:
-    """The best `tuned.best` variants, all without it, and those of `always`; also what they are
-    compared against."""
+    """Return the `tuned.best` best variants (null: all), `always`, and the references of both."""
     if tuned.best is None:
         return set(study.variants)
     losses = comparison(content).set_index("variant")["loss"].fillna(math.inf)

@@ -1,4 +1,4 @@
-"""The tables of a study, from the content of its results.json alone."""
+"""The tables of a study, made only from its results.json."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from training.report.table import markdown_table
 Results = Mapping[str, Any]
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Half width of Student's 95% interval over the standard error, of 2 to 10 seeds."""
+"""Half width of Student's 95% interval in standard errors, for 2 to 10 seeds."""
 
 
 NUMBER = int | float | None
@@ -35,11 +35,11 @@ LATER: Final = {
     "points": [{"share": int | float, "losses": [NUMBER]}],
     "level_within": int | float,
 }
-"""Shape of results.json, for `check_shape`: of each, and of one with the results of a part."""
+"""Shape of results.json, for `check_shape`: of all files, and of files with a finished part."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the content of the results.json of a study; raises InputError for another file."""
+    """Return the content of a study's results.json. Raises InputError for another file."""
     try:
         content: dict[str, Any] = read_json(path)
         check_shape(content, SHAPE, str(path))
@@ -53,7 +53,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _check_variants(results: Results) -> None:
-    """Raise InputError for a name that is not a variant of the study, or has no losses."""
+    """Raise InputError for a name that is not a variant of the study, or for one without losses."""
     names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
     if rows and rows.keys() != names.keys():
         raise InputError(f"rows must be of the variants {', '.join(names)}, got {', '.join(rows)}")
@@ -86,7 +86,7 @@ def markdown(results: Results) -> str:
 
 
 def comparison(results: Results) -> pd.DataFrame:
-    """Return a line per variant: its loss, and its difference from its `against` variant.
+    """Return a row per variant: its loss, and its difference from its `against` variant.
 
     Losses and differences are means over the seeds, in nats per token; differences are taken seed
     by seed. `error` is the standard error of a mean, `low` and `high` are the ends of Student's 95%
@@ -116,8 +116,10 @@ def comparison(results: Results) -> pd.DataFrame:
 
 
 def also_differ(results: Results) -> pd.DataFrame:
-    """Return a line for each key in which a variant differs from the one that it is compared with,
-    though the study neither sets nor declares it."""
+    """Return a row for each undeclared difference: its variant and the key.
+
+    The study neither sets such a key nor declares it in `differs`.
+    """
     return pd.DataFrame(
         [
             {"variant": name, "key": key, "value": str(value), "in the other": str(other)}
@@ -128,7 +130,7 @@ def also_differ(results: Results) -> pd.DataFrame:
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a study, none before its first seed is trained."""
+    """Return the rows of a study; none before its first seed is trained."""
     return results.get("rows", ())
 
 
@@ -143,7 +145,7 @@ def paired(differences: pd.Series) -> dict[str, float]:
 
 
 def refused(ended: Sequence[str]) -> str:
-    """Return the verdict on chosen settings that are at the end of their grids."""
+    """Return the verdict on chosen settings at the ends of their grids."""
     return f"refused: {'; '.join(dict.fromkeys(ended))}"
 
 
@@ -166,7 +168,7 @@ def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) 
 def grid_ends(results: Results) -> dict[str, list[str]]:
     """Return the chosen settings that are at an end of their grid, by variant.
 
-    A better value may lie beyond such an end. 0 is no end: there is nothing below it.
+    A better value may be beyond such an end. 0 is not an end: there is nothing below it.
     """
     ends: dict[str, list[str]] = {}
     for name, overrides in results.get("chosen", {}).items():
@@ -188,8 +190,10 @@ def searched_keys(results: Results, name: str | None = None) -> list[str]:
 
 
 def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
-    """Return value and loss of each trial of a variant whose stage varies `key`, in the first rung,
-    in which all candidates are trained."""
+    """Return value and loss of each trial of a variant in the stage that varies `key`.
+
+    Only the first rung counts, because it trains all candidates.
+    """
     stages = results["variants"][name]["search"]
     varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
     trials = [t for t in results["trials"] if t["variant"] == name and t["stage"] in varied]
@@ -205,7 +209,7 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
 
 
 def short(overrides: Sequence[str]) -> str:
-    """Return settings with the last word of each key alone."""
+    """Return settings with only the last word of each key."""
     pairs = (f"{key.rpartition('.')[2]} {value}" for key, value in settings(overrides).items())
     return ", ".join(dict.fromkeys(pairs))
 
@@ -225,10 +229,11 @@ def loss_by(results: Results, key: str) -> pd.DataFrame:
 
 
 def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
-    """Return how many tokens the variant of the curve needs for each loss, over the loss's own.
+    """Return the tokens that the curve's variant needs for each loss, relative to the tokens of
+    that loss's variant.
 
-    Between the lengths of the curve the loss is linear in the logarithm of the tokens. What lies
-    beyond its ends is NaN. The interval is that of the variant's loss on the mean curve.
+    Between the lengths of the curve the loss is linear in the logarithm of the tokens. Values
+    beyond its ends are NaN. The interval is that of the variant's loss on the mean curve.
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()
@@ -249,7 +254,7 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Return tables whose cells are text: figures with their errors, the best of a line bold."""
+    """Return tables with cells as text: figures with their errors, the best of each row in bold."""
     texts = {}
     for name, frame in frames.items():
         if name == "comparison":
@@ -264,12 +269,12 @@ def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the lines of a table by column."""
+    """Return the rows of a table by column."""
     return [{str(key): value for key, value in line.items()} for line in frame.to_dict("records")]
 
 
 def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a line of the comparison."""
+    """Return the cells of a row of the comparison."""
     loss = number(line["loss"], ".4f", line["error"])
     interval = [number(line.get(end), "+.4f") for end in ("low", "high")]
     return {
@@ -284,7 +289,7 @@ def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a line of losses; the smallest is bold."""
+    """Return the cells of a row of losses; the smallest is bold."""
     figures = {key: value for key, value in line.items() if key != "variant"}
     cells = {key: number(value, ".4f") for key, value in figures.items()}
     finite = {key: value for key, value in figures.items() if not math.isnan(value)}
@@ -293,7 +298,7 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
-    """Return a figure with its standard error, nothing for one that is missing."""
+    """Return a figure with its standard error; empty for a missing figure."""
     if value is None or math.isnan(value):
         return ""
     if error is None or math.isnan(error):
@@ -302,5 +307,5 @@ def number(value: float | None, form: str, error: float | None = None) -> str:
 
 
 def text(value: object) -> str:
-    """Return a cell of text, empty for one that is missing."""
+    """Return a cell of text; empty for missing text."""
     return value if isinstance(value, str) else ""

@@ -1,6 +1,6 @@
-"""Runs of a study: pretrain.py with one thread per rank, unless a record contains the result.
+"""Train the runs of a study by pretrain.py with one thread per rank, unless a record exists.
 
-Runs take place at the same time on processor cores, or on GPUs of this node.
+Several runs use processor cores, or GPUs of this node, at the same time.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PAUSE: Final = 1.0
 """Seconds between checks for runs that other processes have trained."""
 
 UNKNOWN: Final = "unknown"
-"""Stands for the sha256 of a tokenizer that no manifest names."""
+"""Replaces the sha256 of a tokenizer that no manifest names."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ class Run:
 
     @property
     def data(self) -> dict[str, list[str]]:
-        """The sha256 of the tokenizer and of the tokens of each set that is there, by its path, as
-        `digests` returns them."""
+        """The result of `digests` for each existing set, by its path."""
         named = flat(self.merged.get("data", {}))
         paths = [str(value) for key, value in named if key.endswith(".path")]
         sums_by_path = {path: digests(ROOT / path) for path in paths}
@@ -89,7 +88,7 @@ def digests(prefix: Path) -> list[str]:
 
 
 def _version(file: Path) -> tuple[int, int, int]:
-    """Number, size and time of writing of a file, which differ once it is replaced."""
+    """Return inode, size and time of writing of a file, which change when it is replaced."""
     facts = file.stat()
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
@@ -105,7 +104,7 @@ class Place:
     """The ranks and GPUs of one run at a time.
 
     ranks   processes of a run
-    gpus    names of its GPUs as CUDA_VISIBLE_DEVICES takes them, None for what the machine has
+    gpus    names of its GPUs for CUDA_VISIBLE_DEVICES, None for all
     """
 
     ranks: int = 1
@@ -113,14 +112,14 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its runs have in their environment."""
+        """Environment variables of its runs."""
         return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
 def places(options: argparse.Namespace) -> list[Place]:
-    """Return the places that the command line asks for.
+    """Return the places that the command line requests.
 
-    Raises InputError where there are fewer GPUs.
+    Raises InputError if there are fewer GPUs.
     """
     each: int | None = options.gpus_per_run
     if each is None:
@@ -139,7 +138,7 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 def visible_gpus() -> Sequence[str]:
-    """Names of the GPUs that this process may use; as CUDA, up to the first that is none."""
+    """Return the names of usable GPUs; as in CUDA, the list ends at the first invalid name."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         names = (name.strip() for name in named.split(","))
@@ -148,14 +147,14 @@ def visible_gpus() -> Sequence[str]:
 
 
 class RunFailedError(InputError):
-    """A run that ended without a loss, and not because its loss or gradient was not finite."""
+    """A run that ended without a loss although its loss and gradient were finite."""
 
 
 class Trainer:
     """Trains runs in folders under `output` and keeps their records in `book`.
 
-    Several processes, on one node or several, may have the same folders: each run is trained by one
-    of them, and all get its record.
+    Several processes, on one node or several, may share the folders: one process trains each run,
+    and all processes read its record.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class Trainer:
         places: Sequence[Place] = (Place(),),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Take `places`, in each of which one run at a time has the `environment`."""
+        """Use `places`, each for one run at a time with the variables in `environment`."""
         self.output = output
         self.book = book
         self.given = dict(environment or {})
@@ -178,9 +177,9 @@ class Trainer:
             self._free.put(place)
 
     def begin(self, runs: Iterable[Run]) -> None:
-        """Train those without a record as places get free, in their order, without waiting.
+        """Start runs without a record, in order, as places become free; return at once.
 
-        Raises InputError for a run whose record is of other data or of another environment.
+        Raises InputError for a run whose record has other data or another environment.
         """
         for run in runs:
             key = run.key
@@ -190,7 +189,7 @@ class Trainer:
                 self._begun[key] = self._pool.submit(self._try, key, run)
 
     def records(self, runs: Iterable[Run]) -> list[Record]:
-        """Return the records of runs, in their order; those without one are trained now.
+        """Return the records of runs in order, after training the runs without a record.
 
         Raises RunFailedError for a run that cannot be trained.
         """
@@ -207,26 +206,28 @@ class Trainer:
         return [self.book[key] for key, _ in keys]
 
     def _check(self, run: Run, record: Record) -> None:
-        """Raise InputError for a record that says it is of other data or another environment."""
+        """Raise InputError for a record that states other data or another environment."""
         if not record.facts and not self._warned:
             self._warned = True
-            text = "some records are of earlier versions without the hashes of their data"
+            text = "some records of earlier versions do not contain hashes of their data"
             print(f"warning: {self.book.path}: {text}", file=sys.stderr)
         for kind, now in self._facts(run).items():
             was = record.facts.get(kind, now)
             if was != now:
                 raise InputError(
-                    f"{run.label}: its record in {self.book.path} has another {kind}, {was} and "
-                    f"not {now}: give another --results, or remove its line"
+                    f"{run.label}: the {kind} of its record in {self.book.path} must be {now}, got "
+                    f"{was}: give another --results, or remove its line"
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:
-        """Return what a run depends on besides its config."""
+        """Return the inputs of a run other than its config."""
         return {"environment": self.given, "data": run.data}
 
     def _try(self, key: str, run: Run) -> bool:
-        """Train a run that has no record; False if another process does so now, be it one that was
-        started by a study that was killed."""
+        """Train a run without a record; return False if another process is training it.
+
+        A killed study may have left such a process.
+        """
         if key in self.book:
             return True
         folder = self.output / run.folder
@@ -245,7 +246,7 @@ class Trainer:
         return True
 
     def _train(self, key: str, run: Run, folder: Path) -> Record | None:
-        """Return the record of a run that is trained now, None if its folder is in use."""
+        """Train a run and return its record, None if its folder is in use."""
         if in_use(folder):
             return None
         mark_done(folder, False)
@@ -266,7 +267,7 @@ class Trainer:
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Exit code and processor seconds of a run in a place that is free, ranks included."""
+        """Run in a free place; return exit code and processor seconds of all ranks."""
         place = self._free.get()
         ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
@@ -291,8 +292,11 @@ class Trainer:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The figures of a run folder: the last validation loss in nats per token, the mean over its
-    sets; the tokens trained on; the validation loss by step."""
+    """Return the figures of a run folder.
+
+    They are the last validation loss (nats per token, mean over the sets), the number of training
+    tokens, and the validation loss by step.
+    """
     metrics = read_metrics(folder)
     course = [[line["step"], line["val/loss"]] for line in metrics if "val/loss" in line]
     tokens = max((line.get("progress/tokens", 0) for line in metrics), default=0)
@@ -300,6 +304,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def message(log: Path) -> str:
-    """Return the last error of a run, or else its last line."""
+    """Return the last error of a run, or its last line without an error."""
     lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])

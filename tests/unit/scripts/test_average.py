@@ -202,7 +202,7 @@ def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
 
 
 WRONG = [
-    (["--steps", "1", "7"], "has no checkpoint of step 7; there are: 1, 2, 3"),
+    (["--steps", "1", "7"], "has no checkpoint of step 7, only of 1, 2, 3"),
     (["--last", "4"], "--last must be at most the 3 checkpoints of"),
 ]
 
@@ -247,7 +247,7 @@ def test_another_model_tokenizer_target_or_folder_is_refused(
     assert "must be a checkpoint of the run of" in refusal(main([str(run), str(tmp_path / "mean")]))
     run_id = read_checkpoint(step_folder(run, 1)).meta["run_id"]
     reseal(other, lambda meta: meta.update(run_id=run_id))
-    assert "has another model than" in refusal(main([str(run), str(tmp_path / "mean")]))
+    assert "must have the model of" in refusal(main([str(run), str(tmp_path / "mean")]))
     shutil.rmtree(other)
     shutil.copytree(step_folder(runs / "sphere", 2), other)
     reseal(other, lambda meta: meta["identity"]["tokenizer"].update(sha256="0" * 64))
@@ -276,7 +276,7 @@ def test_broken_checkpoints_are_left_out_by_name_or_refused(copied, tmp_path: Pa
         state.write_bytes(whole)
     shutil.rmtree(step_folder(run, 3))
     assert main([str(run), str(tmp_path / "other")]) == 2
-    assert "must have two checkpoints to average, got 1" in capsys.readouterr().err
+    assert "must contain two or more checkpoints, got 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

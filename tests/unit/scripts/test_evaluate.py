@@ -106,7 +106,7 @@ def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
     other = tmp_path / "other.json"
     made = train_tokenizer([*texts, " ".join(chr(i) * 2 for i in range(97, 123))], 270)
     other.write_bytes(made.files["tokenizer.json"])
-    both = f"walk has the tokenizer {prepared}/tokenizer.json, the model has {other}"
+    both = f"walk must have the tokenizer {other}, got {prepared}/tokenizer.json"
     with pytest.raises(InputError, match=both):
         write_tasks(tmp_path, config_of(tmp_path, prepared), other)
 

@@ -112,7 +112,7 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
         assert theirs(text)["input_ids"] == own.encode(text, add_special_tokens=False).ids
     assert (theirs.eos_token_id, theirs.model_max_length) == (2, 32)
     if kind == "prefix space":
-        assert "does not give a text back: 'In the beginning God' becomes ' In the begin" in said
+        assert "the tokenizer changes text: 'In the beginning God' becomes ' In the begin" in said
     else:
         left_out = "adds <s>, </s> that" if kind == "both sides" else "adds <s> that training never"
         assert left_out in said
@@ -145,7 +145,7 @@ def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> Non
     """The base config's tokenizer is not used instead, and a message is printed."""
     out, weights, again = (tmp_path / name for name in ("out", "imported", "again"))
     assert main(["export", str(trained("template")), str(out), "--no-tokenizer"]) == 0
-    assert "No tokenizer comes with it." in (out / "README.md").read_text()
+    assert "The folder contains no tokenizer." in (out / "README.md").read_text()
     assert "AutoTokenizer" not in (out / "README.md").read_text()
     config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
     config.append(f"data.tokenizer={tmp_path}/source")

@@ -238,10 +238,10 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
         files = {path: load_file(path) for path in source.glob("*.safetensors")}
         path = next(path for path, held in files.items() if "lm_head.weight" not in held)
         save_file({**files[path], "lm_head.weight": tensors["lm_head.weight"] + 1}, path)
-        wanted = "must be in one file, is in several"
+        wanted = "must be in one file only, got several"
     elif case == "two sets of files":
         save_file(tensors, source / "model.safetensors")
-        wanted = "has both"
+        wanted = "got both"
     else:
         settings["tie_word_embeddings"] = True
         (source / "config.json").write_text(json.dumps(settings))
@@ -381,7 +381,7 @@ def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path
     else:
         found["rope_parameters"] = {**wanted["rope_parameters"], "partial_rotary_factor": 0.5}
     assert differences(wanted, found) == [
-        "partial_rotary_factor is 0.5, the config's model has 1.0"
+        "partial_rotary_factor must be 1.0 as in the config's model, got 0.5"
     ]
 
 

@@ -85,7 +85,7 @@ def test_text_beside_rows_is_warned_of(
     (tmp_path / "in" / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     command = [f"web={tmp_path}/in", "--train-tokenizer", "257", "--output", str(tmp_path / "out")]
     assert main(command) == 0
-    assert f"warning: set web: files of rows and 1 of plain text ({Path(name).name}) mix" in (
+    assert f"warning: set web: files of rows are mixed with 1 of text ({Path(name).name})" in (
         capsys.readouterr().err
     )
 
@@ -101,7 +101,7 @@ def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) ->
     assert len(found.inputs) == 2
     assert "1 linked folder" in str(found)
     (folder / "c.jsonl").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"c\.jsonl is a link that leads nowhere"):
+    with pytest.raises(DataError, match=r"c\.jsonl is a broken link"):
         find_inputs(str(folder))
 
 
@@ -213,7 +213,7 @@ def test_xz_content_is_what_the_program_writes(tmp_path: Path) -> None:
 def test_an_empty_compressed_file_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.jsonl.{suffix}"
     path.touch()
-    with pytest.raises(DataError, match="0 bytes, as a failed download leaves"):
+    with pytest.raises(DataError, match="empty, as after a failed download"):
         read(path)
 
 
@@ -250,18 +250,18 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "e.jsonl.gz": (gzip.compress(gzip.compress(b"{}")), "gzip, compressed twice"),
     "f.txt": (b"PK\x03\x04rest", "a zip archive: unzip"),
     "g.jsonl": (b"PAR1rest", r"a Parquet file: mv .*g\.jsonl .*g\.parquet"),
-    "h.json": (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n', r"one list over .* jq -c '\.\[\]' "),
+    "h.json": (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n', r"one list that .* jq -c '\.\[\]' "),
     "i.json": (b'[{"text": "a"}, {"text": "b"}]', r"one JSON list, not a row; .*jq -c '\.\[\]' "),
-    "k.json.gz": (gzip.compress(b'[\n{"text": "a"}]'), "one list over .* gzip -dc .* jq -c"),
+    "k.json.gz": (gzip.compress(b'[\n{"text": "a"}]'), "one list that spans .* gzip -dc .* jq -c"),
     "l.txt": (POINTED, r"l\.txt is a Git LFS pointer, not the file itself: git lfs pull"),
     "m.jsonl": (POINTED, "is a Git LFS pointer"),
     "n.parquet": (POINTED, "cannot read .* is a Git LFS pointer"),
-    "o.jsonl": (b"<!DOCTYPE html>\n<html></html>\n", "it is HTML or XML, as a failed download"),
-    "p.parquet": (b"<html></html>", r"no Parquet file, it begins with b'<html></html>'; fetch it"),
+    "o.jsonl": (b"<!DOCTYPE html>\n<html></html>\n", "it is HTML or XML, as after a failed"),
+    "p.parquet": (b"<html></html>", r"it is not a Parquet file, it begins with b'<html></html>'"),
     "q.txt": (b"aa\0", r"byte 0x00 at offset 2; .* sed 's/\\x00//g' "),
     "r.md.gz": (gzip.compress(b"\0\0aa"), r"byte 0x00 at offset 0; .*gzip -dc .* \| sed "),
     "s.txt": ("é".encode("latin-1"), "0xe9 at offset 0 .* if it is Latin-1: iconv -f ISO-8859-1"),
-    "j.json": (b'{\n  "text": "a"\n}\n{\n  "text": "b"}\n', r"over several lines, .* jq -c '\.' "),
+    "j.json": (b'{\n  "text": "a"\n}\n{\n  "text": "b"}\n', r"span several lines, .* jq -c '\.' "),
 }  # fmt: skip
 
 
@@ -317,8 +317,8 @@ def test_parts_are_found_in_a_snapshot_of_the_hub(tmp_path: Path, layout: str) -
     for portion, part in zip(plan.portions, corpus.parts, strict=True):
         assert list(read_documents(portion.inputs, ReadOptions())) == [part]
     shutil.rmtree(tmp_path / layout / "wiki")
-    looked = f"looked for {tmp_path}/wiki, {tmp_path}/data/wiki"
-    with pytest.raises(DataError, match=f"no folder of wiki, a part of olmo_mix: {looked}"):
+    looked = f"move its files to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
+    with pytest.raises(DataError, match=f"no folder for wiki, a part of olmo_mix: {looked}"):
         corpus.set_plan(100_000, tmp_path)
 
 
@@ -341,7 +341,7 @@ def test_a_corpus_of_one_part_is_read_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("The card.\n")
     (tmp_path / "realnewslike").mkdir()
     write_jsonl(tmp_path / "realnewslike/a.json", TEXTS)
-    with pytest.raises(DataError, match="no folder of en, a part of c4"):
+    with pytest.raises(DataError, match="no folder for en, a part of c4"):
         corpus.set_plan(1000, tmp_path)
     for place in (tmp_path / "realnewslike", tmp_path / "realnewslike/a.json"):
         assert len(corpus.set_plan(1000, place).portions[0].inputs) == 1

@@ -45,7 +45,7 @@ def test_other_preparation_is_replaced_only_on_request(
     assert main(command) == 0
     first = hashes(out)
     write_jsonl(source, TEXTS[:10])
-    assert "already holds another preparation; give --overwrite" in refusal(main(command))
+    assert "already contains another preparation; give --overwrite" in refusal(main(command))
     assert hashes(out) == first
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
@@ -57,7 +57,9 @@ def test_other_preparation_is_replaced_only_on_request(
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "thesis.tex").write_text("precious")
     write_jsonl(source, TEXTS)
-    assert "holds thesis.tex, which no preparation made" in refusal(main([*command, "--overwrite"]))
+    assert "contains thesis.tex, which no preparation made" in refusal(
+        main([*command, "--overwrite"])
+    )
     assert (out / "thesis.tex").read_text() == "precious"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
@@ -133,7 +135,7 @@ def alive(pid: str) -> bool:
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "latin.txt": (b"ok\n\n" * 2000 + b"caf\xe9\n",
                   r"latin.txt is not UTF-8: byte 0xe9 at offset 8003"),
-    "empty.txt": (b"", r"set set.train would be empty: .*empty.txt gives it no documents"),
+    "empty.txt": (b"", r"set set.train would be empty: .*empty.txt contains no documents"),
     "data.csv": (b"a,b", r"unknown suffix of .*data.csv: known are .txt.*hf:FOLDER reads CSV"),
     "cut.txt.gz": (gzip.compress(bytes(range(128)) * 99)[:50], r"cannot read .*cut.txt.gz: "),
     "cut.txt.xz": (lzma.compress(b"x" * 9999)[:50], r"cannot read .*cut.txt.xz: "),
@@ -144,9 +146,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
     "not.parquet": (b"plain text", r"cannot read .*not.parquet: "),
     "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3: no key 'text', .* --text-key"),
-    "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType; mend"),
+    "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType; fix"),
     "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: not JSON.*remove the line"),
-    "half.jsonl": (b'{"text": "\\ud800"}\n', r"is not Unicode text: surrogates.*; mend"),
+    "half.jsonl": (b'{"text": "\\ud800"}\n', r"is not Unicode text: surrogates.*; fix"),
 }  # fmt: skip
 
 
@@ -180,14 +182,14 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("--train-tokenizer 300", "give at least one NAME=INPUT"),
     ("set={}/rows.jsonl", "give one of --train-tokenizer VOCABULARY and --tokenizer"),
     ("set={}/rows.jsonl --train-tokenizer 9000", "too small to train .* 9000: at most [34].."),
-    ("set={}/nowhere.txt --train-tokenizer 300", "no file, folder or pattern .*nowhere.txt"),
+    ("set={}/nowhere.txt --train-tokenizer 300", "no file or folder .*nowhere.txt"),
     ("set={}/folder --train-tokenizer 300", "no file under .*folder has a known suffix"),
     ("a.b={}/rows.jsonl --train-tokenizer 300", "must be written NAME=INPUT .*got a.b="),
     ("set={}/rows.jsonl --validation other={}/rows.jsonl --train-tokenizer 300",
      "--validation other=... has no training set"),
     ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
      r"set.validation would be empty: --validation-fraction 1/1000 holds out none of \d+ doc.*; "
-     "give at least 1/.*, or cut .* by a smaller --document-bytes"),
+     "give at least 1/.*, or split .* with a smaller --document-bytes"),
     ("set={}/rows.jsonl --tokenizer {}/nowhere.json", "no tokenizer file or folder .*nowhere.json"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous: give --eod TOKEN.*<.endoftext.>, <s0>"),
@@ -202,9 +204,9 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/table.parquet --text-key body --train-tokenizer 300",
      "table.parquet, row 1: no key 'body', found text"),
     ("set={}/bytes.parquet --train-tokenizer 300", "cannot read .*bytes.parquet: 'utf-8' codec"),
-    ("set={}/none.parquet --train-tokenizer 257", "none.parquet gives it no documents"),
+    ("set={}/none.parquet --train-tokenizer 257", "none.parquet contains no documents"),
     ("set={}/none.parquet --train-tokenizer 600",
-     "set set.train would be empty: .*none.parquet gives it no documents"),
+     "set set.train would be empty: .*none.parquet contains no documents"),
 ]  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def test_it_goes_on_where_it_was(
     options = arguments("held out", inputs, tmp_path / "out")
     assert killed("add", 200, options)
     assert main(options) == 0
-    said = re.search(r"goes on after (\d+) documents", capsys.readouterr().out)
+    said = re.search(r"continuing after (\d+) documents", capsys.readouterr().out)
     assert said is not None and 100 < int(said[1]) <= 200
 
 
@@ -262,20 +262,20 @@ def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
     assert main([*options, "--shard", "1/3"]) == 0
     assert main([*options, "--shard", "3/3"]) == 0
     said = refusal(main(options))
-    assert "out.shards lacks 2-of-3: prepare them with --shard 2/3" in said
+    assert "out.shards lacks 2-of-3: prepare missing shards with --shard 2/3" in said
     assert not out.exists()
     assert main([*options[:1], *options[3:], "--shard", "2/3"]) == 0  # without its validation set
-    assert "2-of-3 is of other inputs or options than this command" in refusal(main(options))
+    assert "2-of-3 was made from other inputs or options" in refusal(main(options))
     assert main([*options, "--shard", "2/3"]) == 2
     assert main([*options, "--shard", "2/3", "--overwrite"]) == 0
     shard = tmp_path / "out.shards/2-of-3"
     for name in ("tokens.bin", "documents"):
         whole = (shard / name).read_bytes()
         (shard / name).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        assert "2-of-3 is damaged, or is of an earlier version" in refusal(main(options))
+        assert "2-of-3 is damaged or of an earlier version" in refusal(main(options))
         (shard / name).write_bytes(whole)
     (shard / "tokens.bin").write_bytes(b"")
-    assert "2-of-3 is damaged: the sizes of its files are wrong" in refusal(main(options))
+    assert "2-of-3 is damaged: its files have wrong sizes" in refusal(main(options))
 
 
 def test_a_file_of_the_hub_that_fails_is_read_again(
@@ -298,7 +298,7 @@ def test_a_file_of_the_hub_that_fails_is_read_again(
     file = hub.HubInput("someone/something", file=(1, 2))
     hub._opened.cache_clear()
     assert [row["text"] for row in file.rows()] == [str(number) for number in range(8)]
-    assert capsys.readouterr().err.count("the server sleeps; reads again in 0 s") == 3
+    assert capsys.readouterr().err.count("the server sleeps; trying again in 0 s") == 3
     failures += [2] * 9
     with pytest.raises(DataError, match=r"cannot read hf:someone/something::train, file 2 of 2: "):
         list(file.rows())
@@ -368,9 +368,8 @@ def test_the_same_text_twice_is_warned_of(
     options = [f"--tokenizer={inputs}/tokenizer.json", "--workers=1", "--output",
                str(tmp_path / "out")]  # fmt: skip
     assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
-    expected = (
-        r"warning: the same text is read more than once: 1 input, such as a.train \(.*\) and "
-        + ("[ab].validation" if "sides" in name else "[ab].train")
+    expected = r"warning: inputs with the same text: 1 input, such as a.train \(.*\) and " + (
+        "[ab].validation" if "sides" in name else "[ab].train"
     )
     assert re.search(expected, capsys.readouterr().err)
 

@@ -179,7 +179,7 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
     ("options", "rule"),
     [
         (["--tasks", "piqa"], "a run or a checkpoint is scored on .jsonl files alone"),
-        (["--tasks", "{words}", "--device", "cuda"], "is for exported models"),
+        (["--tasks", "{words}", "--device", "cuda"], "is only for exported models"),
         (["--tasks", "{words}", "--dtype", "float16"], "--dtype of a run must be float32 or"),
         (["--tasks", "absent.jsonl"], "cannot read the task absent.jsonl"),
         (["--tasks", "{words}", "{words}"], "must have different names"),

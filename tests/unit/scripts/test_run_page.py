@@ -114,7 +114,7 @@ def test_the_page_holds_everything_it_shows(folder):
     missing = {"maxvio", "rule_reports", "tasks"}  # no experts, no figures of a rule, no tasks
     assert keys - set(ids(text)) == missing
     assert text.count("<svg") == len(keys) - len(missing)
-    assert {"events", "config"} <= set(ids(text)) and "None is measured yet" not in text
+    assert {"events", "config"} <= set(ids(text)) and "No spectrum is measured yet" not in text
     assert "a &lt;b&gt;" in text and "a <b>" not in text
     last = json_lines(folder / "pc" / "metrics.jsonl")[-1]
     assert f"<b>{last['train/loss']:.4f}</b>" in text and f"<b>{last['val/loss']:.4f}</b>" in text
@@ -128,7 +128,7 @@ def test_the_page_says_why_it_has_no_spectra(folder, tmp_path):
     for event in (event for event in events if "intervals" in event):
         event["intervals"]["monitors"] = 2300
     (copy / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "None is measured yet: monitors begin at step 2,300." in report(read_run(copy))
+    assert "No spectrum is measured yet: monitors begin at step 2,300." in report(read_run(copy))
 
 
 def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
@@ -157,7 +157,7 @@ def test_damaged_lines_are_warned_of_and_texts_of_models_are_harmless(folder, tm
     lines[0] = lines[0][:-9]
     (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert main([str(copy), "--html"]) == 0
-    assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().err
+    assert "metrics.jsonl: 1 damaged lines are skipped" in capsys.readouterr().err
     assert "x\ufffd[2J\ufffd y" in (copy / "report.html").read_text()
 
 

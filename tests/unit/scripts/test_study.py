@@ -73,7 +73,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal):
     # The records belong to these tokens, which have no manifest.
     write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
     message = refusal(main([str(study_file), str(output)]))
-    assert "plain-1: its record in" in message and "has another data, {" in message
+    assert "plain-1: the data of its record in" in message and "must be {" in message
 
 
 def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tmp_path, capsys):
@@ -96,15 +96,15 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     study_file.write_text(
         yaml.safe_dump({**study, "environment": {"MKL_CBWR": "1"}}, sort_keys=False)
     )
-    assert "plain-1: its record in" in (text := said())
-    assert "another environment, {} and not {'MKL_CBWR': '1'}" in text
+    assert "plain-1: the environment of its record in" in (text := said())
+    assert "must be {'MKL_CBWR': '1'}, got {}" in text
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     manifest.write_text(manifest.read_text().replace("first", "second"))
-    assert "has another data" in said()
+    assert "the data of its record in" in said()
     other = {"train": {"walk": {"path": "none"}}, "validation": {"walk": {"path": "none"}}}
     study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
-    assert "lr is against plain, whose data has another tokenizer" in said()
+    assert "lr must have the tokenizer of plain" in said()
 
 
 def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, capsys):
@@ -114,7 +114,7 @@ def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, 
         figures = {"loss": float(seed), "course": []}
         RecordBook(tmp_path).add(Record(run.key, run.label, [], False, 1.0, figures))
     assert main([str(study_file), str(tmp_path)]) == 0
-    assert capsys.readouterr().err.count("without the hashes of their data") == 1
+    assert capsys.readouterr().err.count("do not contain hashes of their data") == 1
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,11 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": [1, 1]}, "seeds must be one or more different ones, got [1, 1]"),
-        ({"variants": {"a": {"config": "x", "against": "b"}}}, "a is against b, which is no"),
+        ({"seeds": [1, 1]}, "seeds must be one or more different numbers, got [1, 1]"),
+        (
+            {"variants": {"a": {"config": "x", "against": "b"}}},
+            "a.against must be a variant of the study, got b",
+        ),
         ({"level_within": -0.1}, "level_within must be finite and at least 0, got -0.1"),
         ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
         ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
