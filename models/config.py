@@ -101,7 +101,7 @@ class MoEConfig(Section):
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
     """Products of a rank's experts: sequential: one by one; grouped: in grouped matrix products;
-    auto: grouped for bf16 on GPUs. Checkpoints are the same."""
+    auto: grouped for bf16 on GPUs. Checkpoints are the same for all three."""
 
     def checks(self) -> Iterator[Check]:
         """Check the keys of experts and routing against each other."""

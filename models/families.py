@@ -138,7 +138,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="qwen3",
-            about="query-key norms, and a head size of its own",
+            about="query-key norms, and an independent head size",
             qk_norm=True,
             hugging_face=(QWEN3,),
         ),

@@ -61,7 +61,7 @@ class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
-    """Roles that are PC layers; null = those of o, gate, up and down that the model has."""
+    """Roles that are PC layers; null = all of o, gate, up and down in the model."""
     level: PresetLevel | None = None
     """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
     values above 0.4, 2 above 0.6, 1 above 0.8; 0 changes nothing. null = the paper's choice: 4

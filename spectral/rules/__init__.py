@@ -80,7 +80,9 @@ class Registry(UserDict[str, type[Rule]]):
                 except (
                     Exception
                 ) as error:  # another package's code, which most programs do not need
-                    text = f"{entry.value} is left out, as it is no rule of {__name__}: {error}"
+                    text = (
+                        f"{entry.value} is left out because it is not a rule of {__name__}: {error}"
+                    )
                     if self.left_out.get(entry.name) != text:
                         self.left_out[entry.name] = text
                         warnings.warn(text, stacklevel=3)

@@ -87,7 +87,7 @@ class Rule(ABC):
     reads_weight: ClassVar[bool] = True
     """False: a step reads the weight only to decay it and to subtract the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
-    """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
+    """Entries of the state that start at 0 in the shape of the weight, for `accumulate`."""
 
     def __post_init__(self) -> None:
         """Raise ValueError or TypeError for an invalid field; subclasses call the parent's."""
@@ -217,7 +217,7 @@ def class_problems(kind: type[Rule]) -> Iterator[str]:
     if "__dataclass_fields__" not in vars(kind):
         yield "must be a dataclass: @dataclass(frozen=True, kw_only=True)"
     if "whole_matrix" not in dir(kind):
-        yield "must say whether it needs whole matrices: whole_matrix = True, or False"
+        yield "must define whole_matrix: True if it needs whole matrices, else False"
     for field in fields(kind):
         if field.default is MISSING and field.default_factory is MISSING:
             yield f"must have a default for its field {field.name}"

@@ -19,7 +19,7 @@ from .muon_sphere import MuonSphereRule, retracted
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
-"""Mean msign evaluations of an early-exit solve to 2e-4, for `cost`."""
+"""Mean number of msign evaluations with early exit at 2e-4, for `cost`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,10 @@ RULE_SECTION: Final = "optimizer.rules"
 def _mismatch(kind: Any, path: str, value: object) -> str:
     """Return the line about a value that does not fit the annotation `kind`."""
     if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
-        return f"{path} is null, which leaves out what a base has under that name, but none has it"
+        return (
+            f"{path} is null, which removes an entry of a base file, but no base file has this "
+            "entry"
+        )
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
     near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
@@ -160,7 +163,7 @@ def _of_package(path: str, rule: object) -> str:
     from spectral.rules import RULES  # imports torch, which takes seconds
 
     reason = RULES.left_out.get(str(rule))
-    return f"; {reason or 'a rule of your own is known once its package is installed'}"
+    return f"; {reason or 'a rule of your own becomes known when its package is installed'}"
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:

@@ -61,7 +61,7 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield (
         "train.fused_backward",
         not sdpa and train.fused_backward == "triton",
-        "must be auto or null with model.attention_backend transformer_engine, which has its own",
+        "must be auto or null with model.attention_backend transformer_engine, which uses its own",
     )
     yield (
         "data.document_mask",
@@ -77,13 +77,13 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield (
         "train.recompute",
         routed_only and train.recompute == "selective",
-        "must be none or full where all blocks are routed experts, which selective keeps",
+        "must be none or full if all blocks are routed experts, which selective does not recompute",
     )
     yield from misnamed("optimizer.roles", config.optimizer.roles, roles_of(config))
     yield (
         "spikes.rewinds",
         config.spikes.rewinds and not config.checkpoint.interval,
-        "must be 0 with checkpoint.interval 0, which saves nothing to return to",
+        "must be 0 with checkpoint.interval 0, which saves no checkpoint to rewind to",
     )
     profile = config.log.profile
     yield (
@@ -122,7 +122,7 @@ def length_checks(config: Config) -> Iterator[Check]:
     yield (
         "validation.samples_tokens",
         validation.samples_interval and validation.samples_tokens > room,
-        f"must be at most {room}, what a sequence of {length} has after the prompt",
+        f"must be at most {room}, the room after the prompt in a sequence of {length}",
     )
 
 
@@ -229,7 +229,8 @@ def _stages(config: Config) -> Check:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
     rule = (
-        f"must leave the other {others} stages equally many layers, at least one, beside {stages}"
+        f"must leave the other {others} stages equal numbers of layers, at least one, next to "
+        f"{stages}"
     )
     return "model.layers", rest < others or rest % others, rule
 

@@ -48,7 +48,10 @@ class DataPhase(Section):
     def checks(self) -> Iterator[Check]:
         """Check that exactly one key states when the phase begins."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
-        rule = f"must be given, or after_share or with_decay, one of them, got {len(keys)}"
+        rule = (
+            "must be given, or after_share or with_decay, exactly one of the three, got "
+            f"{len(keys)}"
+        )
         yield "after_steps", len(keys) != 1, rule
 
     @property
@@ -142,7 +145,7 @@ class DataConfig(Section):
             unread = each.weight == 0 and name not in later_sets
             yield f"train.{name}.weight", unread, f"must be above 0{place}, got 0"
         empty = self.train and not any(each.weight for each in self.train.values())
-        yield "train", empty, "must have a set of a weight above 0 at the start, got only 0"
+        yield "train", empty, "must have a set with a weight above 0 at the start, got only 0"
 
 
 class ValidationConfig(Section):

@@ -27,7 +27,7 @@ class RampStage(Section):
     def checks(self) -> Iterator[Check]:
         """Check that exactly one limit is given."""
         limits = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
-        rule = f"must be given or until_tokens, one of the two, got {len(limits)} of them"
+        rule = f"must be given or until_tokens, exactly one of the two, got {len(limits)}"
         yield "until_steps", len(limits) != 1, rule
 
     def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
@@ -75,7 +75,7 @@ def ramp_checks(
     for i, stage in enumerate(ramp):
         last = i + 1 == len(ramp)
         name, batch = ("global_batch", final) if last else ("the next stage", ramp[i + 1].batch)
-        rule = f"must be below {name} = {batch}, as a ramp only grows, got {stage.batch}"
+        rule = f"must be below {name} = {batch}, because a ramp only grows, got {stage.batch}"
         yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
         limit = "until_tokens" if stage.until_steps is None else "until_steps"
         key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
@@ -105,8 +105,8 @@ class TrainConfig(Section):
     """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
     batch_ramp: tuple[RampStage, ...] = ()
     """Stages at the start of the run with fewer sequences per step than `global_batch`, which
-    follows after them, such as `[{batch: 64, until_tokens: 252000000}]`; [] uses `global_batch`
-    from the start. `steps` includes the steps of all stages."""
+    follows them, such as `[{batch: 64, until_tokens: 252000000}]`; [] uses `global_batch` from the
+    start. `steps` includes the steps of all stages."""
     micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]

@@ -100,9 +100,9 @@ class WatchdogConfig(Section):
     """Seconds without progress after which every rank writes its stack to `stacks/`, at most half
     of `parallel.timeout_seconds`; null never does."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
-    """Steps between checks of the weights: nothing but steps has changed them, and all copies are
-    equal. A difference ends the run. Costs two reads of all weights per step, and a wait for new
-    weights. 0 never checks."""
+    """Steps between checks that only steps have changed the weights and that all copies are equal.
+    A difference ends the run. Costs two reads of all weights per step, and a wait for new weights.
+    0 never checks."""
 
 
 class SpikeConfig(Section):
@@ -126,7 +126,7 @@ class GramPenaltyConfig(Section):
     """Roles whose matrices are penalised, each unit separately."""
     coefficient: Positive | None = None
     """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice: 1e-3
-    for a model.hidden below 1024, as of its 160M parameters, 1e-4 from there on."""
+    for a model.hidden below 1024 (its 160M parameters), else 1e-4."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Fraction of the run, from its start, in which the penalty is active; in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
@@ -237,7 +237,7 @@ class LogConfig(Section):
     variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
     profile: ProfileConfig | None = None
     """Steps whose operations are timed, each a trace in `profile/` of the run folder for Perfetto;
-    null = none. No result depends on it, and no failure of it ends the run."""
+    null = none. A profile does not change results, and its failure does not end the run."""
 
 
 MonitorGroup = Literal[

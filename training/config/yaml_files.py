@@ -270,7 +270,7 @@ def _load(path: Path, origin: str = "") -> Content:
             raise InvalidConfigError([problem]) from error
         content = _parsed(text)
         if content is None:
-            raise InvalidConfigError([f"{name} must hold a mapping of sections"])
+            raise InvalidConfigError([f"{name} must contain a mapping of sections"])
         return deepcopy(content)
 
 
@@ -293,7 +293,7 @@ def _checked(text: str) -> yaml.Node | None:
     nodes: list[Any] = [] if root is None else [root]
     for node in nodes:  # grows, endlessly if an alias contains itself
         if len(nodes) > MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
+            raise yaml.YAMLError(f"its aliases expand to more than {MOST_VALUES} values")
         scalar = node.tag.endswith(_SCALARS)
         if isinstance(node, yaml.MappingNode):
             if scalar:  # yaml would use the value of its key =
@@ -310,7 +310,7 @@ def _checked(text: str) -> yaml.Node | None:
             try:
                 loader.construct_object(node)
             except (AttributeError, LookupError) as error:  # as for !!bool foo
-                rule = f"a value must be what its tag says, got !!{_kind(node)} {node.value!r:.80}"
+                rule = f"a value must match its tag, got !!{_kind(node)} {node.value!r:.80}"
                 raise yaml.YAMLError(rule) from error
     return root
 

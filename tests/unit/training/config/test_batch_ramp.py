@@ -214,14 +214,18 @@ def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
 
 
 WRONG = [
-    (["[{batch: 8, until_steps: 3}]"], None, "[0].batch must be below global_batch = 8, as a ramp"),
+    (
+        ["[{batch: 8, until_steps: 3}]"],
+        None,
+        "[0].batch must be below global_batch = 8, because a ramp",
+    ),
     (["[{batch: 4, until_steps: 9}, {batch: 2, until_steps: 12}]"], None, "below the next stage"),
     (["[{batch: 2, until_steps: 9}, {batch: 4, until_steps: 9}]"], None, "must be above 9 steps"),
     (["[{batch: 2, until_steps: 9}, {batch: 4, until_tokens: 500}]"], None, "and 576 tokens"),
     (["[{batch: 2, until_steps: 100}]"], None, "must end before the last of steps = 100"),
     (["[{batch: 2, until_tokens: 6369}]"], None, "got 6,369, 100 steps: a shorter run is exit_ste"),
     (["[{batch: 2}]"], None, "[0].until_steps must be given or until_tokens"),
-    (["[{batch: 2, until_steps: 3, until_tokens: 9}]"], None, "got 2 of them"),
+    (["[{batch: 2, until_steps: 3, until_tokens: 9}]"], None, "got 2"),
     (["[{batch: 2, until_steps: 3.5}]"], None, "[0].until_steps must be an integer"),
     (["[{batch: 2, until_step: 3}]"], None, "until_step; did you mean train.batch_ramp[0].until_s"),
     (["{batch: 2, until_steps: 3}"], None, "must be a list, each item a section"),

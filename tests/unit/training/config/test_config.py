@@ -79,9 +79,12 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.matrix.rule=muon++", "got 'muon++'; did you mean muon_plus_plus?"),
         (
             "optimizer.matrix.rule=mine",
-            "; a rule of your own is known once its package is installed",
+            "; a rule of your own becomes known when its package is installed",
         ),
-        ("optimizer.rules.mine.a=1", "; a rule of your own is known once its package is installed"),
+        (
+            "optimizer.rules.mine.a=1",
+            "; a rule of your own becomes known when its package is installed",
+        ),
         ("model.family=lama", "model.family must be one of llama, qwen3"),
         ("model.qk_norm=true", "model.qk_norm must be false for family llama, got true"),
         ("model.sliding_window=4", "model.sliding_window must be null for family llama, got 4"),
@@ -360,10 +363,11 @@ def test_null_leaves_out_sets_of_a_base(
 
 def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     assert problems(overlay, "data.train.txt=null") == [
-        "data.train.txt is null, which leaves out what a base has under that name, but none has it"
+        "data.train.txt is null, which removes an entry of a base file, but no base file has this "
+        "entry"
     ]
     assert problems(overlay, "optimizer.roles.gate=null", "pc.overrides.o=null") == [
-        f"{key} is null, which leaves out what a base has under that name, but none has it"
+        f"{key} is null, which removes an entry of a base file, but no base file has this entry"
         for key in ("pc.overrides.o", "optimizer.roles.gate")
     ]
     assert problems(overlay, "data.train=null") == [

@@ -98,8 +98,8 @@ def endless_base(folder: Path) -> None:
 
 HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
     "a fan-out of bases": (fan_out, "has more than 64 base files"),
-    "aliases of aliases": (aliases, "aliases describe more than 100000 values"),
-    "an alias of itself": (written("a: &a [*a]"), "aliases describe more than"),
+    "aliases of aliases": (aliases, "aliases expand to more than 100000 values"),
+    "an alias of itself": (written("a: &a [*a]"), "aliases expand to more than"),
     "a FIFO as a base": (endless_base, "fifo, the base of .*config.yaml must be a file"),
     "a folder": (lambda folder: (folder / "config.yaml").mkdir(), "must be a file"),
     "deep nesting": (written("a: " + "[" * 5000 + "]" * 5000), "is nested too deeply"),
@@ -109,12 +109,12 @@ HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
     "not UTF-8": (written(b"a: \xff"), "is not valid YAML"),
     "a tag": (written("a: !!python/object/apply:os.system [id]"), "is not valid YAML"),
     "a mapping as a truth": (written("a: !!bool {=: foo}"), "must not have the tag !!bool"),
-    "no truth": (written("a: !!bool foo"), "must be what its tag says, got !!bool 'foo'"),
-    "no time": (written("a: [!!timestamp x]"), "must be what its tag says, got !!timestamp 'x'"),
-    "no number": (written("a: !!int ''"), "must be what its tag says, got !!int ''"),
+    "no truth": (written("a: !!bool foo"), "must match its tag, got !!bool 'foo'"),
+    "no time": (written("a: [!!timestamp x]"), "must match its tag, got !!timestamp 'x'"),
+    "no number": (written("a: !!int ''"), "must match its tag, got !!int ''"),
     "nothing": (written(""), "is required"),
-    "a list": (written("[1]"), "must hold a mapping"),
-    "text": (written("text"), "is not valid YAML|must hold a mapping|unknown key"),
+    "a list": (written("[1]"), "must contain a mapping"),
+    "text": (written("text"), "is not valid YAML|must contain a mapping|unknown key"),
     "a reference to itself": (written("a: ${b}\nb: ${a}"), "nested too deeply|Recursive|cycle"),
 }
 
