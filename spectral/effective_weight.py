@@ -35,7 +35,7 @@ class _Refusal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError(f"{ctx.name} can be differentiated only once")
+        raise RuntimeError(f"{ctx.name} cannot be differentiated twice")
 
 
 def wide_matrices(w: Tensor) -> Tensor:

@@ -157,14 +157,14 @@ class KnownWeights:
             if size == 0:
                 problem = f": the heads of {kind_of(around)} do not divide its {outputs} outputs"
             elif part or is_fused(name):
-                problem = problem or f": it is called {name}"
+                problem = problem or f": its name is {name}"
             elif _is_attention(around) and not ATTENTION.search(name):
                 problem = ": it is next to projections of heads"
         if problem:
             raise _unclear(weight, f" looks like several matrices in one{problem}")
         if not weight.is_layer and not weight.own.endswith("_weight"):
             why = "either its rows or its columns may be outputs"
-            raise _unclear(weight, f" is not the weight of a layer, so {why}")
+            raise _unclear(weight, f" is not a layer's weight, so {why}")
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
@@ -211,7 +211,7 @@ class KnownWeights:
             if others or not (later or used):
                 return True, f"no later layer takes its {outputs} outputs: a head"
             if not later:
-                return False, "one matrix, if it is no head"
+                return False, "one matrix, unless it is a head"
         if self.cutter and isinstance(weight.module, CONVOLUTIONS):
             why = f"{self.cutter} takes channels apart"
             raise _unclear(weight, f" looks like several matrices in one: {why}")

@@ -45,7 +45,7 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "fused": (ANY, "steps are always joined"),
     "foreach": (ANY, "steps are always joined"),
     "decoupled_weight_decay": ((True,), "weight decay is always decoupled"),
-    "capturable": ((False, None), "with nonfinite='skip' and rates that are tensors it is"),
+    "capturable": ((False, None), "nonfinite='skip' and tensor learning rates make it capturable"),
     "differentiable": ((False, None), "no gradient flows through a step"),
     "maximize": ((False, None), "minimise the negative loss"),
     "amsgrad": ((False, None), "torch.optim.AdamW keeps the largest second moment"),
@@ -55,7 +55,7 @@ HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' is torch's 'original', "
     "scale='align_adam_rms' its 'match_rms_adamw'",
     "ns_coefficients": "schedule='simple' has torch's coefficients, other schedules better ones",
-    "eps": "it needs none: a zero matrix has a zero update",
+    "eps": "no epsilon is needed: a zero matrix has a zero update",
 }
 """Replacements of the options of torch.optim.Muon."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})

@@ -158,7 +158,9 @@ def split_parameters(
         members.append((name, parameter))
         rows.append(Row(name, shape, rule, len(matrices), matrices[0], reason))
     if unused:
-        raise ValueError(f"units matches no parameter: {', '.join(sorted(unused))}")
+        raise ValueError(
+            f"units must match parameters, got patterns without any: {', '.join(sorted(unused))}"
+        )
     if not groups:
         raise ValueError(
             f"no parameter of {type(module).__name__} takes the optimizer's rule, as all are "
@@ -214,7 +216,7 @@ def _refuse_unfit(weight: Weight) -> None:
         raise ValueError(f"{weight.name} has no shape yet: run the model before it is split")
     if weight.parameter.is_complex():
         raise ValueError(
-            f"{weight.name} is complex, and rules take real numbers: make a real parameter of it "
+            f"{weight.name} must be real, got complex numbers: make a real parameter of it "
             "(torch.view_as_real), or freeze it and give it to another optimizer"
         )
     shape = tuple(weight.parameter.shape)
@@ -233,7 +235,10 @@ def _given(weight: Weight, units: Mapping[str, Mapping[str, Any]], apart: set[in
     `split_parameters`, None if they leave it open."""
     divisions = {Division.of(value) for value in units.values()}
     if len(divisions) > 1:
-        raise ValueError(f"{weight.name} matches {' and '.join(units)} of units, which differ")
+        raise ValueError(
+            f"{weight.name} must match entries of units with equal values, got "
+            f"{' and '.join(units)}"
+        )
     if weight.parameter.ndim < 2:
         return Seen(None, "a vector", decays=False)
     if is_embedding(weight.module):

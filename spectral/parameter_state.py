@@ -68,7 +68,10 @@ def entry_problems(
             yield f"{key} of {name} must have shape {shape}, got {tuple(value.shape)}"
         elif value.shape == parameter.shape and local_of(value).shape != local:
             part = tuple(local_of(value).shape)
-            yield f"{key} of {name} must be sharded as it is, {tuple(local)} on a rank, got {part}"
+            yield (
+                f"{key} of {name} must be sharded like the parameter, {tuple(local)} on this rank, "
+                f"got {part}"
+            )
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
@@ -227,7 +230,7 @@ def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any])
         if entries:
             numbers = complete_numbers(entries, member.shapes, local_of(member.parameter).device)
             for problem in entry_problems(numbers, member.shapes, member.parameter, member.name):
-                raise ValueError(f"{problem}; was the parameter cut without its state?")
+                raise ValueError(f"{problem}; was the parameter sharded without its state?")
             entries |= numbers
 
 

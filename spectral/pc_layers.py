@@ -165,13 +165,15 @@ def preconditioned(
         if not any(weight.own_name == block or fnmatchcase(layer, block) for block in blocks):
             continue
         if parametrized:
-            raise ValueError(f"{layer} has a parametrization of its weight, as PC layers have")
+            raise ValueError(
+                f"{layer} must have no parametrization of its weight, such as a PC layer"
+            )
         if is_dtensor(weight.parameter) and _is_sharded_by_fsdp(model):
             raise ValueError(f"{layer} is sharded already; make PC layers before fully_shard")
         _refuse_shared(model, weight.parameter)
         weights[layer] = weight
     if not weights:
-        raise ValueError(f"blocks names no layer that can be preconditioned, got {blocks}")
+        raise ValueError(f"blocks must name layers that can be preconditioned, got {blocks}")
     weights_by_name = KnownWeights(model)
     divisions = {layer: weights_by_name.division(weight)[0] for layer, weight in weights.items()}
     for layer, division in divisions.items():
@@ -213,7 +215,8 @@ def _refuse_shared(model: nn.Module, parameter: Tensor) -> None:
     ]
     if len(sharers) > 1:
         raise ValueError(
-            f"{' and '.join(sharers)} share a weight, and only one of them would multiply by PC(W)"
+            f"{' and '.join(sharers)} share a weight, so only one of these layers would multiply "
+            "by PC(W)"
         )
 
 

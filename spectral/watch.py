@@ -138,7 +138,7 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             raise ValueError(
-                "the pass runs in inference mode, which hides products: use torch.no_grad"
+                "the pass runs in inference mode, which hides matrix products: use torch.no_grad"
             )
         if func._schema.is_mutable:
             self._keep(tensors_in((args, kwargs)))
@@ -528,8 +528,8 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
         if is_dtensor(weight) or weight.is_meta:
             kind = "sharded" if is_dtensor(weight) else "on the meta device"
             raise ValueError(
-                f"example needs a model that runs, and {name} is {kind}: split before sharding and "
-                "pass the printed units for the sharded model, or leave out example"
+                f"example needs a model that can run, but {name} is {kind}: split before sharding "
+                "and pass the printed units for the sharded model, or leave out example"
             )
     if not callable(example):  # the pass may write to it
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
@@ -546,7 +546,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
         finally:
             watched.put_back()
         if made := [name for name, _ in model.named_parameters() if name not in known]:
-            raise ValueError(f"the pass makes {', '.join(made)}: run the model before it is split")
+            raise ValueError(f"the pass creates {', '.join(made)}: run the model before the split")
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}

@@ -88,7 +88,7 @@ class Use:
         if CHOICE in self.sets:
             return Seen(None, "an operation chooses among its columns: a router")
         if self.hidden:
-            raise ValueError(f"{self.hidden} hides what becomes of its outputs")
+            raise ValueError(f"{self.hidden} hides the use of its outputs")
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
         if not self.inputs:
@@ -235,7 +235,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
             return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
     found = [[i for i, x in enumerate(labels) if x == label] for label in dict.fromkeys(labels)]
     shown = "; ".join(map(_ranges, found[:4]))
-    raise ValueError(f"the outputs used together are no rows at a stride: {shown}")
+    raise ValueError(f"the outputs used together are not rows at a constant stride: {shown}")
 
 
 def _period(values: Any) -> int:

@@ -157,7 +157,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     operands = "fp8" if train.fp8 is not None else train.precision
     if operands not in device.peak:
         raise ConfigError(
-            f"train.fp8 must be null on {device.name}, which has no products of fp8, got "
+            f"train.fp8 must be null on {device.name}, which has no fp8 matrix products, got "
             f"{train.fp8}"
         )
     inputs = PlanInputs(

@@ -261,7 +261,9 @@ def resumed(run_dir: str, resume: str, rank: int) -> str:
     if not any(from_all(starts_again(run_dir))) or resume == "latest":
         return resume
     if rank == 0:
-        print(f"--resume {resume} was for the first start: continuing from the newest")
+        print(
+            f"--resume {resume} applied to the first start: continuing from the newest checkpoint"
+        )
     return "latest"
 
 

@@ -147,7 +147,7 @@ class RunLog:
             if each.name not in self.rewritten and each.rewritten:
                 self.rewritten.add(each.name)
                 text = f"warning: {each.prefix}.bin was written to after the run had opened it"
-                self.note("warning", step, f"{text}: later samples may be of other tokens")
+                self.note("warning", step, f"{text}: later samples may contain other tokens")
         prefix, largest = "optim/refused/", metrics.get("pc/domain/max", 0.0)
         units = [
             f"{name.removeprefix(prefix)} {count:.0f}"

@@ -111,7 +111,7 @@ class CoreAttention(torch.nn.Module):
         Raises ValueError for a bias on the scores.
         """
         if attention_bias is not None:
-            raise ValueError("the sdpa attention backend takes no attention bias")
+            raise ValueError("the sdpa attention backend does not support an attention bias")
         if self.context is None:
             return self.attend(query, key, value, whole(packed_seq_params))
         key, value = gather_sequence(key, value, self.context)

@@ -85,7 +85,7 @@ def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> It
         return
     part = rope.get("partial_rotary_factor", 1.0)
     if part != 1:
-        yield f"partial_rotary_factor is {part}, the config's model has 1.0"
+        yield f"partial_rotary_factor must be 1.0 as in the config's model, got {part}"
     both = [_computed(expected), _computed(rope)]
     for key in dict.fromkeys([*both[0], *both[1]]):
         value, other = (values.get(key) for values in both)
@@ -137,7 +137,7 @@ def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     if groups >= 1 and moe.experts // groups < 2:
         yield f"experts must be at least two for each of expert_groups = {groups}", str(moe.experts)
     if groups > 1 and used >= 1 and moe.top_k // used != 2:
-        rule = f"top_k must be two or a bit more, less than three, for each of top_groups = {used}"
+        rule = f"top_k must be at least 2 and below 3 times top_groups = {used}"
         yield rule, str(moe.top_k)
 
 

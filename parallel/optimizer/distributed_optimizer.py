@@ -334,7 +334,8 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
     """Raise ValueError naming what prevents a step from being recorded."""
     if optimizer.overlap_gather:
         raise ValueError(
-            "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
+            "overlap_gather must be False with cuda_graph, which ends its work with the step, got "
+            "True"
         )
     for stack in optimizer.stacks:
         waits = stack.rule.waiting_field

@@ -1,4 +1,4 @@
-"""Memory of one rank by kind, and its activations: bytes that are kept and sent.
+"""Memory of one rank by kind, and the stored and sent bytes of its activations.
 
 Nothing is run; activations are estimates.
 """

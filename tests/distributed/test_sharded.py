@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed()
             own = "momentum of parameter 1 must be finite"
             assert loaded == (own if rank else "another rank cannot load its part of the state")
             (said,) = cut
-            assert said.startswith("momentum of ") and "cut without its state" in said
+            assert said.startswith("momentum of ") and "sharded without its state" in said
 
 
 def test_momenta_and_updates_are_sent_in_16_bits() -> None:

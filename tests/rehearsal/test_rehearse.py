@@ -53,7 +53,7 @@ def test_a_run_that_would_not_break(rehearse, tmp_path, monkeypatch, capsys):
     assert told[-1] == "rank 0: step 3 of 3, checkpoint"
     assert "rank 0: step 2 of 3, forward_backward, forward pass 1 of 1" in told, told
     assert "rank 0: step 3 of 3, monitors" in told
-    assert "passed: it would not break" in said and "rank 0 of 4" in said
+    assert "passed: the run would not break" in said and "rank 0 of 4" in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ok"] is True and report["error"] is None and report["ranks"] == [0]
     assert 0 < report["peak_memory_bytes"] < report["device_memory_bytes"]
@@ -80,7 +80,7 @@ def test_a_run_that_would_break_says_where(rehearse, tmp_path, capsys):
     device = str(tmp_path / "small.yaml")
     code = rehearse("--gpus", "1", "--device", device, "--json", str(tmp_path / "report.json"))
     assert code == 1
-    assert "it would break: out of memory in" in capsys.readouterr().out
+    assert "the run would break: out of memory in" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ok"] is False and report["error"].startswith("out of memory")
     assert report["device_memory_bytes"] == 300000

@@ -1,5 +1,4 @@
-"""A rank over NCCL before its first step, and its end without waiting for peers when its run
-fails."""
+"""Start of a rank over NCCL, and its exit without waiting for peers after a failure."""
 
 import io
 import multiprocessing

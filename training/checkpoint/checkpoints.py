@@ -93,7 +93,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
             broken.append(str(error))
             continue
         for problem in broken:
-            print(f"warning: {problem}; taking {info.path.name}", file=sys.stderr)
+            print(f"warning: {problem}; using {info.path.name} instead", file=sys.stderr)
         return info
     raise ResumeError("; ".join([f"{path} has no complete checkpoint", *broken]))
 
@@ -129,7 +129,9 @@ def _complete(path: Path) -> CheckpointInfo:
         bind((AverageMeta if "averaged" in meta else Meta) if weights_only else RunMeta, meta)
         named = STEP.fullmatch(path.name)
         if named is not None and int(named[1]) != meta["step"]:
-            raise BrokenCheckpointError(f"{path}: it is the checkpoint of step {meta['step']}")
+            raise BrokenCheckpointError(
+                f"{path}: it contains the checkpoint of step {meta['step']}"
+            )
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)
         for name, facts in info.files.items():

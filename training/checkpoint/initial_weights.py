@@ -110,7 +110,8 @@ def _chosen(
     different = list(changes(saved, configured))
     if different:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} has another model: {', '.join(different)}"
+            f"checkpoint.initialize_from: {info.path} must have the run's model, got other "
+            f"{', '.join(different)}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
     compared = None not in (sha256, tokenizer)

@@ -45,7 +45,7 @@ class Start:
             return
         for step, problem in self.broken.items():
             aside = checkpoints.quarantine(checkpoints.step_folder(run_dir, step))
-            print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
+            print(f"broken checkpoint: {problem}; moved to {aside}", flush=True)
         path = self.info.path
         latest = path.parent / checkpoints.LATEST
         named = (
@@ -58,7 +58,7 @@ class Start:
         if self.resume != "latest":
             later = checkpoints.set_aside_after(run_dir, self.info.step)
             if later is not None:
-                print(f"checkpoints of later steps are now in {later}", flush=True)
+                print(f"moved checkpoints of later steps to {later}", flush=True)
         if named != path.name:
             checkpoints.name_latest(run_dir, path.name)
         print(f"continuing from {path}", flush=True)
@@ -104,7 +104,7 @@ def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
     if resume != "latest":
         if int(resume) not in there:
             steps = ", ".join(map(str, there)) or "none"
-            raise ResumeError(f"{run_dir} has no checkpoint of step {resume}; there are: {steps}")
+            raise ResumeError(f"{run_dir} has no checkpoint of step {resume}, only of {steps}")
         return [int(resume)]
     folder = Path(run_dir) / checkpoints.FOLDER
     if not there and folder.is_dir() and any(folder.glob("broken-*")):
@@ -118,7 +118,7 @@ def start_over(run_dir: str | Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         aside = checkpoints.free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
         folder.rename(aside)
-        print(f"starting over; earlier checkpoints are now in {aside}", flush=True)
+        print(f"starting over; moved earlier checkpoints to {aside}", flush=True)
 
 
 def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[str]) -> None:

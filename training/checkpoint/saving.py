@@ -219,7 +219,7 @@ class Saver:
         self.abandon()
         self._refused += 1
         if self._refused == REFUSALS:
-            raise self._error(f"{text}; {REFUSALS} checkpoints in a row")
+            raise self._error(f"{text}; {REFUSALS} consecutive checkpoints")
         if self.groups.rank == 0:
             print(f"warning: step {self._meta['step']} is not saved: {text}", flush=True)
 

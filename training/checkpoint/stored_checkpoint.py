@@ -84,7 +84,7 @@ class RunMeta(Meta):
         if missing := {"data", "tokenizer"} - self.identity.keys():
             raise ValueError(f"identity must have {' and '.join(sorted(missing))}")
         if self.progress.step != self.step:
-            raise ValueError(f"step must be that of progress, {self.progress.step}")
+            raise ValueError(f"step must equal the step of progress, {self.progress.step}")
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class DocumentIndex:
             block = self.borders[first : first + STEP + 1]
             ordered = ordered and not (np.diff(block) < 0).any()
             if not ordered:
-                raise ValueError("its documents are not in the order of the tokens")
+                raise ValueError("its documents must be in the order of the tokens")
             places = self.places[np.minimum(block, sequences - 1)]
             places[block == sequences] = self.tokens * self.itemsize
             filled += int(np.count_nonzero(np.diff(places)))

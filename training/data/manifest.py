@@ -113,7 +113,7 @@ def check_tokenizer(manifest: Manifest) -> None:
     path, stated = manifest.tokenizer_path, manifest.tokenizer.sha256
     if path.is_file() and (found := file_sha256(path)) != stated:
         raise DataError(
-            f"{path} must be the tokenizer of the tokens beside it, of sha256 {stated} by "
+            f"{path} must be the tokenizer of the tokens next to it, of sha256 {stated} by "
             f"{MANIFEST_FILE}, got {found}: put it back, or prepare the data again"
         )
 
@@ -165,7 +165,7 @@ def shared_text(
             continue
         how = _shared(first, second)
         if how is not None:
-            yield f"{one} and {other} hold the same text: {how}"
+            yield f"{one} and {other} contain the same text: {how}"
 
 
 def _shared(first: Path, second: Path) -> str | None:

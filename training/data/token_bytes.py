@@ -159,4 +159,4 @@ def _wrong_id(content: dict[str, Any]) -> str | None:
         if type(id_) is not int or not 0 <= id_ <= LARGEST_ID:
             return f"ids must be in [0, 2^24], got {id_!r:.40}"
     twice = len(ids) - len(set(ids))
-    return f"tokens must have ids of their own, got {twice} of others" if twice else None
+    return f"each id must have one token, got {twice} duplicates" if twice else None

@@ -373,7 +373,7 @@ def _check_files(name: str, prefix: str) -> None:
             f"{expected} bytes, the file has {size}"
         )
     if os.path.getsize(prefix + ".bin") == 0 or sequences == 0 or borders == 0:
-        raise DataError(f"set {name} ({prefix}) is empty: it has no tokens")
+        raise DataError(f"set {name} ({prefix}) must contain tokens, got none")
     with open(prefix + ".idx", "rb") as file:
         file.seek(-8, os.SEEK_END)
         last = int.from_bytes(file.read(8), "little")

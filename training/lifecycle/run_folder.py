@@ -53,7 +53,9 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         ) from None
     with file:
         if os.fstat(file.fileno()).st_nlink > 1:
-            raise FolderError(f"run.dir {folder}: {LOCK} must have no other name: remove this one")
+            raise FolderError(
+                f"run.dir {folder}: {LOCK} must be a file with one name, got a hard link: remove it"
+            )
         if not _take(file):
             file.seek(0)
             raise FolderError(

@@ -59,7 +59,7 @@ def say(text: str) -> None:
 
 CODE: Final = 130
 """Exit code of a run that Ctrl-C has ended: 128 plus the number of the signal, as in shells."""
-SECOND: Final = "ended by a second Ctrl-C; checkpoints saved before are whole"
+SECOND: Final = "ended by a second Ctrl-C; earlier checkpoints are complete"
 LAUNCHER: Final = "SPECTRAIN_LAUNCHER"
 """Environment variable with the process id of the launcher of `--ranks`."""
 PR_SET_PDEATHSIG: Final = 1
@@ -108,7 +108,10 @@ class Interrupts:
                 self._end("ended by Ctrl-C before training began")
             elif number == signal.SIGINT and not self.requested:
                 self.requested = True
-                self._say("Ctrl-C: the run saves after the next step; once more ends it at once")
+                self._say(
+                    "Ctrl-C: the run saves after the next step and stops; a second Ctrl-C stops it "
+                    "at once"
+                )
 
     def _end(self, text: str) -> None:
         """End this process and its child processes."""

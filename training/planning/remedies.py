@@ -70,7 +70,7 @@ def remedy_table(layouts: Layouts, planned: Plan) -> str:
     shown = table(("would help", "GiB", "time", ""), rows)
     together = combined(layouts, variants)
     if together is None:
-        return f"{shown}\nnothing of this is enough: see --fit, or take more GPUs"
+        return f"{shown}\nnone of these is enough: see --fit, or use more GPUs"
     return (
         f"{shown}\nfits with {assignment(together.changes)}: "
         f"{together.plan.memory.total / GIB:.1f} GiB, "

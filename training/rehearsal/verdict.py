@@ -218,7 +218,9 @@ def described(report: Report) -> str:
     lines += waits("host reads", [counts.host_reads for counts in plain])
     lines += waits("other waits of the host", [counts.synchronizations for counts in plain])
     lines += [f"no order: {finding}" for finding in report.findings[:SHOWN]]
-    lines.append("passed: it would not break" if report.ok else f"it would break: {report.error}")
+    lines.append(
+        "passed: the run would not break" if report.ok else f"the run would break: {report.error}"
+    )
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ class LogFile:
 
     def _write(self) -> None:
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-            print(f"warning: {self.path} was removed: later lines begin a new one", flush=True)
+            print(f"warning: {self.path} was removed: later lines go to a new file", flush=True)
             self._release()
         if self._file is None:
             if self.path.exists() and self.path.stat().st_nlink > 1:  # as in hard-link backups

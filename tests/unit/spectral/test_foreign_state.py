@@ -274,7 +274,7 @@ def test_a_parameter_that_is_cut_without_its_state_is_refused(
         cut.grad = None
     elif gradient == "cut too":
         cut.grad = torch.ones_like(cut)
-    refuses(optimizer, r"of parameter 1 must have shape \(\d.*was the parameter cut")
+    refuses(optimizer, r"of parameter 1 must have shape \(\d.*was the parameter sharded")
 
 
 def called_in(call: Callable[[], Any]) -> set[str]:

@@ -13,7 +13,7 @@ from tests.step_trace import Operations
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WIDE = (torch.float32, torch.float64)
 LARGE = 513
-"""A number of rows that is computed by blocks in wide dtypes and not a multiple of the blocks."""
+"""Number of rows that wide dtypes compute in blocks, and that is not a multiple of a block."""
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

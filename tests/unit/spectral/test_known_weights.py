@@ -673,7 +673,7 @@ def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> No
 
 def test_the_last_layer_of_a_model_without_others_like_it_is_said_to_be_a_guess() -> None:
     rows = split_parameters(nn.Sequential(linear(8, 16), nn.ReLU(), linear(16, 8))).rows
-    assert [r.reason for r in rows] == ["one matrix", "one matrix, if it is no head"]
+    assert [r.reason for r in rows] == ["one matrix", "one matrix, unless it is a head"]
 
 
 def test_a_layer_of_few_outputs_that_the_next_takes_is_a_matrix() -> None:

@@ -85,11 +85,11 @@ def test_a_model_trains_and_is_merged() -> None:
 
 
 def test_what_is_no_plain_layer_of_its_own_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"blocks names no layer .* got \['ffn'\]"):
+    with pytest.raises(ValueError, match=r"blocks must name layers .* got \['ffn'\]"):
         preconditioned(gpt2(), blocks=["ffn"])
     model = gpt2()
     preconditioned(model, blocks=["*.mlp.*"])
-    with pytest.raises(ValueError, match=r"h.0.mlp.c_fc has a parametrization of its weight"):
+    with pytest.raises(ValueError, match=r"h.0.mlp.c_fc must have no parametrization"):
         preconditioned(model)
     pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     pair[2].weight = pair[1].weight

@@ -847,7 +847,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             first=linear(12, 8),
             out=linear(8, 4),
         ),
-        "inference mode, which hides products: use torch.no_grad",
+        "inference mode, which hides matrix products: use torch.no_grad",
     ),
     "a shape alone": (
         Module(

@@ -82,7 +82,7 @@ def test_a_log_that_is_removed_begins_again(tmp_path, capsys):
         path.unlink()
         log.append({"step": 2})
     assert [line["step"] for line in json_lines(path)] == [2]
-    assert "metrics.jsonl was removed: later lines begin a new one" in capsys.readouterr().out
+    assert "metrics.jsonl was removed: later lines go to a new file" in capsys.readouterr().out
 
 
 def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):

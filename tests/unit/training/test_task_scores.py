@@ -281,7 +281,7 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(content))
     keys = {"data__train__walk__path": f"{data}/tokens.train", "model__vocab_size": 300}
-    with pytest.raises(DataError, match=r"must be the tokenizer of the tokens beside it, of sha"):
+    with pytest.raises(DataError, match=r"must be the tokenizer of the tokens next to it, of sha"):
         build_data(tiny_config(str(tmp_path), **keys, data__validation="null"))
     build_data(tiny_config(str(tmp_path), **keys, data__validation="null", data__verify="none"))
     own = {"data__tokenizer": f"{tokens}/tokenizer.json"}  # the replacement is not used

@@ -132,7 +132,7 @@ def test_a_broken_newest_checkpoint_is_not_passed_over_in_silence(saved, capsys)
 def test_resume_from_a_step_puts_later_ones_aside(run, saved, whole, tmp_path, capsys):
     assert run(resume="2", train__exit_step=3).step == 3
     assert checkpoints.steps(tmp_path / "run") == [2, 3]
-    assert "checkpoints of later steps are now in" in capsys.readouterr().out
+    assert "moved checkpoints of later steps to" in capsys.readouterr().out
     aside = tmp_path / "run" / "checkpoints-left-at-00000002"
     assert sorted(path.name for path in aside.iterdir()) == ["step_00000004"]
     run()

@@ -81,7 +81,7 @@ def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished,
     (place / "step_00000004").rename(place / "step_00000099")
     before = hashes(run_dir)
     said = refusal(start(finished, run_dir))
-    assert "step_00000099: it is the checkpoint of step 4" in said and "--resume none" in said
+    assert "step_00000099: it contains the checkpoint of step 4" in said and "--resume none" in said
     assert hashes(run_dir) == before
 
 

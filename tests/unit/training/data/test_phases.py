@@ -187,7 +187,10 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path:
         ("[{after_steps: 9, weights: {}}]", "phases[0].weights must be"),
         ("[{after_steps: 9, weights: {text: 0}}]", "phases[0].weights.text must be above 0"),
         ("[{weights: {text: 1}}]", "[0].after_steps must be given, or after_share or with_decay"),
-        ("[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]", "one of them, got 2"),
+        (
+            "[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]",
+            "exactly one of the three, got 2",
+        ),
         ("[{with_decay: true, weights: {text: 1}}]", "needs schedule.kind wsd, got cosine"),
         ("[{after_steps: 100, weights: {text: 1}}]", "before the last of train.steps = 100, got"),
         ("[{after_share: 0.001, weights: {text: 1}}]", "[0].after_share must begin after step 0,"),
@@ -212,7 +215,7 @@ def test_phases_that_make_no_sense_are_refused(value: str, text: str, minimal: P
             {"text": 0, "more": 1},
             "data.train.text.weight must be above 0 here or in a phase, got 0",
         ),
-        ({"text": 0, "more": 0}, "data.train must have a set of a weight above 0 at the start"),
+        ({"text": 0, "more": 0}, "data.train must have a set with a weight above 0 at the start"),
     ],
 )
 def test_a_set_that_no_part_reads_is_refused(weights, text: str, minimal: Path) -> None:

@@ -58,5 +58,5 @@ def test_sets_of_the_same_text_are_named(
     assert len(said) == (how is not None)
     other = "validation set a" if validation else "training set b"
     for text in said:
-        assert text.startswith(f"training set a and {other} hold the same text: ")
+        assert text.startswith(f"training set a and {other} contain the same text: ")
         assert re.search(how or "", text)
