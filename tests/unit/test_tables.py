@@ -159,4 +159,4 @@ def test_the_planned_cost_of_rules_is_that_of_full_runs() -> None:
     hours = {rule: planned[f"qwen3_1.7b_{rule}"]["gpu_hours"] for rule in ("adamw", "muon", "sso")}
     more = {f"{hours[rule] / hours['adamw'] - 1:.0%}" for rule in ("muon", "sso")}
     for page in ("planning.md", "performance.md"):
-        assert more == {"2%"} and "gives 2% for both" in (ROOT / "docs" / page).read_text()
+        assert more == {"2%"} and "computes 2% for both" in (ROOT / "docs" / page).read_text()
