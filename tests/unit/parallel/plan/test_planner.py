@@ -48,6 +48,8 @@ def test_every_recipe_is_spread_within_the_limits(name, data):
     assert stage.parameters == sum(unit.numel for unit in units)
     assert stage.padding <= 0.01 * stage.parameters
     assert stage.buckets >= layers / 2
+    own = stage.sent["reduce-scatter"] + stage.sent["all-gather"]  # all that AdamW sends
+    assert own == pytest.approx(stage.sent_adamw, rel=0.01)  # without padding
     assert stage.sent_ratio <= (1.10 if data == 8 else 1.02)
     assert stage.state_max <= 1.01 * stage.state_mean
     costliest = max(assign(unit).cost(unit.shape) for unit in units)

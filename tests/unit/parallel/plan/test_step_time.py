@@ -8,8 +8,12 @@ from models.config import ModelConfig
 from models.families import model_size
 from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import ATTENTION, DEVICES, EXPLICIT_ATTENTION, peak_flops
+from parallel.plan.planner import completed, plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import OptimizerLoad, attention_seconds, step_time
+from parallel.storage.stage_units import declare_stage_units
+from spectral.rules import RULES
+from tests.stepped_models import assign_to
 from tests.tiny_families import MODELS, mixture
 
 H100 = DEVICES["h100"]
@@ -64,19 +68,42 @@ LAYOUTS: list[dict[str, int]] = [
 ]
 
 
+def leaving(group, *, ring):
+    """Return the share of a group's pairs, neighbours in a ring or all, that are on two nodes."""
+    pairs = [(a, b) for a in group for b in group if a != b]
+    if ring:
+        pairs = [*zip(group, [*group[1:], group[0]], strict=True)]
+    across = [a // H100.node_size != b // H100.node_size for a, b in pairs]
+    return sum(across) / max(len(pairs), 1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
     """Count over pairs: neighbours in a ring (also for stages), or all pairs of a group."""
     kinds = set()
     for traffic in activation_traffic(shape(MIXTURE, **layout), 0):
         ranks = [i * traffic.links.stride for i in range(traffic.links.size)]
-        pairs = list(zip(ranks, ranks[1:] + ranks[:1], strict=True))
-        if traffic.kind.startswith("expert"):
-            pairs = [(a, b) for a in ranks for b in ranks if a != b]
-        leaving = [a // H100.node_size != b // H100.node_size for a, b in pairs]
-        assert traffic.across == pytest.approx(sum(leaving) / len(pairs)), traffic.kind
+        ring = not traffic.kind.startswith("expert")
+        assert traffic.across == pytest.approx(leaving(ranks, ring=ring)), traffic.kind
         kinds.add(traffic.kind.split()[0])
     assert kinds == {axis for axis in layout if layout[axis] > 1} - {"data"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_weights_and_gradients_leave_a_node_as_the_replicas_of_their_domain_do(layout):
+    step = shape(MIXTURE, **layout)
+    units = declare_stage_units(MIXTURE, step.chunks(0), step.inputs)
+    planned = plan_stage(units, assign_to(RULES["muon"]()), step.inputs)
+    stage, expert = range(step.inputs.stage_ranks), step.inputs.expert
+    replicas = {"dense": stage[:: step.inputs.tensor], "experts": stage[::expert]}
+    of_kind = {traffic.kind: traffic for traffic in completed(planned, step, 0).traffic}
+    for kind, sizes in (("reduce-scatter", planned.reduced), ("all-gather", planned.gathered)):
+        traffic = of_kind[kind]
+        expected = sum(size * leaving(replicas[name], ring=True) for name, size in sizes.items())
+        assert traffic.size == planned.sent[kind]
+        assert traffic.size * traffic.across == pytest.approx(expected), kind
+    for kind in of_kind.keys() & {"exchange in", "exchange out"}:
+        assert of_kind[kind].across == pytest.approx(leaving(stage, ring=False)), kind
 
 
 @pytest.mark.parametrize("name", MODELS)
