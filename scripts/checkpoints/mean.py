@@ -19,7 +19,7 @@ from spectral.batching import grouped
 from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import config_assignments, unit_options
 from training.checkpoint import checkpoints
-from training.checkpoint.resume_rules import BACKENDS, changes
+from training.checkpoint.resume_rules import changes, model_facts
 from training.checkpoint.stored_checkpoint import (
     CONFIG,
     STATE,
@@ -90,7 +90,7 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
 def _model(info: CheckpointInfo) -> dict[str, Any]:
     """Return the model settings and the tokenizer of a checkpoint."""
     config = info.config
-    model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
+    model = model_facts(config.model)
     pc = {} if config.pc is None else {f"pc.{k}": v for k, v in flat(asdict(config.pc))}
     pc.pop("pc.evaluator", None)
     return model | pc | {"tokenizer": info.meta["identity"].get("tokenizer", {}).get("sha256")}

@@ -1,6 +1,6 @@
 """Initial weights from another run: `checkpoint.initialize_from`."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ from parallel.model import ParallelModel
 from parallel.storage.stage_units import named_buffers
 from training.assignments import unit_options
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.resume_rules import BACKENDS, changes
+from training.checkpoint.resume_rules import changes, model_facts
 from training.checkpoint.stored_checkpoint import (
     COMPLETE,
+    CONFIG,
     CheckpointInfo,
     CheckpointWeights,
     ResumeError,
 )
 from training.config import Config
-from training.config.yaml_files import flat
 from training.json_file import read_json
 
 TOKENIZER = "tokenizer.json"
@@ -104,14 +104,14 @@ def _chosen(
     info = read_checkpoint(path)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
     saved, configured = (
-        {k: v for k, v in flat(asdict(replace(each, init=config.model.init))) if k not in BACKENDS}
+        model_facts(replace(each, init=config.model.init))
         for each in (info.config.model, config.model)
     )
     different = list(changes(saved, configured))
     if different:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} must have the run's model, got other "
-            f"{', '.join(different)}"
+            f"{', '.join(different)}; set these keys of model as in {info.path / CONFIG}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
     compared = None not in (sha256, tokenizer)

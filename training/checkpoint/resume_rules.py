@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from math import prod
 from typing import Any, Final
 
+from models.config import ModelConfig
 from models.families import all_units
 from spectral.rules import RULES
 from training.checkpoint.stored_checkpoint import CheckpointInfo
@@ -79,7 +80,7 @@ def modification_times(data: TrainingData) -> dict[str, str]:
 def settings(config: Config) -> Identity:
     """Return the kinds of an identity that depend only on the config."""
     units = all_units(config.model)
-    model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
+    model = model_facts(config.model)
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
     if config.pc is not None:  # the evaluator of PC(W) changes no result
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
@@ -96,6 +97,18 @@ def settings(config: Config) -> Identity:
             **{f"batch_ramp[{i}]": str(each) for i, each in enumerate(config.train.batch_ramp)},
         },
     }
+
+
+def model_facts(model: ModelConfig) -> dict[str, Any]:
+    """Return the values of a model by dotted key that results depend on, with the sizes that null
+    stands for."""
+    scalar = model.query_pre_attn_scalar
+    sizes = {
+        "kv_heads": model.query_groups,
+        "head_dim": model.head_size,
+        "query_pre_attn_scalar": model.head_size if scalar is None else scalar,
+    }
+    return {k: v for k, v in flat(asdict(model) | sizes) if k not in BACKENDS}
 
 
 def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dict[str, list[str]]:
@@ -138,13 +151,14 @@ def comparable(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both without facts that only one of them has: validation sets and tasks may be added
     or removed; a set has a sha256 with a manifest, and a modification time if it is large and has
-    none."""
+    none; settings of a rule that only one uses follow from the other rule of a group or role."""
     optional = {
         key
         for key in saved.keys() | now.keys()
         if key.startswith(("validation.", "tasks.")) or key.endswith((".sha256", ".modified"))
     }
     dropped = {key for key in optional if saved.get(key) is None or now.get(key) is None}
+    dropped |= {key for key in saved.keys() ^ now.keys() if key.startswith("rules.")}
     before, after = (
         {key: value for key, value in each.items() if key not in dropped} for each in (saved, now)
     )

@@ -56,10 +56,26 @@ def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
-    """Test a dtype by name or by default, and a set with a date or with new hashes."""
+    """Test a dtype and sizes by value or by default, and a set with a date or with new hashes."""
     keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
     before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
     assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
+    model = tiny_config(str(tmp_path), "muon").model
+    sizes = {"kv_heads": model.heads, "head_dim": model.hidden // model.heads}
+    before, now = (
+        tiny_config(str(tmp_path), "muon", **{f"model__{k}": v for k, v in values.items()})
+        for values in (dict.fromkeys(sizes, "null"), sizes)
+    )
+    assert differences(settings(before), settings(now), ()) == {}
+
+
+def test_another_rule_is_one_difference(tmp_path: Path) -> None:
+    """The settings of a rule that only one of the runs uses are not listed."""
+    before, now = (
+        settings(tiny_config(str(tmp_path), "muon", optimizer__matrix__rule=rule))
+        for rule in ("muon", "normuon")
+    )
+    assert differences(before, now, ()) == {"optimizer": ["matrix.rule was muon, is normuon"]}
 
 
 @pytest.mark.parametrize("beginning", ["after_share: 0.5", "with_decay: true"])
