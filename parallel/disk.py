@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain, count
 from pathlib import Path
 
 SIDE_BY_SIDE = 16
@@ -48,12 +47,6 @@ def replace_file(path: Path, content: str | bytes, *, synced: bool = False) -> N
         with suppress(OSError):
             new.unlink(missing_ok=True)
         raise
-
-
-def unused(path: Path) -> Path:
-    """Return `path`, or if it exists the path with the first suffix `-2`, `-3`, ... that is new."""
-    names = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(name for name in chain([path], names) if not os.path.lexists(name))
 
 
 def delete(path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command, new_parser, whole_number
-from training.errors import BrokenCheckpointError, InputError
+from training.errors import BrokenCheckpointError, InputError, near_name
 from training.json_file import real_path
 from training.report.progress import progress
 
@@ -59,7 +59,7 @@ def chosen(
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
     if not (run / FOLDER).is_dir():
-        raise InputError(f"the run must be a folder with {FOLDER}, got {run}")
+        raise InputError(f"the run must be a folder with {FOLDER}, got {run}{near_name(run)}")
     if real_path(output).parent.name == FOLDER:
         rule = f"must not be in {FOLDER} of a run, which would treat it as one of its checkpoints"
         raise InputError(f"the output {rule}, got {output}")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from parallel.disk import unused
 from scripts.command import command, new_parser
 from training.errors import fail
 from training.report.progress import progress
@@ -75,6 +74,7 @@ def _export(options: argparse.Namespace) -> None:
 
 def _import(options: argparse.Namespace) -> None:
     from scripts.huggingface.importing import import_model, write_config
+    from training.checkpoint.checkpoints import free_name
 
     config = options.config
     with ExitStack() as stack:
@@ -87,7 +87,8 @@ def _import(options: argparse.Namespace) -> None:
     if options.write_config is not None:
         print(f"wrote {config}: the model of {options.source}, on top of {options.config}")
     beginning = f"checkpoint.initialize_from={options.target}"
-    folder = f"run.dir={unused(Path('runs', options.target.name))}"  # in another a run may continue
+    # In a folder that exists a run would be continued.
+    folder = f"run.dir={free_name(Path('runs', options.target.name))}"
     command = shlex.join(["--config", str(config), folder, *options.overrides, beginning])
     print(f"wrote {options.target}: {dtype} weights; to train them:")
     print(f"    python pretrain.py {command}")

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command, new_parser, require, whole_number
-from training.errors import InputError, printable
+from training.errors import InputError, near_name, printable
 from training.report.progress import progress
 
 DEFAULT_TOKENS = 40
@@ -54,7 +54,7 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
         yield source
         return
     if not source.is_dir():
-        raise InputError(f"no run, checkpoint or exported model at {source}")
+        raise InputError(f"no run, checkpoint or exported model at {source}{near_name(source)}")
     from models.engine import import_engine  # imported here, as it takes seconds
 
     import_engine()

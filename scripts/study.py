@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.command import command, new_parser, whole_number
+from training.report.progress import progress
 
 
 @command
@@ -55,9 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study = read_study(options.study)
     book = RecordBook(results)
     trainer = Trainer(output, book, places(options), study.environment)
-    with closing(trainer):
+    with closing(trainer), progress(trainer.state):
         content = run_study(study, results, trainer.records, options.override, trainer.begin)
     print(markdown(content), end="")
+    print(f"wrote {results}: results.json, runs.jsonl and table.md")
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command, new_parser
-from training.errors import DataError, InputError
+from training.errors import DataError, InputError, near_name
 from training.report.progress import progress
 from training.report.table import table
 
@@ -61,7 +61,9 @@ def verified(path: Path) -> Iterator[Row]:
     elif (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file():
         yield from run_rows(path)
     else:
-        raise InputError(f"{path} is not a run folder, a checkpoint or prepared data")
+        raise InputError(
+            f"{path} is not a run folder, a checkpoint or prepared data{near_name(path)}"
+        )
 
 
 def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:

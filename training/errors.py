@@ -61,6 +61,19 @@ def printable(text: str) -> str:
     return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
+def near_name(path: Path) -> str:
+    """Return `; did you mean PATH?` with the name in the same folder closest to a missing path, of
+    the same suffix; '' if none is close or the path exists."""
+    from models.section import closest  # imports pydantic
+
+    near = None
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(path):
+            names = map(Path, os.listdir(path.parent))
+            near = closest(path.stem, [n.stem for n in names if n.suffix == path.suffix])
+    return "" if near is None else f"; did you mean {path.with_name(near + path.suffix)}?"
+
+
 def print_error(error: object) -> None:
     """Print each line of an error as `error: ...` on stderr."""
     for line in printable(str(error)).splitlines():

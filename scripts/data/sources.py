@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from scripts.data.hub import HubInput, parse_hub_input
-from training.errors import DataError
+from training.errors import DataError, near_name
 
 NAMES: Final = re.compile(
     r".*(?P<kind>\.txt|\.md|\.jsonl|\.ndjson|\.json)(\.gz|\.xz|\.zst|\.zstd)?|.*\.parquet",
@@ -118,7 +118,8 @@ def _listing(source: str) -> Listing:
     matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
     paths = sorted(match for match in matches if match.is_file())
     if not paths:
-        raise DataError(f"no file or folder {source}, and no file matches it as a pattern")
+        meant = near_name(path)
+        raise DataError(f"no file or folder {source}, and no file matches it as a pattern{meant}")
     for each in paths:
         if NAMES.fullmatch(each.name) is None:
             raise DataError(f"unknown suffix of {each}: known are {SUFFIXES}; {REMEDY}")

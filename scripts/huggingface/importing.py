@@ -33,7 +33,7 @@ from training.checkpoint import checkpoints
 from training.checkpoint.stored_checkpoint import CONFIG, STATE, named
 from training.config import Config, load_config, to_yaml
 from training.config.yaml_files import to_text
-from training.errors import InputError
+from training.errors import InputError, near_name
 from training.json_file import UNFETCHED, check_shape, is_pointer, parse_json, read_json
 from training.machine.environment import versions
 
@@ -87,7 +87,9 @@ def their_settings(source: Path) -> dict[str, Any]:
     """Return config.json of `source` with the defaults of transformers filled in."""
     path = source / "config.json"
     if not path.is_file():
-        raise InputError(f"{source} is not a Hugging Face model folder: it has no config.json")
+        raise InputError(
+            f"{source} is not a Hugging Face model folder: it has no config.json{near_name(source)}"
+        )
     from transformers import AutoConfig
 
     try:
@@ -127,7 +129,12 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
         raise InputError(str(error)) from None
     problems = differences(expected, settings)
     if problems:
-        raise InputError(f"{source / 'config.json'}: {'; '.join(problems)}")
+        remedy = "; --write-config NEW writes a config with this model"
+        try:
+            model_section(settings)
+        except InexpressibleError:
+            remedy = ""
+        raise InputError(f"{source / 'config.json'}: {'; '.join(problems)}{remedy}")
 
 
 class TheirFiles:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.config.yaml_files import read_saved
-from training.errors import InputError
+from training.errors import InputError, near_name
 from training.json_file import check_shape
 from training.report.log_lines import read_lines
 
@@ -140,7 +140,7 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
     if not (folder / "metrics.jsonl").exists():
         raise InputError(
             f"runs must be folders with a metrics.jsonl, got {folder}; `python scripts/plot.py "
-            f"compare {folder}` draws all runs in a folder"
+            f"compare {folder}` draws all runs in a folder{near_name(folder)}"
         )
     try:
         config = dict(read_saved(folder / "config.yaml"))

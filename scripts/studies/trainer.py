@@ -172,9 +172,16 @@ class Trainer:
         self._pool = ThreadPoolExecutor(len(places))
         self._begun: dict[str, Future[bool]] = {}
         self._warned = False
+        self._logs: list[Path] = []
         self._free: SimpleQueue[Place] = SimpleQueue()
         for place in places:
             self._free.put(place)
+
+    def state(self) -> str:
+        """Return the folders of the runs in progress, each with the last line that it printed."""
+        logs = [(log.parent.name, log.read_text(encoding="utf-8")) for log in [*self._logs]]
+        lines = (f"{name}: {(text.splitlines() or ['starts'])[-1]:.80}" for name, text in logs)
+        return "; ".join(lines) or "no run is in progress here"
 
     def begin(self, runs: Iterable[Run]) -> None:
         """Start runs without a record, in order, as places become free; return at once.
@@ -272,6 +279,7 @@ class Trainer:
         ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
             with log.open("w", encoding="utf-8") as console:
+                self._logs.append(log)
                 process = subprocess.Popen(
                     [sys.executable, str(ROOT / "pretrain.py"), *arguments, *ranks],
                     cwd=ROOT,
@@ -282,6 +290,8 @@ class Trainer:
                 )
                 _, status, usage = os.wait4(process.pid, 0)
         finally:
+            if log in self._logs:
+                self._logs.remove(log)
             self._free.put(place)
         process.returncode = os.waitstatus_to_exitcode(status)
         return process.returncode, usage.ru_utime + usage.ru_stime

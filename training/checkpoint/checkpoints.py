@@ -54,7 +54,7 @@ from training.checkpoint.stored_checkpoint import (
 )
 from training.config import InvalidConfigError
 from training.config.binding import bind
-from training.errors import BrokenCheckpointError, InputError
+from training.errors import BrokenCheckpointError, InputError, near_name
 from training.json_file import parse_json, read_regular, real_path
 
 FOLDER: Final = "checkpoints"
@@ -75,7 +75,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
     if not (path / FOLDER).is_dir():
         if not STEP.fullmatch(path.name) and not (path / META).exists():
             if not path.exists():
-                raise ResumeError(f"{path} does not exist")
+                raise ResumeError(f"{path} does not exist{near_name(path)}")
             if (path / "config.json").is_file():
                 raise ResumeError(
                     f"{path} is a Hugging Face folder: scripts/convert_hf.py import makes a "

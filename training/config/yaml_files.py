@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from models.section import join
 from training.config.binding import NAMED_SECTIONS, InvalidConfigError
+from training.errors import near_name
 from training.json_file import read_regular, real_path
 
 Content = Mapping[Any, Any]
@@ -267,6 +268,7 @@ def _load(path: Path, origin: str = "") -> Content:
             text = read_regular(path).decode()
         except OSError as error:
             problem = f"cannot read config {name}{origin}: {error.strerror or error}"
+            problem += near_name(Path(name))
             raise InvalidConfigError([problem]) from error
         content = _parsed(text)
         if content is None:

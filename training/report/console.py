@@ -6,8 +6,8 @@ from shlex import quote
 
 from models.families import model_size
 from models.huggingface.config_json import InexpressibleError, architecture
-from parallel.disk import unused
 from spectral.batching import grouped
+from training.checkpoint.checkpoints import free_name
 from training.config import Config
 from training.config.checks import roles_of
 from training.config.optimizer_section import group_of, groups_of
@@ -103,7 +103,7 @@ def next_commands(config: Config) -> Iterator[str]:
     else:
         if not config.data.mock:
             yield f'python scripts/generate.py {folder} "In the beginning"'
-    target = quote(str(unused(Path("exported", config.run.name))))
+    target = quote(str(free_name(Path("exported", config.run.name))))
     yield f"python scripts/convert_hf.py export {folder} {target}{options}"
 
 

@@ -274,7 +274,7 @@ def test_the_section_of_the_model_is_written_from_config_json(
     Path("runs/imported").mkdir(parents=True)  # a run in this folder would be continued
     assert main(line) == 0
     said = capsys.readouterr().out
-    assert f"--config {new} run.dir=runs/imported-2 checkpoint.initialize_from=" in said
+    assert f"--config {new} run.dir=runs/imported.1 checkpoint.initialize_from=" in said
     assert model_settings(load_config(new).model) == model_settings(wanted)
     assert load_config(new).optimizer == load_config(other).optimizer
     assert main(line) == 2 and "exists" in capsys.readouterr().err

@@ -221,7 +221,9 @@ def test_unreadable_files_are_named(
         Path(name).write_text(text)
         Path("b.yaml").write_text("base: a.yaml")
         assert said in problems(Path(name))[0]
-    assert problems(Path("absent.yaml"))[0].startswith("cannot read config absent.yaml: No such")
+    said = "cannot read config absent.yaml: No such file or directory"
+    assert problems(Path("absent.yaml")) == [said]
+    assert problems(Path("tiwce.yaml"))[0].endswith(" directory; did you mean twice.yaml?")
 
 
 def test_a_role_inherits_what_its_override_leaves_out(minimal: Path) -> None:

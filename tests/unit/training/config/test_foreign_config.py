@@ -181,20 +181,20 @@ def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "scripts", "end"),
     [
-        ({}, ["plot", "generate", "convert_hf"], "exported/tiny-3"),
+        ({}, ["plot", "generate", "convert_hf"], "exported/tiny.2"),
         ({"checkpoint__interval": 0}, ["plot"], "--html"),
-        ({"data__mock": True}, ["plot", "convert_hf"], "exported/tiny-3 --no-tokenizer"),
+        ({"data__mock": True}, ["plot", "convert_hf"], "exported/tiny.2 --no-tokenizer"),
         (
             {"model__family": "gpt", "model__activation": "relu2"},
             ["plot", "convert_hf"],
-            "exported/tiny-3 --format consolidated",
+            "exported/tiny.2 --format consolidated",
         ),
     ],
 )
 def test_commands_that_a_run_prints_are_not_refused(keys, scripts, end, tmp_path, monkeypatch):
     """An export refuses an existing target, a model without a class and a missing tokenizer."""
     monkeypatch.chdir(tmp_path)
-    for name in ("tiny", "tiny-2"):
+    for name in ("tiny", "tiny.1"):
         Path("exported", name).mkdir(parents=True)
     config = tiny_config(str(tmp_path), **{"run__name": "tiny", "checkpoint__interval": 5, **keys})
     commands = list(next_commands(config))
