@@ -41,7 +41,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     if not (options.model / "config.json").is_file():
         if len(files) < len(names):
             raise InputError(
-                f"{options.model} is not an exported model: it has no config.json; a run or a "
+                f"{options.model} must be an exported model with a config.json; a run or a "
                 "checkpoint is scored on .jsonl files alone"
             )
         _evaluate_checkpoint(options, files)

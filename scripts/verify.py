@@ -146,7 +146,7 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
         )
         yield (
             str(latest),
-            GOOD if named == newest else f"must name {newest}, the newest, got {named!r:.60}",
+            GOOD if named == newest else f"must name {newest}, got {named!r:.60}",
         )
     if os.path.lexists(run_dir / "config.yaml"):
         yield from rows(
@@ -168,7 +168,7 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     expected = logged_steps(run_dir, name.partition(".")[0])
     missing = sorted(expected - {line["step"] for line in log.lines})
     if missing:
-        yield f"{len(missing)} steps are missing between {missing[0]} and {missing[-1]}"
+        yield f"lacks {len(missing)} steps from {missing[0]} to {missing[-1]}"
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:

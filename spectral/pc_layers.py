@@ -188,7 +188,7 @@ def merge_(model: nn.Module) -> None:
     sharded, and for a weight shared with another module.
     """
     if _is_sharded_by_fsdp(model):
-        raise ValueError("merge_ needs a model before fully_shard: load the state into one")
+        raise ValueError("merge_ needs an unsharded model: load the state into one")
     for module in list(model.modules()):
         if isinstance(module, nn.Module) and parametrize.is_parametrized(module, "weight"):
             chain = module.parametrizations["weight"]  # type: ignore[index]

@@ -39,7 +39,7 @@ class AdamW(SpectralOptimizer):
 
     Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Equals
     `torch.optim.AdamW` on the same betas. For embeddings, heads, gains and biases, which
-    `split_parameters` gives to it beside any other rule, and as the reference.
+    `split_parameters` gives to it under any other rule, and as the reference.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -192,7 +192,7 @@ class AdaMuon(SpectralOptimizer):
 
     Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
     mean square 0.2 lr. For rates tuned for AdamW, and entries of one weight that learn at very
-    different rates; it keeps V, as large as the weight, beside the momentum.
+    different rates; it keeps V, as large as the weight, in addition to the momentum.
 
         optimizer = AdaMuon(split_parameters(model), lr=1e-3)
 

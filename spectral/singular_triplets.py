@@ -31,7 +31,7 @@ NEARBY = 6
 """Vectors cached in addition to the top one. With the top and the generic vector they form a block
 of eight, which four steps extend to the 32 vectors that one program orthonormalises."""
 BLOCK = NEARBY + 2
-"""Vectors of that block."""
+"""Number of vectors in the block."""
 NEARBY_SQUARINGS = 4
 NEARBY_ROUNDS = 3
 """Squarings of the projected matrix without its top vector, and products with the last call's

@@ -94,7 +94,7 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
         path = next(iter(config.data.train.values())).path
         raise ConfigError(
             f"validation.samples_interval needs data.tokenizer, as there is no {MANIFEST_FILE} "
-            f"beside {path}"
+            f"next to {path}"
         )
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     return Sampler(

@@ -114,7 +114,7 @@ class SumFunctions(NamedTuple):
     def apply(
         self, x: Tensor, stream: Tensor, gain: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """Return what `normed_sum` does."""
+        """Return the result of `normed_sum`."""
         # Megatron enables gradients around the sum even if none are needed.
         with torch.set_grad_enabled(x.requires_grad or stream.requires_grad):
             both: tuple[Tensor, Tensor] = _NormedSum.apply(  # type: ignore[no-untyped-call]

@@ -178,7 +178,7 @@ class Architecture:
 
     name        its name, e.g. LlamaForCausalLM
     model_type  its name in config.json
-    settings    what config.json says of a model beside what all classes have in common
+    settings    what config.json states of a model in addition to the keys of all classes
     norms       a layer's norms, each with its name there
     qk_norm     whether query and key heads are normalised, None if it has both
     head_sizes  whether heads may have a separate size

@@ -75,7 +75,7 @@ def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
     for left, change in run_on_ranks(2, WORKERS, "merged", {"how": "tp"}):
         assert left == [] and change < 1e-12  # float64
     for said, _ in run_on_ranks(2, WORKERS, "merged", {"how": "fsdp"}):
-        assert said == "merge_ needs a model before fully_shard: load the state into one"
+        assert said == "merge_ needs an unsharded model: load the state into one"
 
 
 def test_a_checkpoint_continues_on_another_mesh(

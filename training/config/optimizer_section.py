@@ -98,7 +98,7 @@ class RoleConfig(Section):
 class DistributedConfig(Section):
     """Distribution of the optimizer's work and memory over ranks.
 
-    No result depends on it, except on `tensor_mode: shardwise`.
+    It does not affect results, except with `tensor_mode: shardwise`.
     """
 
     placement: Strategy = "auto"

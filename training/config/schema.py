@@ -266,8 +266,8 @@ class MonitorsConfig(Section):
     """GiB per rank for the matrices that are gathered at once; other matrices are inspected in
     turn. A single matrix may use more."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
-    """Number of samples of each noise figure: of micro-batches, the first ones of a monitored step;
-    of steps, the last ones up to the monitored step."""
+    """Number of samples of each noise figure: the first micro-batches of a monitored step, or the
+    last steps up to it."""
 
 
 class Config(Section):

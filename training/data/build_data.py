@@ -70,7 +70,7 @@ def with_vocabulary(config: Config) -> Config:
                 f"set {name}: no file {first.path}.idx; {plan}", ("data", "train", name)
             )
         raise MissingSetError(
-            f"model.vocab_size must be set, as there is no {MANIFEST_FILE} beside {first.path}, "
+            f"model.vocab_size must be set, as there is no {MANIFEST_FILE} next to {first.path}, "
             "got null; scripts/prepare_data.py prepares data with one",
             ("data", "train", name),
         )
@@ -252,7 +252,7 @@ def build_tasks(config: Config) -> list[Task]:
     if path is None:
         first = next(iter(config.data.train.values())).path
         raise ConfigError(
-            f"tasks.files needs data.tokenizer, as there is no {MANIFEST_FILE} beside {first}"
+            f"tasks.files needs data.tokenizer, as there is no {MANIFEST_FILE} next to {first}"
         )
     tokenizer, count = open_tokenizer(path), config.tasks.examples
     end = None if manifest is None else manifest.tokenizer.eod_id

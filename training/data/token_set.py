@@ -220,8 +220,8 @@ class TokenSet:
         if not stated:
             if verify == "full":
                 raise DataError(
-                    f"set {self.name}: {self.prefix} has no hashes in a {MANIFEST_FILE} beside it, "
-                    "which data.verify full compares with"
+                    f"set {self.name}: {self.prefix} has no hashes in a {MANIFEST_FILE} next to "
+                    "it, which data.verify full compares with"
                 )
             return None
         blocks = "blocks" in stated

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run need on disk."""
+"""Disk space of a run's checkpoints."""
 
 from math import prod
 

@@ -140,7 +140,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             return 1.0
 
     class Graph:
-        """A CUDA graph: what was launched while it was recorded."""
+        """A CUDA graph: the launches during its recording."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.recording: Recording | None = None

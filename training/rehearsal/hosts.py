@@ -1,4 +1,4 @@
-"""What the hosts of other ranks would have said: the same as this one.
+"""Answers of other ranks' hosts, which equal this rank's answers.
 
 Plain values are sent between hosts when a run starts and when it is saved. One rank that is
 rehearsed hears its own; where ranks must differ, what needs them all is left out, by name, below.

@@ -1,4 +1,4 @@
-"""What a rehearsal found: for people, and as JSON."""
+"""The result of a rehearsal, as text and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -60,7 +60,7 @@ class Report:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the JSON file holds."""
+        """Return the content of the JSON file."""
         phases = self.phases.items()
         figures = {k: v for k, v in vars(self).items() if k not in ("setup", "microbatches")}
         return (
@@ -132,7 +132,7 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
 def first_error(
     reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
 ) -> str | None:
-    """Return what would break the run: an error of a rank, memory, unordered accesses, a hang."""
+    """Return the failure that would break the run: an error, memory, unordered accesses, a hang."""
     for each in reports:
         if each.error is not None:
             return f"rank {each.rank}: {each.error}"
@@ -246,7 +246,7 @@ def row(name: str, counts: Counts) -> tuple[str, ...]:
 
 
 def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
-    """Lines that say where the host waits on steps on which nothing is due."""
+    """Return lines that name the waits of the host in plain steps."""
     counts = sum(counters, Counter())
     return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
 

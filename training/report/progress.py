@@ -21,8 +21,8 @@ _open: list[Callable[[], str]] = []
 def progress(state: Callable[[], str], first: float | None = None) -> Iterator[None]:
     """Print the time so far and `state()` to stderr, now and then, while the block runs.
 
-    A block within a block prints alone. Blocks shorter than `first` seconds (default: `FIRST`)
-    print nothing.
+    Of nested blocks, only the inner block prints. Blocks shorter than `first` seconds (default:
+    `FIRST`) print nothing.
     """
     start, shortest = time.monotonic(), FIRST if first is None else first
     ended = threading.Event()

@@ -11,7 +11,7 @@ from spectral import msign, solve_multiplier
 from tests.paths import ROOT
 
 LEAST = 1e-3
-"""Singular values below it, at Frobenius norm 1, are not part of the gains."""
+"""Smallest singular value, at Frobenius norm 1, whose gain is compared."""
 ROWS = json.loads((ROOT / "benchmarks/results/msign.json").read_text())["settings"]
 pytestmark = pytest.mark.slow
 
