@@ -115,7 +115,7 @@ def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> 
             assert bool(refused) == any(name.startswith("optim/refused/") for name in metrics)
 
 
-@pytest.mark.parametrize("interval", [1, 2, 5])
+@pytest.mark.parametrize("interval", [1, 5])
 def test_a_unit_that_is_refused_for_long_ends_the_run(
     interval: int, folder: str, world: Groups
 ) -> None:
@@ -129,4 +129,4 @@ def test_a_unit_that_is_refused_for_long_ends_the_run(
     assert trainer.checkpoint()["trainer"]["spectral"]["refused"] == 1  # reported or not
     with pytest.raises(NonFiniteError, match=r"the update of layers.* was not finite"):
         Loop(trainer).run()
-    assert trainer.progress.step == {1: 3, 2: 4, 5: 5}[interval]
+    assert trainer.progress.step == {1: 3, 5: 5}[interval]
