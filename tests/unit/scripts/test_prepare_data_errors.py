@@ -50,7 +50,7 @@ def test_other_preparation_is_replaced_only_on_request(
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "set.train.bin").write_bytes(b"")
-    assert "is damaged: set.train.bin missing or cut" in refusal(main(command))
+    assert "is damaged: set.train.bin missing or truncated" in refusal(main(command))
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     assert main([command[0], *command[3:], "--train-tokenizer", "270", "--overwrite"]) == 0

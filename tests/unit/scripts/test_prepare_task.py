@@ -220,11 +220,15 @@ def test_rows_become_examples(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("row", "name", "rule"),
     [
-        (ROWS["arc"][0] | {"answerKey": ""}, "arc", "line 1: not of the format arc"),
-        (ROWS["hellaswag"][0] | {"label": ""}, "hellaswag", "line 1: not of the format hellaswag"),
+        (ROWS["arc"][0] | {"answerKey": ""}, "arc", "line 1: the row must have the format arc"),
+        (
+            ROWS["hellaswag"][0] | {"label": ""},
+            "hellaswag",
+            "line 1: the row must have the format hellaswag",
+        ),
         (ROWS["boolq"][0] | {"label": -1}, "boolq", "line 1: answer must be the index of one of 2"),
         (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two texts"),
-        ([1], "plain", "line 1: not of the format plain"),
+        ([1], "plain", "line 1: the row must have the format plain"),
     ],
 )
 def test_rows_of_no_example_are_refused(row, name, rule, tmp_path, capsys):

@@ -206,7 +206,7 @@ def test_differentiating_twice_raises(reduce: Callable[[Tensor], Tensor]) -> Non
     w.requires_grad_()
     loss = reduce(precondition(w, u, v, 1.0, 2))
     (grad,) = torch.autograd.grad(loss, w, create_graph=True)
-    with pytest.raises(RuntimeError, match="precondition can be differentiated only once"):
+    with pytest.raises(RuntimeError, match="precondition cannot be differentiated twice"):
         (grad + w).sum().backward()
 
 

@@ -243,9 +243,14 @@ def test_what_nobody_knows_is_said_by_name() -> None:
     (group,) = SpectralSphere(split_parameters(model, units={"Wqkv*": {}})).param_groups
     assert Division.of(group["units"]) == Division()
     split_parameters(model, units={"Wqkv*": {}, "*.weight": {"transposed": False}})
-    with pytest.raises(ValueError, match=r"Wqkv.weight matches Wqkv\* and \*.weight of units"):
+    with pytest.raises(
+        ValueError,
+        match=r"Wqkv.weight must match.* equal values, got Wqkv\* and \*.weight",
+    ):
         split_parameters(model, units={"Wqkv*": {}, "*.weight": {"rows": [4]}})
-    with pytest.raises(ValueError, match="units matches no parameter: other"):
+    with pytest.raises(
+        ValueError, match="units must match parameters, got patterns without any: other"
+    ):
         split_parameters(model, units={"Wqkv*": {}, "other": {}})
     with pytest.raises(ValueError, match=r"divide the 12 outputs .* got \(5,\)"):
         split_parameters(model, units={"Wqkv*": {"rows": [5]}})

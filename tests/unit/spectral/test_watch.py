@@ -876,7 +876,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             b=torch.randn(8, 2),
             out=linear(8, 4),
         ),
-        "a: a sum with a weight hides what becomes of its outputs\nb: a sum with a weight",
+        "a: a sum with a weight hides the use of its outputs\nb: a sum with a weight",
     ),
     "a maximum of parts": (
         Module(
@@ -1009,7 +1009,7 @@ class Late(nn.Module):
 
 
 def test_weights_without_a_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the pass makes second\.weight: run the model before"):
+    with pytest.raises(ValueError, match=r"the pass creates second\.weight: run the model before"):
         split_parameters(Late(), example=x)
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
         split_parameters(nn.Sequential(nn.LazyLinear(4)))

@@ -139,7 +139,7 @@ def test_documents_out_of_order_are_refused(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "set.idx").read_bytes())
     content[-16:-8] = (0).to_bytes(8, "little")  # the third document begins before the second
     (tmp_path / "set.idx").write_bytes(content)
-    with pytest.raises(DataError, match="set.idx is corrupt: its documents are not in the order"):
+    with pytest.raises(DataError, match="set.idx is corrupt: its documents must be in the order"):
         TokenSet("set", prefix, LENGTH).check_documents(MASKED)
 
 
