@@ -909,11 +909,11 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             weight=torch.randn(12, 6, dtype=torch.complex64),
             out=linear(6, 4),
         ),
-        "weight is complex",
+        "weight must be real",
     ),
     "a fused LSTM": (
         Module(lambda m, x: m.out(m.lstm(x)[0]), lstm=nn.LSTM(12, 5), out=linear(5, 4)),
-        r"lstm.weight_ih_l0: aten.\S*(lstm|rnn)\S* hides what[\s\S]*units=",
+        r"lstm.weight_ih_l0: aten.\S*(lstm|rnn)\S* hides the use[\s\S]*units=",
     ),
     "one matrix of two axes": (
         Module(
