@@ -125,7 +125,7 @@ def test_a_broken_newest_checkpoint_is_not_passed_over_in_silence(saved, capsys)
     assert read_checkpoint(saved.parent).step == 2
     assert capsys.readouterr().err == (
         f"warning: {saved / 'step_00000004'}: meta.json has changed since it was written; "
-        "taking step_00000002\n"
+        "using step_00000002 instead\n"
     )
 
 
