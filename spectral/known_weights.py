@@ -67,6 +67,7 @@ KNOWN = {
     # Mamba, gated delta networks
     "in_proj": "intermediate_size intermediate_size",
     "x_proj": "time_step_rank ssm_state_size ssm_state_size",
+    "dt_proj": "intermediate_size",
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
 """Rows of successive matrices by the name of a weight, as attributes of the module around it."""
@@ -86,6 +87,7 @@ class KnownWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers, self.blocks, self.cutter = Layers(model), _blocks(model), _cutter(model)
+        self.single = sum(p.numel() > max(p.shape, default=0) for p in model.parameters()) == 1
         self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
 
     def answer(self, weight: Weight) -> Seen:
@@ -121,7 +123,10 @@ class KnownWeights:
         transposed = weight.is_layer and is_transposed(module)
         if weight.is_layer and isinstance(module, CONVOLUTIONS):
             if module.groups > 1:
-                division = Division(rows=(module.out_channels // module.groups,))
+                outputs = module.out_channels // module.groups
+                if outputs > 1 and projection_of(weight.own_name):
+                    raise _unclear(weight, ": its groups may contain several heads")
+                division = Division(rows=(outputs,))
                 if transposed:
                     division = Division(transposed=True, groups=module.groups)
                 return division, f"{module.groups} groups"
@@ -195,7 +200,7 @@ class KnownWeights:
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         (_, inner), *scopes = weight.path[_base(weight) :]
-        if not any(x.multiplies and x.module is not weight.module for x in self.layers.layers):
+        if self.single:
             return False, "one matrix"
         later = self.layers.after(inner, weight.path[-1][1])
         inside = any(module in self.blocks for _, module in scopes)
@@ -212,8 +217,11 @@ class KnownWeights:
                 return True, f"no later layer takes its {outputs} outputs: a head"
             if not later:
                 return False, "one matrix, unless it is a head"
-        if self.cutter and isinstance(weight.module, CONVOLUTIONS):
-            why = f"{self.cutter} takes channels apart"
+        cutter = self.cutter
+        if not isinstance(weight.module, CONVOLUTIONS):
+            cutter = kind_of(weight.around) if self._is_cut(weight) else ""
+        if cutter:
+            why = f"{cutter} takes channels apart"
             raise _unclear(weight, f" looks like several matrices in one: {why}")
         for _, scope in scopes:
             later = self.layers.after(inner, scope)
@@ -225,6 +233,12 @@ class KnownWeights:
             return False, "one output a head of attention"
         why = f"no layer takes its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
+
+    def _is_cut(self, weight: Weight) -> bool:
+        """Return whether the module of a layer that is not its last cuts a tensor."""
+        last = [x.module for x in self.layers.within(weight.around) if x.multiplies][-1:]
+        named = ATTENTION.search(weight.own_name)
+        return not named and weight.module not in last and _takes_apart(weight.around)
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
         """Return how the weight of several experts, `[experts, ., .]`, is divided."""
@@ -325,18 +339,19 @@ def _inputs(weight: Weight, outputs: int) -> int:
 
 
 def _cutter(model: nn.Module) -> str:
-    """Return the class of a module with convolutions that takes a tensor apart, "" without one.
-
-    Its forward pass does so, or a function that the pass calls.
-    """
+    """Return the class of a module with convolutions that takes a tensor apart, "" without one."""
     for module in model.modules():
-        forward = inspect.unwrap(module.forward)
-        names, known = _words(forward), getattr(forward, "__globals__", {})
-        called = [getattr(type(module), name, None) or known.get(name) for name in names]
-        parts = PARTS & names.union(*map(_words, called))
-        if parts and any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
+        if any(isinstance(m, CONVOLUTIONS) for m in module.modules()) and _takes_apart(module):
             return kind_of(module)
     return ""
+
+
+def _takes_apart(module: nn.Module) -> bool:
+    """Return whether the forward pass of a module, or a function that it calls, cuts a tensor."""
+    forward = inspect.unwrap(module.forward)
+    names, known = _words(forward), getattr(forward, "__globals__", {})
+    called = [getattr(type(module), name, None) or known.get(name) for name in names]
+    return bool(PARTS & names.union(*map(_words, called)))
 
 
 def _words(function: object) -> set[str]:

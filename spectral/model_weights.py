@@ -94,7 +94,7 @@ class Layer(NamedTuple):
         """Return a module as a layer, None if it is not a layer."""
         if isinstance(module, CONVOLUTIONS):
             return cls(name, module, module.in_channels, module.out_channels)
-        if isinstance(module, nn.RNNBase):
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             return cls(name, module, module.input_size, module.hidden_size)
         if isinstance(module, nn.Linear):
             return cls(name, module, module.in_features, module.out_features)

@@ -398,6 +398,19 @@ class OwnParts(Parts):
         return [self.a(x.split(4, 1)[0]), self.b(x.split(4, 1)[1])]
 
 
+class Coupling(nn.Module):
+    """A flow whose scales and shifts are as many as the inputs of the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both, self.out = linear(4, 8), linear(8, 8), linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        scale, shift = self.both(self.first(a)).chunk(2, -1)
+        return self.out(torch.cat([a, b * scale + shift], -1))
+
+
 def wrapped(module: nn.Module) -> nn.Module:
     """Return a module whose forward pass is another function, as hooks of accelerate make it."""
     forward = module.forward
@@ -416,7 +429,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "convolutional qkv": (
         lambda: holder(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
-        "to_qkv.weight looks like .*called to_qkv",
+        "to_qkv.weight looks like .*its name is to_qkv",
     ),
     "six chunks": (
         lambda: holder(ada=nn.Sequential(nn.SiLU(), linear(8, 48)), f=linear(8, 8), g=linear(8, 8)),
@@ -438,6 +451,10 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(stem=nn.Conv2d(3, 8, 1), block=OwnParts(), out=nn.Conv2d(8, 4, 1)),
         "stem.weight looks like .*OwnParts takes channels apart",
     ),
+    "heads in groups": (
+        lambda: holder(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
+        "to_qkv.weight: its groups may contain several heads",
+    ),
     "shuffled channels": (
         lambda: nn.Sequential(Parts(), Parts(), nn.Conv2d(8, 4, 1)),
         "0.a.weight looks like .*Parts takes channels apart",
@@ -450,7 +467,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 3, 3)),
         "0.weight looks like .*takes its 16",
     ),
-    "a projection without heads": (attention, "q_proj.weight looks like .*called q_proj"),
+    "a projection without heads": (attention, "q_proj.weight looks like .*its name is q_proj"),
     "another layer of attention": (
         lambda: named("q_proj k_proj mixed o_proj", num_heads=2),
         "mixed.weight looks like .*next to projections of heads",
@@ -484,7 +501,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "three dimensions": (lambda: holder(kernel=parameter(3, 4, 5)), "kernel has shape"),
     "queries that multiply tokens": (
         lambda: holder(queries=parameter(4, 6)),
-        "called queries",
+        "its name is queries",
     ),
     "a bare matrix": (lambda: holder(text_projection=parameter(4, 6)), "rows or its columns"),
 }
@@ -644,6 +661,23 @@ def test_a_layer_that_is_called_a_head_and_has_a_later_one_is_no_head() -> None:
     for heads, hidden, head in cases:
         rows = {row.name: row.rule for row in split_parameters(trunk(*heads.items())).rows}
         assert (rows[f"{hidden}.weight"], rows[f"{head}.weight"]) == ("spectral", "adamw")
+
+
+def test_halves_of_the_size_of_the_next_layer_are_refused() -> None:
+    model = nn.Sequential(Coupling(), Coupling(), linear(8, 4))
+    with pytest.raises(ValueError, match="^0.both.weight looks like .*Coupling takes channels"):
+        split_parameters(model, units={"*.first.weight": {}})
+    units = {"*.first.weight": {}, "*.both.weight": {"rows": [4]}}
+    rows = split_parameters(model, units=units).rows
+    assert [row.rule for row in rows] == ["spectral"] * 6 + ["adamw"]
+
+
+@pytest.mark.parametrize(
+    "body", [nn.LSTMCell(6, 4), holder(table=nn.Embedding(9, 4), inner_weight=parameter(4, 4))]
+)
+def test_the_only_linear_layer_after_another_module_is_a_head(body: nn.Module) -> None:
+    *_, head = [r for r in split_parameters(holder(body=body, out=linear(4, 3))).rows]
+    assert (head.name, head.rule) == ("out.weight", "adamw")
 
 
 def test_one_output_a_head_is_a_gate() -> None:
