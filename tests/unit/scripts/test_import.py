@@ -183,16 +183,16 @@ def refused(refusal, source: Path, run: Path, config: Path, *more: str) -> str:
     return line
 
 
-def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
+def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     config = config_in(tmp_path, tokens)
     source, run = tmp_path / "theirs", tmp_path / "imported"
-    assert "no config.json" in refused(capsys, tmp_path / "nothing", run, config)
+    assert "no config.json" in refused(refusal, tmp_path / "nothing", run, config)
     tensors = their_model(source, config)
     settings = json.loads((source / "config.json").read_text())
 
     def changed(**values: object) -> str:
         (source / "config.json").write_text(json.dumps({**settings, **values}))
-        line = refused(capsys, source, run, config)
+        line = refused(refusal, source, run, config)
         (source / "config.json").write_text(json.dumps(settings))
         return line
 
@@ -207,21 +207,21 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     assert "config.json: " in changed(model_type="no_such")
     weights = source / "model.safetensors"
     save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
-    assert "has a tensor model.extra, which" in refused(capsys, source, run, config)
+    assert "has a tensor model.extra, which" in refused(refusal, source, run, config)
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)
-    assert refused(capsys, source, run, config).endswith("has no tensor model.norm.weight")
+    assert refused(refusal, source, run, config).endswith("has no tensor model.norm.weight")
     save_file({"model.norm.weight": tensors["model.norm.weight"]}, weights)
     others = len(tensors) - 2
-    assert refused(capsys, source, run, config).endswith(f" (and {others} others)")
+    assert refused(refusal, source, run, config).endswith(f" (and {others} others)")
     save_file(missing, weights)
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    assert "cannot be read" in refused(capsys, source, run, config)
+    assert "cannot be read" in refused(refusal, source, run, config)
     weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert refused(capsys, source, run, config).endswith("not the file itself: git lfs pull")
+    assert refused(refusal, source, run, config).endswith("not the file itself: git lfs pull")
     config = config_in(tmp_path, tokens, pc__level=4)
-    assert "pc must be null" in refused(capsys, source, run, config)
+    assert "pc must be null" in refused(refusal, source, run, config)
 
 
 CASES = ["twice", "two sets of files", "another tied head", "a tied head of another type"]
@@ -229,7 +229,7 @@ CASES = ["twice", "two sets of files", "another tied head", "a tied head of anot
 
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
-    case, tokens, tmp_path, capsys
+    case, tokens, tmp_path, refusal
 ) -> None:
     config, source = config_in(tmp_path, tokens), tmp_path / "theirs"
     tensors = their_model(source, config, shards="100KB")
@@ -252,12 +252,12 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
             same = tensors["model.embed_tokens.weight"].half()
             save_file({**load_file(path), "lm_head.weight": same}, path)
         wanted = "is true, so lm_head.weight must be model.embed_tokens.weight"
-    assert wanted in refused(capsys, source, tmp_path / "imported", config)
+    assert wanted in refused(refusal, source, tmp_path / "imported", config)
 
 
 @pytest.mark.parametrize("family", slow_but([*READABLE], [*READABLE, "llama 3.2", "all biases"]))
 def test_the_section_of_the_model_is_written_from_config_json(
-    family, tokens, tmp_path, capsys, monkeypatch
+    family, tokens, tmp_path, capsys, refusal, monkeypatch
 ) -> None:
     config = config_in(tmp_path, tokens, **MODELS[family])
     source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
@@ -266,7 +266,7 @@ def test_the_section_of_the_model_is_written_from_config_json(
     other = config_in(tmp_path, tokens, model__layers=3, model__hidden=128)
     written = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**written, "is_causal": False}))
-    assert "is_causal" in refused(capsys, source, run, other, "--write-config", str(new))
+    assert "is_causal" in refused(refusal, source, run, other, "--write-config", str(new))
     assert not new.exists()
     (source / "config.json").write_text(json.dumps(written))
     line = ["import", str(source), str(run), "--config", str(other), "--write-config", str(new)]
@@ -353,17 +353,17 @@ def test_a_model_of_transformers_comes_back_as_it_was(name, tokens, tmp_path, wo
     assert "lm_head.weight" not in first and first.keys() == second.keys()
 
 
-def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, capsys) -> None:
+def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, refusal) -> None:
     apart = config_in(tmp_path, tokens)
     source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
     tied = "tie_word_embeddings is {}, the config's model has {}"
     their_model(source, apart)
-    line = refused(capsys, source, run, apart, "model.tie_embeddings=true")
+    line = refused(refusal, source, run, apart, "model.tie_embeddings=true")
     assert tied.format(False, True) in line
     shutil.rmtree(source)
     their_model(source, config_in(tmp_path, tokens, model__tie_embeddings=True))
     apart = config_in(tmp_path, tokens)
-    assert tied.format(True, False) in refused(capsys, source, run, apart)
+    assert tied.format(True, False) in refused(refusal, source, run, apart)
     write = ["--config", str(apart), "--write-config", str(new)]
     assert main(["import", str(source), str(run), *write]) == 0
     assert load_config(new).model.tie_embeddings
