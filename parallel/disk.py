@@ -1,5 +1,6 @@
 """Files and folders on the disk."""
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterable
@@ -47,6 +48,12 @@ def replace_file(path: Path, content: str | bytes, *, synced: bool = False) -> N
         with suppress(OSError):
             new.unlink(missing_ok=True)
         raise
+
+
+def free_name(path: Path) -> Path:
+    """Return `path`, or the first of path.1, path.2, ... that does not exist."""
+    names = (path.with_name(f"{path.name}.{n}") if n else path for n in itertools.count())
+    return next(name for name in names if not name.exists())
 
 
 def delete(path: Path) -> None:

@@ -73,8 +73,8 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
+    from parallel.disk import free_name
     from scripts.huggingface.importing import import_model, write_config
-    from training.checkpoint.checkpoints import free_name
 
     config = options.config
     with ExitStack() as stack:

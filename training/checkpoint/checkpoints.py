@@ -15,7 +15,6 @@ decides which checkpoint is loaded.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import re
 import secrets
@@ -34,7 +33,7 @@ from parallel.checkpoint.safe_index import (
     read_index,
 )
 from parallel.checkpoint.state_writer import FileFacts, file_facts
-from parallel.disk import delete, replace_file, sync, sync_all
+from parallel.disk import delete, free_name, replace_file, sync, sync_all
 from parallel.error_text import described
 from training.checkpoint.stored_checkpoint import (
     COMPLETE,
@@ -355,9 +354,3 @@ def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
         source.rename(aside / source.name)
     sync(aside)
     return aside
-
-
-def free_name(path: Path) -> Path:
-    """Return `path`, or the first of path.1, path.2, ... that does not exist."""
-    names = (path.with_name(f"{path.name}.{n}") if n else path for n in itertools.count())
-    return next(name for name in names if not name.exists())

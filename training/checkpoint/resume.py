@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import found_by_any
+from parallel.disk import free_name
 from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume_rules import Identity, differences, refusal, saved_identity
@@ -116,7 +117,7 @@ def start_over(run_dir: str | Path) -> None:
     """Move all checkpoints of the run folder to another folder."""
     folder = Path(run_dir) / checkpoints.FOLDER
     if folder.is_dir() and any(folder.iterdir()):
-        aside = checkpoints.free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
+        aside = free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
         folder.rename(aside)
         print(f"starting over; moved earlier checkpoints to {aside}", flush=True)
 

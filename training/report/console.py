@@ -6,8 +6,8 @@ from shlex import quote
 
 from models.families import model_size
 from models.huggingface.config_json import InexpressibleError, architecture
+from parallel.disk import free_name
 from spectral.batching import grouped
-from training.checkpoint.checkpoints import free_name
 from training.config import Config
 from training.config.checks import roles_of
 from training.config.optimizer_section import group_of, groups_of
