@@ -349,7 +349,8 @@ def _cutter(model: nn.Module) -> str:
 def _takes_apart(module: nn.Module) -> bool:
     """Return whether the forward pass of a module, or a function that it calls, cuts a tensor."""
     forward = inspect.unwrap(module.forward)
-    names, known = _words(forward), getattr(forward, "__globals__", {})
+    names = _words(forward).difference(name for name, _ in module.named_children())
+    known = getattr(forward, "__globals__", {})
     called = [getattr(type(module), name, None) or known.get(name) for name in names]
     return bool(PARTS & names.union(*map(_words, called)))
 

@@ -516,6 +516,20 @@ def test_what_nothing_says_is_refused(name: str) -> None:
     assert [word for word in advice if word in str(error.value)] == advice
 
 
+def test_a_layer_named_as_a_function_takes_nothing_apart() -> None:
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.narrow, self.chunk = linear(8, 8), linear(8, 5), linear(5, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.chunk(self.narrow(self.first(x)))
+            return out
+
+    split = split_parameters(holder(block=Chunked(), out=linear(8, 8)))
+    assert "first.weight" in str(split)
+
+
 def test_a_parameter_may_be_elementwise() -> None:
     model = holder(bare=parameter(4, 6), layer=linear(4, 4))
     rows = {row.name: row.rule for row in split_parameters(model, elementwise=model.bare).rows}
