@@ -104,7 +104,8 @@ class Use:
             division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
-        reached = taken & {self, *self.joined}
+        scaled = PRODUCT in self.sets and not self.ended  # what it multiplies goes on
+        reached = scaled or taken & {self, *self.joined}
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are taken one at a time: scalars")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):

@@ -179,6 +179,12 @@ def mixture_by_sums(m: Any, x: Tensor) -> Any:
     return m.head((m.gate(x).softmax(-1)[..., None] * made).sum(2))
 
 
+def gated_streams(m: Any, x: Tensor) -> Any:
+    """Mix three streams with a gate of its own for each of their entries."""
+    gates = m.up(m.down(x).relu()).sigmoid().unflatten(-1, (3, 4))
+    return m.head((gates * x.unflatten(-1, (3, 4))).mean(-2))
+
+
 def additive_attention(m: Any, x: Tensor) -> Any:
     scores = ((m.q(x)[:, :, None] + m.k(x)[:, None]).tanh() * m.scale).sum(-1)
     return m.head(scores.softmax(-1) @ x)
@@ -460,6 +466,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         ),
         x,
         {"a.weight": whole, "b.weight": whole, "gate.weight": None, "head.weight": None},
+    ),
+    "gates of streams": (
+        lambda: Module(gated_streams, down=linear(12, 5), up=linear(5, 12), head=linear(4, 4)),
+        x,
+        {"down.weight": whole, "up.weight": whole},
     ),
     "additive attention": (
         lambda: Module(
