@@ -205,7 +205,7 @@ def test_other_options_begin_again(
     assert killed("add", 200, [*options, "--validation-fraction", "0.3"])
     assert main(options) == 0
     said = capsys.readouterr()
-    assert "out.preparing is of another preparation, or its inputs have changed" in said.err
+    assert "out.preparing belongs to another preparation, or its inputs have changed" in said.err
     assert "goes on" not in said.out
     assert hashes(tmp_path / "out") == whole("trained")
 
@@ -368,7 +368,7 @@ def test_the_same_text_twice_is_warned_of(
     options = [f"--tokenizer={inputs}/tokenizer.json", "--workers=1", "--output",
                str(tmp_path / "out")]  # fmt: skip
     assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
-    expected = r"warning: inputs with the same text: 1 input, such as a.train \(.*\) and " + (
+    expected = r"warning: inputs with the same text: 1 input, for example a.train \(.*\) and " + (
         "[ab].validation" if "sides" in name else "[ab].train"
     )
     assert re.search(expected, capsys.readouterr().err)

@@ -102,9 +102,9 @@ WRONG_META: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_META)
-def test_wrong_fields_with_right_hashes_are_a_line(case, saved, checkpoint, tmp_path, capsys):
+def test_wrong_fields_with_right_hashes_are_a_line(case, saved, checkpoint, tmp_path, refusal):
     reseal(checkpoint, WRONG_META[case])
-    assert "step_00000001" in refused(saved, tmp_path, capsys)
+    assert "step_00000001" in refused(saved, tmp_path, refusal)
 
 
 def refused(saved: Path, tmp_path: Path, refusal) -> str:
@@ -126,12 +126,12 @@ GENERATORS = {"python": 1, "numpy": [], "torch": 2, "cuda": 3}
         ("state/common.pt", {"schema": 1, "extra": {}}),
     ],
 )
-def test_values_of_another_form_are_a_line(name, content, saved, checkpoint, tmp_path, capsys):
+def test_values_of_another_form_are_a_line(name, content, saved, checkpoint, tmp_path, refusal):
     if not isinstance(content, bytes):
         torch.save(content, file := io.BytesIO())
         content = file.getvalue()
     forge(checkpoint, name, content)
-    assert "step_00000001" in refused(saved, tmp_path, capsys)
+    assert "step_00000001" in refused(saved, tmp_path, refusal)
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 60])

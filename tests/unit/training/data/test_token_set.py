@@ -62,7 +62,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "dtype": (lambda idx, bin_: patch(idx, 17, b"\x06"), "dtype code 6 is not an integer type"),
     "cut idx": (lambda idx, bin_: truncate(idx, 60), "need 102 bytes, the file has 60"),
     "long count": (lambda idx, bin_: patch(idx, 18, b"\xff" * 8), "the file has 102"),
-    "empty bin": (lambda idx, bin_: truncate(bin_, 0), "is empty"),
+    "empty bin": (lambda idx, bin_: truncate(bin_, 0), "must contain tokens, got none"),
     "cut bin": (
         lambda idx, bin_: truncate(bin_, 100),
         "has 100 bytes, but its index describes 200",
