@@ -98,8 +98,8 @@ class Muon(SpectralOptimizer):
         scale (default 'spectral_mup'): How the update depends on the unit's shape
             (docs/spectral.md).
         scale_factor (default 1.0): Factor of the scale; positive.
-        cautious_decay (default False): Do not decay entries that the update increases
-            ("Cautious Weight Decay", Chen et al., 2025).
+        cautious_decay (default False): Do not decay entries whose magnitude the update
+            increases ("Cautious Weight Decay", Chen et al., 2025).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
@@ -153,8 +153,8 @@ class NorMuon(SpectralOptimizer):
         scale (default 'spectral_mup'): How the update depends on the unit's shape
             (docs/spectral.md).
         scale_factor (default 1.0): Factor of the scale; positive.
-        cautious_decay (default False): Do not decay entries that the update increases
-            ("Cautious Weight Decay", Chen et al., 2025).
+        cautious_decay (default False): Do not decay entries whose magnitude the update
+            increases ("Cautious Weight Decay", Chen et al., 2025).
         beta2 (default 0.95): Decay of the mean square of a row of the update, in [0, 1).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
@@ -211,8 +211,8 @@ class AdaMuon(SpectralOptimizer):
         scale (default 'align_adam_rms'): How the update depends on the unit's shape
             (docs/spectral.md), by default as in the paper.
         scale_factor (default 1.0): Factor of the scale; positive.
-        cautious_decay (default False): Do not decay entries that the update increases
-            ("Cautious Weight Decay", Chen et al., 2025).
+        cautious_decay (default False): Do not decay entries whose magnitude the update
+            increases ("Cautious Weight Decay", Chen et al., 2025).
         beta2 (default 0.95): Decay of the mean square of an entry of the update, in [0, 1); the
             paper uses `momentum`.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.

@@ -272,8 +272,8 @@ class MuonRule(PolarRule):
     reads_weight: ClassVar[bool] = False
 
     cautious_decay: bool = False
-    """Do not decay entries that the update increases ("Cautious Weight Decay", Chen et al.,
-    2025)."""
+    """Do not decay entries whose magnitude the update increases ("Cautious Weight Decay", Chen et
+    al., 2025)."""
 
     @property
     def cautious(self) -> bool:
