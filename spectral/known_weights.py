@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 from torch import nn
 
@@ -223,6 +224,11 @@ class KnownWeights:
         if cutter:
             why = f"{cutter} takes channels apart"
             raise _unclear(weight, f" looks like several matrices in one: {why}")
+        for name, other in weight.around.named_parameters(recurse=False):
+            axes = [size for size in other.shape if size > 1]
+            if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
+                why = f"{name} has its {outputs} outputs in {len(axes)} axes, as heads are"
+                raise _unclear(weight, f" looks like several matrices in one: {why}")
         for _, scope in scopes:
             later = self.layers.after(inner, scope)
             if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):

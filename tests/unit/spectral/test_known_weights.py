@@ -455,6 +455,13 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
         "to_qkv.weight: its groups may contain several heads",
     ),
+    "heads that a bare parameter shows": (
+        lambda: holder(
+            gat=holder(w=linear(8, 12), source=parameter(1, 3, 4), target=parameter(1, 3, 4)),
+            out=linear(12, 4),
+        ),
+        "gat.w.weight looks like .*source has its 12 outputs in 2 axes",
+    ),
     "shuffled channels": (
         lambda: nn.Sequential(Parts(), Parts(), nn.Conv2d(8, 4, 1)),
         "0.a.weight looks like .*Parts takes channels apart",
