@@ -72,7 +72,7 @@ def test_a_corpus_is_made_of_what_was_recorded(description, tmp_path, capsys) ->
     output = tmp_path / "out"
     assert main([str(output), "--corpus", str(description)]) == 0
     printed = capsys.readouterr().out
-    assert "  thing-doc 1:2.0-3: 1 documents, 11 bytes, GPL-2.0\n" in printed
+    assert "  thing-doc 1:2.0-3: 1 document, 11 bytes, GPL-2.0\n" in printed
     found = [line["text"] for line in json_lines(output / "texts.jsonl")]
     assert found == ["the second\n", "A\n  a\n", "B\n  b\n"]
     assert hashlib.sha256((output / "texts.jsonl").read_bytes()).hexdigest() in printed
