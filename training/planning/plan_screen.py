@@ -186,8 +186,11 @@ def time_table(config: Config, planned: Plan) -> str:
         *(("uneven", text) for text in unevenness(planned, shape)),
         ("monitors", str(planned_cost(config, planned, shape))),
         *(("tasks", text) for text in [task_cost(config, planned)] if text is not None),
-        ("time of the run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
-        ("", "modelled as docs/planning.md says, up to 25% from published runs"),
+        (
+            "time of the run",
+            f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours, modelled as "
+            "docs/planning.md says: up to 25% from published runs",
+        ),
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),
     ]
     return table(("", ""), rows)

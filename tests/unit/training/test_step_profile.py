@@ -164,7 +164,8 @@ def test_a_run_that_fails_stops_its_profile(folder, world, capsys):
 def test_traces_of_other_ranks_are_said_by_the_first(tmp_path):
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
     tiny_config(str(tmp_path))
-    arguments = {"folder": str(tmp_path), "keys": {**KEYS, "log__profile__ranks": "[1]"}}
+    keys = {**KEYS, "train__micro_batch": 4, "log__profile__ranks": "[1]"}
+    arguments = {"folder": str(tmp_path), "keys": keys}
     run_on_ranks(2, "tests.distributed.run_workers", "trained", arguments)
     run = tmp_path / "run"
     assert f"on rank 1: {run}/profile/steps_2-3_rank_1.json.gz" in said(run)[1]
