@@ -16,7 +16,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import command, counted, whole_number, write_whole
+from scripts.command import command, counted, new_parser, whole_number, write_whole
 from training.data.tasks import Example, example_of
 from training.errors import DataError, InputError
 from training.json_file import parse_json
@@ -171,10 +171,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     formats = "; ".join(f"{name}: {', '.join(each.sources)}" for name, each in FORMATS.items()
                       if each.sources)  # fmt: skip
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        epilog=f"Formats and their data sets on the hub, as lm-eval reads them: {formats}",
-    )
+    parser = new_parser(__doc__)
+    parser.epilog = f"Formats and their data sets on the hub, as lm-eval reads them: {formats}"
     parser.add_argument(
         "source", metavar="SOURCE", help="hf:NAME[:CONFIG][:SPLIT], or a .jsonl or .parquet file"
     )

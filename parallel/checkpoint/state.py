@@ -380,7 +380,7 @@ def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Re
 
 
 def _raise_together(problems: Iterable[str], prefix: str = "") -> None:
-    """Raise StateError on every rank if any rank has problems; The message begins with `prefix`."""
+    """Raise StateError on every rank if any rank has problems; its text begins with `prefix`."""
     all_problems = found_by_any(islice(problems, SHOWN_PROBLEMS + 1))
     if all_problems:
         more = "; and more" if len(all_problems) > SHOWN_PROBLEMS else ""
