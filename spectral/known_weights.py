@@ -218,17 +218,8 @@ class KnownWeights:
                 return True, f"no later layer takes its {outputs} outputs: a head"
             if not later:
                 return False, "one matrix, unless it is a head"
-        cutter = self.cutter
-        if not isinstance(weight.module, CONVOLUTIONS):
-            cutter = kind_of(weight.around) if self._is_cut(weight) else ""
-        if cutter:
-            why = f"{cutter} takes channels apart"
+        if why := self._contained(weight, outputs):
             raise _unclear(weight, f" looks like several matrices in one: {why}")
-        for name, other in weight.around.named_parameters(recurse=False):
-            axes = [size for size in other.shape if size > 1]
-            if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
-                why = f"{name} has its {outputs} outputs in {len(axes)} axes, as heads are"
-                raise _unclear(weight, f" looks like several matrices in one: {why}")
         for _, scope in scopes:
             later = self.layers.after(inner, scope)
             if any(x.inputs == outputs for x in self.layers.before(inner, scope) + later):
@@ -240,11 +231,22 @@ class KnownWeights:
         why = f"no layer takes its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
-    def _is_cut(self, weight: Weight) -> bool:
-        """Return whether the module of a layer that is not its last cuts a tensor."""
-        last = [x.module for x in self.layers.within(weight.around) if x.multiplies][-1:]
-        named = ATTENTION.search(weight.own_name)
-        return not named and weight.module not in last and _takes_apart(weight.around)
+    def _contained(self, weight: Weight, outputs: int) -> str:
+        """Return a sign that a layer which no name divides contains several matrices, or ""."""
+        around = weight.around
+        if isinstance(weight.module, CONVOLUTIONS):
+            cutter = self.cutter
+        else:
+            last = [x.module for x in self.layers.within(around) if x.multiplies][-1:]
+            spared = ATTENTION.search(weight.own_name) or weight.module in last
+            cutter = kind_of(around) if not spared and _takes_apart(around) else ""
+        if cutter:
+            return f"{cutter} takes channels apart"
+        for name, other in around.named_parameters(recurse=False):
+            axes = [size for size in other.shape if size > 1]
+            if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
+                return f"{name} has its {outputs} outputs in {len(axes)} axes, as heads are"
+        return ""
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
         """Return how the weight of several experts, `[experts, ., .]`, is divided."""
