@@ -65,7 +65,7 @@ ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm
 ENGINE_SLOW_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts export)
 
 # Tests of a file stay on one worker: they share what is dear to make.
-PYTEST = $(PY) -m pytest -q -rs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST = $(PY) -m pytest -q -rfEs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
 # Without caches every process would compile the project again, and pytest its tests' assertions.
