@@ -179,7 +179,10 @@ class Trainer:
 
     def state(self) -> str:
         """Return the folders of the runs in progress, each with the last line that it printed."""
-        logs = [(log.parent.name, log.read_text("utf-8", "replace")) for log in [*self._logs]]
+        logs = [
+            (log.parent.name, log.read_text(encoding="utf-8", errors="replace"))
+            for log in [*self._logs]
+        ]
         lines = (f"{name}: {(text.splitlines() or ['starts'])[-1]:.80}" for name, text in logs)
         return "; ".join(lines) or "no run is in progress here"
 
