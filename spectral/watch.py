@@ -453,7 +453,7 @@ class Watch(TorchDispatchMode):
 
     def _adds_matrices(self, columns: Tensor, axis: int) -> bool:
         """Return whether columns along an axis are of different weights or entries of a stack."""
-        vector = columns.movedim(axis, 0).flatten(1)[:, 0]
+        vector = columns.movedim(axis, 0).reshape(columns.shape[axis], -1)[:, 0]
         return len(vector) > 1 and len({*map(self.numbers.matrix, vector)}) == len(vector)
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:

@@ -560,6 +560,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "both.parametrizations.weight.original1": rows(10),
         },
     ),
+    "a weight with a spectral norm by a hook": (
+        lambda: Module(
+            lambda m, x: m.out(F.glu(m.both(x))),
+            both=nn.utils.spectral_norm(linear(12, 20)).eval(),
+            out=linear(10, 12),
+        ),
+        x,
+        {"both.weight_orig": rows(10)},
+    ),
     "a view of a weight": (
         lambda: Module(
             lambda m, x: m.out(
