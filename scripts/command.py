@@ -38,6 +38,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="also write all figures to FILE")
 
 
+def check_free(target: Path) -> None:
+    """Raise InputError if `target` exists."""
+    if target.exists() or target.is_symlink():
+        raise InputError(f"target {target} exists already; give another folder")
+
+
 def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
     """Return the argparse type of whole numbers from `least` to `most`."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import command, new_parser
+from scripts.command import check_free, command, new_parser
 from training.errors import fail
 from training.report.progress import progress
 
@@ -26,6 +26,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export or import."""
     options = parse(arguments)
+    check_free(options.target)  # before imports, which take seconds
     with progress(lambda: "PyTorch, megatron-core and transformers are imported"):
         return _convert(options)
 

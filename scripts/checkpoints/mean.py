@@ -13,8 +13,9 @@ from torch import Tensor
 from models.families import all_units
 from models.units import Unit
 from scripts.checkpoints.weights_only import write_state
+from scripts.command import check_free
 from scripts.data.folder import AtomicFolder
-from scripts.huggingface.export import check_free, check_room, raise_problems
+from scripts.huggingface.export import check_room, raise_problems
 from spectral.batching import grouped
 from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import config_assignments, unit_options

@@ -18,6 +18,7 @@ from models.config import ModelConfig
 from models.huggingface.config_json import InexpressibleError, architecture, config_json
 from models.huggingface.tensors import their_tensors
 from models.units import flat_shape
+from scripts.command import check_free
 from scripts.data.folder import AtomicFolder
 from scripts.data.text_tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card
@@ -91,12 +92,6 @@ def export(
             verify(weights, folder.path)
         folder.commit()
     return info
-
-
-def check_free(target: Path) -> None:
-    """Raise InputError if `target` exists."""
-    if target.exists() or target.is_symlink():
-        raise InputError(f"target {target} exists already; give another folder")
 
 
 def check_room(target: Path, needed: int) -> None:

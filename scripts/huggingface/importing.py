@@ -23,10 +23,11 @@ from models.huggingface.config_json import (
 from models.huggingface.tensors import TheirTensor, their_tensors
 from parallel.error_text import first_line
 from scripts.checkpoints.weights_only import write_state
+from scripts.command import check_free
 from scripts.data.folder import AtomicFolder
 from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.equivalence import offline
-from scripts.huggingface.export import check_free, check_room
+from scripts.huggingface.export import check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE
 from spectral.batching import grouped
 from training.checkpoint import checkpoints
