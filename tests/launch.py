@@ -81,7 +81,8 @@ def awaited(processes: list[BaseProcess], timeout: float) -> str:
             connection.wait([p.sentinel for p in alive], timeout=max(end - time.monotonic(), 0))
             failed = [rank for rank, process in enumerate(processes) if process.exitcode]
             if failed and not problem:
-                problem = f"rank {failed[0]} ended with {processes[failed[0]].exitcode}"
+                codes = [f"rank {rank} ended with {processes[rank].exitcode}" for rank in failed]
+                problem = ", ".join(codes)
                 end = min(end, time.monotonic() + GRACE)
                 for process in processes:
                     process.terminate()
@@ -94,9 +95,11 @@ def awaited(processes: list[BaseProcess], timeout: float) -> str:
 
 
 def output(folder: Path, rank: int) -> str:
-    """Return the output of a rank, of both streams."""
+    """Return the last lines of a rank's output, of both streams: its traceback, and not so much
+    before it that a log is cut there."""
     file = folder / f"{rank}.txt"
-    return file.read_text(errors="replace") if file.exists() else ""
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return "\n".join(lines[-60:])
 
 
 def environment() -> dict[str, str]:
