@@ -61,7 +61,7 @@ def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
 
 
 def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
-    """Repeat the number of each stack for its matrices: `[sum of batches]`.
+    """Repeat each stack's number for all of its matrices: `[sum of batches]`.
 
     The result has the dtype and device of the stacks and is read-only.
     """

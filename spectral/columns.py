@@ -1,4 +1,4 @@
-"""Numbered columns of weights and their sums, and their joint use."""
+"""Numbers for the columns of weights and for sums of columns, and records of their joint use."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ class Sums(NamedTuple):
     beneath: frozenset[Use]  # the weights of these columns
 
     def added(self, rows: Tensor) -> Tensor:
-        """Return the columns that are added in rows of sums, `[rows, n]`.
+        """Return the columns that each row of sums adds, `[rows, n]`.
 
         A column in all sums of each row only scales or shifts the row, and is left out.
         """
@@ -61,7 +61,7 @@ class Columns:
         return record.start, (int(number) - record.start) // record.strides[0]
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
-        """Yield the records of runs of numbers, with their numbers."""
+        """Yield the record of each run of consecutive numbers, with these numbers."""
         while len(numbers):
             record = self.record(numbers[0])
             other = (numbers < record.start) | (numbers >= record.end)
@@ -84,7 +84,7 @@ class Columns:
             use.joined.update(others)
 
     def joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return numbers for places with the columns of both."""
+        """Return numbers for places whose values depend on the columns of both arguments."""
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
@@ -135,7 +135,7 @@ class Columns:
                 self.settle(torch.cat(rest)[None], kind)
 
     def consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
-        """Record the columns of every vector along some axes."""
+        """Record the joint use of the columns in every vector along some axes."""
         if columns is None:
             return
         last = {axis % columns.ndim for axis in axes}

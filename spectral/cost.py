@@ -12,7 +12,8 @@ from .singular_triplets import basis_size, cycle
 from .tangent_model import BLOCK, JOINED, SPACES, TRIANGLE, blocks_of
 
 ELEMENTWISE_FLOPS = 16
-"""Per element: momentum, decay, update and their norms; AdamW is within a factor of 1.5."""
+"""FLOPs per element of momentum, decay, update and their norms; correct for AdamW within a factor
+of 1.5."""
 
 
 def product_flops(rows: int, inner: int, cols: int) -> float:
@@ -30,8 +31,8 @@ def msign_cost(
 ) -> float:
     """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
 
-    In the form that `spectral.polar` chooses: K (4 m^2 n + 2 m^3) plain, and with r restarts
-    (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in Gram space, for K steps and sides m, n.
+    For K steps and sides m, n these are K (4 m^2 n + 2 m^3) in the plain form and, with r restarts,
+    (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in the Gram form; `spectral.polar` chooses the form.
     """
     square = product_flops(short, short, short)
     to_gram, from_gram = product_flops(short, long, short), product_flops(short, short, long)
@@ -83,11 +84,11 @@ def factorization_cost(rows: int) -> float:
     total = 0.0
     for part in blocks_of(rows):
         size, rest = part.stop - part.start, rows - part.stop
-        # A Cholesky factor takes a sixth of a product, its inverse by a triangular solve half.
+        # A Cholesky factor costs a sixth of a product, its inverse by a triangular solve half.
         total += product_flops(size, size, size) * 2 / 3
         total += product_flops(size, part.start, rows - part.start)
         total += product_flops(size, size, rest)
-        joined = part.start % (JOINED * BLOCK)  # rows of the same joined block before these
+        joined = part.start % (JOINED * BLOCK)  # earlier rows of the same joined block
         total += product_flops(size, joined, joined) + product_flops(size, size, joined)
     return total
 

@@ -14,14 +14,14 @@ from .optimizer import SpectralOptimizer
 from .parameter_state import rule_of
 
 WARM_UP = 2
-"""Ordinary calls before the recording: libraries, kernels and communicators initialise themselves
-at their first use, which cannot be recorded."""
+"""Number of ordinary calls before the recording: libraries, kernels and communicators initialise
+themselves at their first use, which cannot be recorded."""
 
 
 class CapturedCall:
-    """A call without arguments that is recorded the third time and replayed from then on.
+    """A function without arguments that is recorded at its third call and replayed from then on.
 
-    Without CUDA it is called normally every time, so a program can be tried anywhere.
+    Without CUDA every call runs the function normally, so programs can be tried anywhere.
     """
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
@@ -71,7 +71,7 @@ class CapturedCall:
     def _record(self, stream: torch.cuda.Stream) -> None:
         """Record the call, which does not run it, and launch the graph."""
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls must obey the rules of capture: NCCL uses other threads.
+        # Only this thread must obey the rules of capture: NCCL calls CUDA from other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.call()
         self.graph = graph

@@ -75,8 +75,8 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 def surely_finite(tensors: list[Tensor]) -> bool:
     """Return whether the host can see without a wait that all elements are finite.
 
-    It uses norms, which NaN and infinity make nonfinite; huge numbers may overflow them as well. A
-    norm takes half the time of extremes, and a twentieth of that of `isfinite`.
+    It checks norms, which NaN and infinity make nonfinite; huge finite numbers may overflow a norm.
+    A norm takes half the time of the extremes, and a twentieth of the time of `isfinite`.
     """
     if not is_known(*tensors):
         return False
@@ -91,7 +91,7 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
     """Return whether all elements are finite, a 0-d bool on `device` (None: of the first tensor).
 
-    It uses the extremes, which cannot overflow as a norm can.
+    It checks the extremes, which cannot overflow, unlike a norm.
     """
     device = tensors[0].device if device is None else device
     filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no extremes

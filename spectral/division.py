@@ -190,9 +190,9 @@ def relative(box: Box, outer: Box) -> Box:
 
 
 class Entry(NamedTuple):
-    """The position of a unit's part in a state entry that belongs to units as a whole.
+    """The position of a unit's part in a state entry that is kept per unit, not per element.
 
-    Such an entry is flat, one unit after the other.
+    Such an entry is flat and contains one unit after the other.
     """
 
     start: int

@@ -51,10 +51,10 @@ def wide_matrices(w: Tensor) -> Tensor:
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
-    """Return `gradient` such that differentiating it with respect to `inputs` raises RuntimeError.
+    """Return `gradient`, whose derivative with respect to `inputs` raises RuntimeError.
 
-    torch's own `once_differentiable` raises only where the incoming gradient has a graph; elsewhere
-    the second derivative is silently zero. `name` is the function named in the message.
+    torch's `once_differentiable` raises only if the incoming gradient has a graph; otherwise the
+    second derivative is silently zero. `name` is the function named in the message.
     """
     if not torch.is_grad_enabled():  # no graph of the gradient is being built
         return gradient
@@ -78,12 +78,12 @@ class EffectiveWeightGradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioner:
-    """Preconditioning of weights: the map to PC(W), its gradient, and the state next to W.
+    """Preconditioning of weights: the map to PC(W), its gradient, and the additional state.
 
     `effective` and `vjp` take matrices `[..., rows, cols]` with their top singular pair `u` `[...,
     rows]` and `v` `[..., cols]`, which are constants, and `gamma` `[...]` or a number; the other
-    methods take stacks `[batch, rows, cols]`. Half precision is computed in float32 and rounded at
-    the end.
+    methods take stacks `[batch, rows, cols]`. For half-precision inputs the computation is in
+    float32 and the result is rounded.
 
     Attributes:
         level: preset 0 to 4, coefficients, or the name of a composite (see `stages`).
@@ -209,7 +209,7 @@ class Preconditioner:
         """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
         That is s_exact / s, or s_exact without normalisation. s_exact comes from a cold start, so
-        it is right where the tracked pair is not. Where the figure is outside the map's domain `[0,
+        it is right where the tracked pair is not. If the argument is outside the map's domain `[0,
         DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
         """
         exact, new_u, new_v = cold_start(w)

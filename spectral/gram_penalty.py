@@ -1,4 +1,5 @@
-"""The off-diagonal Gram penalty: how far the columns (or rows) of a weight are from orthogonal.
+"""The off-diagonal Gram penalty, which measures how far a weight's columns (or rows) are from
+orthogonal.
 
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
 C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper uses both E and
@@ -24,7 +25,7 @@ def gram_penalty_and_grad(
 
     Where the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4.
     The difference is exact up to rounding of its first term; below that it is set to zero. A zero
-    matrix has penalty and gradient zero. Half precision is computed in float32.
+    matrix has penalty and gradient zero. Half-precision inputs are converted to float32.
 
     Args:
         w: `[..., rows, cols]`; the gradient has its shape and dtype.

@@ -1,8 +1,8 @@
 """Facts about a weight from names, classes and attributes of the model.
 
 Nothing here sees what the model computes. A weight counts as one matrix only if nothing suggests
-several, and a layer near it takes as many inputs as the weight has outputs. A weight that is
-neither known nor plainly one matrix is an error with a remedy.
+several, and a nearby layer has as many inputs as the weight has outputs. A weight that is neither
+known nor plainly one matrix is an error with a remedy.
 """
 
 import inspect
@@ -38,12 +38,12 @@ FUSED = re.compile(
     r"(?i)qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|^inproj(?!.$)|gateup|upgate|glu|gu$|w1w3"
     r"|w13|w12|fused|pack|vgate|gatev|^projectionin$"
 )
-"""Parts of names, without underscores, that weights of several matrices have."""
+"""Parts of the names of weights that contain several matrices, without underscores."""
 FILLERS = re.compile(
     r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv|dense|pos|b|up|w"
     r"|c|weight|project)(?=_|$)|_"
 )
-"""What names of attention's projections have besides the projection."""
+"""Additional parts of the names of attention projections."""
 PROJECTIONS = {
     **dict.fromkeys(("q", "query", "queries", "wq"), "q"),
     **dict.fromkeys(("k", "key", "keys", "wk"), "k"),
@@ -58,7 +58,7 @@ HEAD_SIZES = (
 )
 QUERY_SIZES = "qk_head_dim head_k_dim qk_channels_per_head"
 VALUE_SIZES = "v_head_dim head_v_dim value_head_dim val_dim v_channels_per_head"
-"""Attributes of attention that are the rows of a head."""
+"""Attributes of attention modules that give the number of rows per head."""
 HEAD_COUNTS = "num_heads num_attention_heads n_heads n_head nhead heads"
 KEY_COUNTS = "num_key_value_heads num_kv_heads n_kv_heads"
 KNOWN = {
@@ -76,11 +76,12 @@ ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
 )
-"""Names next to attention's projections that its heads do not divide: its output, gates, ranks."""
+"""Names of layers next to attention projections that are not divided by heads: output, gates,
+ranks."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow"}
-"""Functions that take a tensor apart."""
+"""Functions that split a tensor."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
-"""Names that adapters put between a layer and its own."""
+"""Names that adapters insert between a layer's name and the parameter's name."""
 
 
 class KnownWeights:
@@ -118,7 +119,7 @@ class KnownWeights:
     def division(self, weight: Weight) -> tuple[Division, str]:
         """Return the division of a matrix and the reason.
 
-        Raises ValueError if nothing says it.
+        Raises ValueError if the model does not determine it.
         """
         module, shape = weight.module, weight.parameter.shape
         transposed = weight.is_layer and is_transposed(module)
@@ -138,7 +139,7 @@ class KnownWeights:
         return Division(rows=() if rows == (outputs,) else rows, transposed=transposed), reason
 
     def _rows(self, weight: Weight, outputs: int) -> tuple[tuple[int, ...], str]:
-        """Return the rows of successive matrices of a weight, and what says so."""
+        """Return the rows of successive matrices of a weight, and the evidence."""
         module, problem = weight.module, ""
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             gated = "_hr" not in weight.own
@@ -174,9 +175,10 @@ class KnownWeights:
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the names of a weight and the modules around, out of what contains nothing else.
+        """Yield the names of a weight and of the enclosing modules, skipping wrappers with a single
+        member.
 
-        An adapter's outputs are called as its base's.
+        An adapter uses the names of its base layer.
         """
         if not weight.is_layer:
             yield weight.own_name, weight.around
@@ -194,10 +196,10 @@ class KnownWeights:
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer that no name divides ends the model, and what says so.
+        """Return whether a layer that no name divides ends the model, and the evidence.
 
-        Its name or the inputs of other layers say it. Raises ValueError if no layer near it takes
-        all outputs.
+        The evidence is its name or the inputs of other layers. Raises ValueError if no nearby layer
+        takes all of its outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         (_, inner), *scopes = weight.path[_base(weight) :]
@@ -264,12 +266,13 @@ class KnownWeights:
 
 
 def is_fused(name: str) -> bool:
-    """Return whether a weight is called like one of several matrices."""
+    """Return whether a weight's name suggests that it contains several matrices."""
     return FUSED.search(name.replace("_", "")) is not None
 
 
 def projection_of(name: str) -> str | None:
-    """Return which projections of attention a weight is by its name, as "q" or "qkv"."""
+    """Return the attention projections that a weight contains according to its name, such as "q" or
+    "qkv"."""
     if name in ("c_attn", "att_proj", "in_proj_weight"):
         return "qkv"
     part = PROJECTIONS.get(FILLERS.sub("", name.lower()))
@@ -277,7 +280,8 @@ def projection_of(name: str) -> str | None:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return the rows of each head of a projection, None if nothing says it, 0 if it is unclear."""
+    """Return the rows per head of a projection, None without any evidence, 0 if the evidence is
+    unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -301,7 +305,7 @@ def _first(module: nn.Module, names: str) -> int:
 
 
 def _attribute_rows(attributes: str, around: nn.Module) -> tuple[int, ...]:
-    """Return the rows of successive matrices that attributes say, () if one is missing."""
+    """Return the rows of successive matrices as given by attributes, () if one is missing."""
     rows: list[int] = []
     for attribute in attributes.split():
         *count, size = (_first(around, name) for name in attribute.split("*"))
@@ -310,8 +314,8 @@ def _attribute_rows(attributes: str, around: nn.Module) -> tuple[int, ...]:
 
 
 def _base(weight: Weight) -> int:
-    """Return where in its path the layer of a weight is: that of its base for what an adapter
-    adds to the outputs."""
+    """Return the index of a weight's layer in its path; for an adapter that adds to outputs, the
+    index of its base layer."""
     names = [name.lower() for name, _ in weight.path]
     return names.index("lora_b") + 1 if "lora_b" in names else 0
 
@@ -340,14 +344,14 @@ def _blocks(model: nn.Module) -> set[nn.Module]:
 
 
 def _inputs(weight: Weight, outputs: int) -> int:
-    """Return the number of inputs, or of channels, that a weight takes."""
+    """Return the number of input features or channels of a weight."""
     if isinstance(weight.module, CONVOLUTIONS):
         return weight.module.in_channels
     return weight.parameter.numel() // outputs
 
 
 def _cutter(model: nn.Module) -> str:
-    """Return the class of a module with convolutions that takes a tensor apart, "" without one."""
+    """Return the class of a module with convolutions that splits a tensor, "" if there is none."""
     for module in model.modules():
         if any(isinstance(m, CONVOLUTIONS) for m in module.modules()) and _takes_apart(module):
             return kind_of(module)
@@ -355,7 +359,7 @@ def _cutter(model: nn.Module) -> str:
 
 
 def _takes_apart(module: nn.Module) -> bool:
-    """Return whether the forward pass of a module, or a function that it calls, cuts a tensor."""
+    """Return whether a module's forward pass, or a function that it calls, splits a tensor."""
     forward = inspect.unwrap(module.forward)
     names = _words(forward).difference(name for name, _ in module.named_children())
     known = getattr(forward, "__globals__", {})
@@ -379,7 +383,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> bool:
-    """Return whether a module is called like a router, and experts are next to it."""
+    """Return whether a module has the name of a router and is next to experts."""
     (name, module), (_, around) = step, outer
     return bool(ROUTERS.search(name) or ROUTERS.search(kind_of(module))) and any(
         child is not module and "expert" in f"{other}{kind_of(child)}".lower()
@@ -388,7 +392,7 @@ def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> boo
 
 
 def _is_table(weight: Weight) -> bool:
-    """Return whether a weight is looked up or added, by its name and shape."""
+    """Return whether name and shape suggest that a weight is looked up or added."""
     if kind_of(weight.module).endswith("Embedding"):
         return True
     if weight.is_layer:
@@ -399,7 +403,7 @@ def _is_table(weight: Weight) -> bool:
 
 
 def _unclear(weight: Weight, why: str) -> ValueError:
-    """Return the error of a weight that names leave open, which says what to do."""
+    """Return the error for a weight that names do not determine, with its remedy."""
     return ValueError(
         f"{weight.name}{why}; give split_parameters example=(arguments of a forward pass), "
         f"units={{{weight.name!r}: {{'rows': [n]}}}} with the rows of each matrix, {{}} if it is "

@@ -17,14 +17,14 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor without a copy; a plain tensor is returned whole."""
-    # In this order: detaching a DTensor takes ten times as long.
+    # Keep this order: detaching a DTensor takes ten times as long.
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, placed as its parameter is."""
     grad = parameter.grad
-    assert grad is not None  # only parameters with gradients are stepped
+    assert grad is not None  # only parameters with gradients take a step
     if is_dtensor(parameter) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
         grad = grad.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return local_of(grad)

@@ -66,11 +66,11 @@ def stable_rank_of(values: Tensor) -> Tensor:
 
 
 def stable_rank_of_gram(gram: Tensor) -> Tensor:
-    """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, to 1e-3 of it.
+    """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, with relative error 1e-3.
 
-    It is the trace over the largest eigenvalue from a Krylov space, which is never above the true
-    value, and below it by less than 1e-6 unless the largest eigenvalues are within 1% of each
-    other.
+    It is the trace divided by the largest eigenvalue from a Krylov space, which is never above the
+    true eigenvalue, and below it by less than 1e-6 unless the largest eigenvalues are within 1% of
+    each other.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)
@@ -119,22 +119,23 @@ def effective_rank_of(values: Tensor) -> Tensor:
 def modified_condition_number(w: Tensor) -> Tensor:
     """Compute sigma_1 over the mean of the smallest tenth of the singular values `[...]`.
 
-    It is at least 1, inf where they all vanish, NaN for a zero matrix. Source: "PC Layer", kappa
-    tilde.
+    It is at least 1, inf where the smallest values all vanish, and NaN for a zero matrix. Source:
+    "PC Layer", kappa tilde.
     """
     return modified_condition_number_of(singular_values(w))
 
 
 def modified_condition_number_of(values: Tensor) -> Tensor:
-    """Compute the same `[...]` from descending singular values `[..., n]`."""
+    """Compute the modified condition number `[...]` from descending singular values `[..., n]`."""
     return values[..., 0] / values[..., -values.shape[-1] // 10 :].mean(-1)
 
 
 def global_modified_condition_number(numbers: Tensor) -> Tensor:
     """Compute the geometric mean `[]` of the finite positive modified condition numbers.
 
-    `numbers` has any shape; the mean is NaN if there is none. Source: "PC Layer", GMCN: over the q,
-    k, v, o, gate, up and down matrices of all layers, with the effective weight in PC layers.
+    `numbers` has any shape; without any such number the mean is NaN. Source: "PC Layer", GMCN: over
+    the q, k, v, o, gate, up and down matrices of all layers, with the effective weight in PC
+    layers.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()
@@ -154,8 +155,9 @@ def noise_of(products: Tensor) -> Noise:
 
     With their mean m: noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma); signal =
     |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share comes from the
-    centred Gram matrix. The signal-to-noise ratio is proportional to the size of a micro-batch, and
-    a top share is at least 1 / (M - 1): report both numbers with it. A ratio 0 / 0 is 0.
+    centred Gram matrix. The signal-to-noise ratio is proportional to the micro-batch size, and a
+    top share is at least 1 / (M - 1), so report micro-batch size and M with both. A ratio 0 / 0 is
+    0.
 
     Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
     ours. Raises ValueError for fewer than two gradients.
@@ -181,8 +183,8 @@ def correlation(w: Tensor) -> Tensor:
     """Estimate the correlation rho `[...]` of the entries of W, at most 1.
 
     rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). It is unbiased for entries of the
-    model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z, so the
-    estimate scatters like the square of a Gaussian however large the matrix, and it detects only
+    model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z, so
+    even for a large matrix the estimate scatters like the square of a Gaussian, and it detects only
     spikes with constant entries. 0 for a zero matrix and for a single entry. Source: "Towards a
     Principled Muon under muP", eq. 4.13.
     """

@@ -1,4 +1,4 @@
-"""The trainable weights of a model, and the layers around them in the order of the model."""
+"""The trainable weights of a model and their layers, in the model's order."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -37,12 +37,12 @@ class Weight(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name that identifies the use: the layer's or the weight's."""
+        """The name that identifies the weight's use: its layer's name or its own."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property
     def around(self) -> nn.Module:
-        """The module in which `own_name` is a name."""
+        """The module that defines `own_name`."""
         return self.path[:2][-1][1] if self.is_layer else self.module
 
 
@@ -57,8 +57,8 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
-    """Yield every trainable parameter once, in the order of the model, and at its place in an
-    embedding if an embedding shares it."""
+    """Yield every trainable parameter once, in the order of the model; a parameter shared with an
+    embedding is yielded as the embedding's."""
     modules = dict(model.named_modules())
     order = sorted(modules.items(), key=lambda item: not is_embedding(item[1]))
     places: dict[int, tuple[str, str]] = {}
@@ -145,9 +145,9 @@ class Layers:
         return self.layers[self.slices[module]]
 
     def before(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
-        """Return the layers of `outer` before its part `inner`."""
+        """Return the layers of `outer` before its submodule `inner`."""
         return self.layers[self.slices[outer].start : self.slices[inner].start]
 
     def after(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
-        """Return the layers of `outer` after its part `inner`."""
+        """Return the layers of `outer` after its submodule `inner`."""
         return self.layers[self.slices[inner].stop : self.slices[outer].stop]

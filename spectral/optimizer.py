@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Entry of a saved state for other programs' entries under this name and under numbers and tensors,
-which torch would treat as parameters."""
+"""Key in a saved state of the entries that other programs keep under numbers or tensors (which
+torch would treat as parameters) or under this name."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -80,10 +80,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         before anything changes, which waits for the device, or "skip" the whole step on the device
         and count it in `skipped_steps`, a 0-d tensor. master_weights: step a float32 copy of every
         16-bit parameter, kept in the state, and round it to the parameter. Without it such a
-        parameter loses every update below its rounding: half of Muon's updates at a rate of 2e-3.
-        replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
-            Each matrix is then orthogonalised by one of them. None: the ranks of a split DDP model;
-            otherwise every rank steps all of its matrices.
+        parameter loses every update smaller than its rounding: half of Muon's updates at a rate of
+        2e-3. replicas: ranks that hold equal copies of all plain parameters and gradients, as under
+        DDP.
+            Each matrix is then orthogonalised by one of these ranks. None: the ranks of a split DDP
+            model; otherwise every rank steps all of its matrices.
         exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
         updates back; None keeps their dtype. bfloat16 halves the bytes of Muon. Without shared
         matrices nothing is sent. options: fields of the default rule.
@@ -96,7 +97,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     default_rule: ClassVar[str] = "spectral_sphere"
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields given by the user
-    _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
+    _replicas: "ProcessGroup | None" = None  # a copied optimizer has no hooks
     _exchange_dtype: torch.dtype | None = None
 
     def __init__(
@@ -153,7 +154,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
-        # Figures of the last step, per chunk of equal parameters; and 0-d counts on their devices.
+        # Figures of the last step per chunk of equal parameters, and 0-d counts on their devices.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64)
         # The matrices that several ranks share, created when they are first needed.
@@ -190,7 +191,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
         stepped = {*self.state}
-        foreign = defaults.keys() - group.keys()  # torch adds these fields of another rule
+        foreign = defaults.keys() - group.keys()  # torch adds fields of another rule
         super().add_param_group(group)
         for key in foreign:
             group.pop(key, None)
@@ -407,7 +408,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         def restore(_: object) -> None:
             self._restore(saved, settings)
 
-        # Internal hooks, so that users' hooks run before and after them.
+        # Internal hooks are registered so that users' hooks run before and after them.
         before = self.register_load_state_dict_pre_hook(check)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         with before, after:
@@ -510,9 +511,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_adamw(
         self, rule: AdamWRule, group: dict[str, Any], columns: Columns, active: Tensor | None
     ) -> None:
-        """Step the parameters of a group, with one call per dtype and device.
+        """Step a group's parameters with one call per dtype and device.
 
-        With many small parameters, most of the time is the work per parameter.
+        With many small parameters, the work per parameter takes most of the time.
         """
         assert self._snapshot is not None  # of this step
         stepped: list[Tensor] = []
@@ -559,7 +560,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     local_of(parameter).copy_(part.weight)
 
     def _gate(self, snapshot: Snapshot) -> Tensor | None:
-        """Return None to step, or a 0-d bool that is False to skip; counts skipped steps.
+        """Return None if the step is taken, or a 0-d bool that is False if it is skipped; counts
+        skipped steps.
 
         All ranks that share parameters agree. Raises FloatingPointError on a nonfinite gradient
         with `nonfinite="raise"`, and ValueError if ranks have gradients of different parameters.
@@ -600,7 +602,7 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
 
 
 def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
-    """Raise ValueError for a parameter without matrices that a rule can step."""
+    """Raise ValueError for a parameter that contains no matrix for a rule."""
     shape = tuple(parameter.shape)
     if not parameter.numel():
         raise ValueError(f"{name or 'a parameter'} must have elements, got shape {shape}")

@@ -26,7 +26,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 ALIASES: Final = {
     "betas": ("beta1", "beta2"),
-    "momentum": ("beta1",),  # schedulers that cycle the momentum write it into all groups
+    "momentum": ("beta1",),  # schedulers that cycle the momentum write this key into all groups
     "eps": ("epsilon",),
     "ns_steps": ("steps",),
     "cautious_wd": ("cautious_decay",),
@@ -102,9 +102,9 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of a rule; the nearest is suggested.
 
-    Names of `FIXED` pass with their allowed values. With `foreign`, for a group, names in `HOSTS`
-    and names that resemble no field pass, because other programs keep keys in groups. Options of
-    the whole optimizer do not pass.
+    Names in `FIXED` are accepted with their allowed values. With `foreign`, which is for groups,
+    names in `HOSTS` and names that resemble no field are accepted too, because other programs store
+    keys in groups. Options of the whole optimizer are refused.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)

@@ -43,7 +43,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
     Pass it to an optimizer as its parameters. Printing it shows the assignment of each parameter.
 
     Attributes:
-        groups: the groups. Groups for the optimizer's own rule are first and have `units`.
+        groups: the groups. The groups of the optimizer's rule come first and have `units`.
         rows: the assignment of each parameter.
         replicas: the process group of a DDP model, else None.
     """
@@ -179,7 +179,8 @@ def split_parameters(
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name of weights that are not one matrix for a whole-matrix rule."""
+    """Raise ValueError for a whole-matrix rule if a name suggests that the weight is not one
+    matrix."""
     last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
     if EMBEDDINGS.search(last) or HEADS.search(last):
         raise ValueError(
@@ -232,7 +233,7 @@ def _refuse_unfit(weight: Weight) -> None:
 
 def _given(weight: Weight, units: Mapping[str, Mapping[str, Any]], apart: set[int]) -> Seen | None:
     """Return the kind of a parameter from its shape, its embedding and the arguments of
-    `split_parameters`, None if they leave it open."""
+    `split_parameters`, None if these do not determine it."""
     divisions = {Division.of(value) for value in units.values()}
     if len(divisions) > 1:
         raise ValueError(

@@ -1,7 +1,8 @@
 """The optimizer state of parameters: entries, initial values, and checks.
 
-A parameter group gives its parameters a rule, a division into matrices, and names. Other programs
-may keep entries in the state as well. Only the rule's entries and the master are used here.
+A parameter group defines the rule, the division into matrices, and the names of its parameters.
+Other programs may keep entries in the state as well. Only the rule's entries and the master are
+used here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ def entry_shapes(parameter: Tensor, rule: Rule, division: Division) -> dict[str,
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Return a state with 0-d tensors instead of numbers, which other programs save as counts."""
+    """Return a state with 0-d tensors instead of numbers, as which other programs save counts."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()
@@ -85,7 +86,7 @@ def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
 
 
 def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> None:
-    """Match a state to its parameter, which other code may have written, cast or replaced."""
+    """Adapt a state to its parameter, which other code may have written, cast or replaced."""
     half = parameter.dtype in HALF
     if half and MASTER in state:
         follow_weight(parameter, state[MASTER])
@@ -103,7 +104,7 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
 
 
 def follow_weight(parameter: Tensor, master: Tensor) -> None:
-    """Update a master where its 16-bit parameter is no longer its rounding."""
+    """Update a master where its 16-bit parameter no longer equals its rounded value."""
     weight, master = local_of(parameter), local_of(master)
     rounded = master.to(weight.dtype)
     equal_bits = weight.is_cpu and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))
@@ -164,7 +165,7 @@ def members_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Member]:
 
 
 def listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    """Return the items of a key of all groups, group by group."""
+    """Return the items under a key of all groups, group by group."""
     return [value for group in groups for value in group.get(key, ())]
 
 
@@ -265,7 +266,8 @@ def _saved_entry_problems(member: Member, entries: dict[str, Any], name: str) ->
 
 
 def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:
-    """Remove the rule's state entries of parameters, of these kinds, that are in no group."""
+    """Remove the rule's state entries of parameters that are in no group any more; `kinds` are
+    their kinds."""
     for parameter, (rule, _) in kinds.items():
         entries = state.get(parameter, {})
         for name in (*entry_names(RULES[rule]()), MASTER):

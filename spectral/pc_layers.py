@@ -56,7 +56,7 @@ class EffectiveWeight(nn.Module):
         raise NotImplementedError
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return matrices as one tensor of the shape and placements of `weight`."""
+        """Return the matrices as one tensor with the shape and placements of `weight`."""
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class EffectiveWeight(nn.Module):
 class DividedWeight(EffectiveWeight):
     """The matrices of a divided parameter, with singular pairs from cold starts.
 
-    Ranks that share a weight by tensor parallelism gather it, and all compute all of PC(W).
+    Tensor-parallel ranks that share a weight gather it, and each rank computes all of PC(W).
     """
 
     def __init__(self, weight: Tensor, division: Division, preconditioner: Preconditioner) -> None:
@@ -113,7 +113,8 @@ class DividedWeight(EffectiveWeight):
         return placed_as(whole, weight)
 
     def get_extra_state(self) -> Tensor:
-        """Return the coefficients of the polynomial, so that a state of another one is refused."""
+        """Return the polynomial's coefficients, so that the state of another polynomial is
+        refused."""
         level = self.preconditioners[0].level
         return torch.tensor([c for stage in stages(level) for c in stage])
 

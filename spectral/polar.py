@@ -86,8 +86,8 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # The schedule polar_express of Muon in the public SSO code: steeper at zero (slope 20775
-    # instead of 6363).
+    # Named polar_express for Muon in the public SSO code, but steeper at zero (slope 20775 instead
+    # of 6363).
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -102,7 +102,8 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two that settle at 1.
+    # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two steps that converge to
+    # 1.
     "deepseek": Schedule((_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2, "repeat_last"),
 }
 
@@ -167,10 +168,11 @@ def largest_value(steps: tuple[Coefficients, ...]) -> float:
 WORKSPACE_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_WORKSPACE_ELEMENTS = 1 << 28
 # Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
-# the next. On a device without an entry one slice covers everything.
+# the next. On a device without an entry there is one slice.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
 # An iteration is unbounded if a singular value is estimated to exceed the image of [0, 1] under the
-# polynomials by the factor EXCESS; ROUNDING is the factor allowed for all values together.
+# polynomials by the factor EXCESS; ROUNDING is the factor allowed for rounding of all values
+# together.
 EXCESS, ROUNDING = 1.5, 1.05
 # Between these bounds, float32 represents the squares of norms and of all relevant entries.
 SAFE = 1e-12, 1e15
@@ -187,7 +189,8 @@ def workspace_units(numel: int, device: torch.device) -> int:
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors along their batch into matching slices; those of the first fit the cache."""
+    """Split tensors along their batch into matching slices; slices of the first tensor fit the
+    cache."""
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:
         return iter([tensors])
@@ -369,7 +372,7 @@ def _divisor(x: Tensor) -> Tensor:
     dims = (-2, -1)
     if x.is_cuda:
         peak = torch.linalg.vector_norm(x, ord=math.inf, dim=dims, keepdim=True)
-    else:  # much faster on a CPU
+    else:  # this is much faster on a CPU
         peak = torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())
     divisor: Tensor = peak.masked_fill(peak == 0, 1)
     return divisor
@@ -401,7 +404,8 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
 def is_bounded(
     gram: Tensor, p: Tensor, steps: tuple[Coefficients, ...], shift: float = 0.0
 ) -> Tensor:
-    """Return whether iterates stayed bounded, `[batch]`, bool; see `Polar`. Overwrites `gram`.
+    """Return whether each matrix's iterates stayed bounded, `[batch]`, bool; see `Polar`.
+    Overwrites `gram`.
 
     `gram` `[batch, rows, rows]` is R before the last of `steps`, and `p` is `shift I + b R + c R^2`
     with its coefficients; they give the Schatten-8 norm.

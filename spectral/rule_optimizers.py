@@ -76,7 +76,7 @@ class AdamW(SpectralOptimizer):
 
 
 class Muon(SpectralOptimizer):
-    """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M by a scale s of the shape.
+    """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M times a scale s for the shape.
 
     Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Equals `torch.optim.Muon`
     on the same polynomials. The first spectral optimizer to try.
@@ -131,10 +131,10 @@ class Muon(SpectralOptimizer):
 
 
 class NorMuon(SpectralOptimizer):
-    """NorMuon: Muon whose update has rows of equal size, by a second moment of each neuron's.
+    """NorMuon: Muon with updates whose rows are normalised by a second moment of each neuron.
 
-    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Where neurons of
-    one layer learn at very different rates under Muon.
+    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). For layers whose
+    neurons learn at very different rates under Muon.
 
         optimizer = NorMuon(split_parameters(model), lr=2e-2)
 
@@ -188,7 +188,7 @@ class NorMuon(SpectralOptimizer):
 
 
 class AdaMuon(SpectralOptimizer):
-    """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)`, of O = msign(sign(M)) and its mean square V.
+    """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)` with O = msign(sign(M)) and its mean square V.
 
     Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
     mean square 0.2 lr. For rates tuned for AdamW, and entries of one weight that learn at very
@@ -250,7 +250,7 @@ class MuonSphere(SpectralOptimizer):
     """Muon on weights that are rescaled to spectral norm R before every step.
 
     Source: "Controlled LLM Training on Spectral Sphere". For runs whose weights must not grow: no
-    weight decay to tune, and rates that stay when the width changes.
+    weight decay to tune, and rates that transfer between widths.
 
         optimizer = MuonSphere(split_parameters(model), lr=5e-3)
 
@@ -316,8 +316,8 @@ class SpectralSphere(SpectralOptimizer):
     """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
 
     Source: "Controlled LLM Training on Spectral Sphere", algorithm 1; lambda solves
-    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). For what
-    MuonSphere is for, of which it is the exact form.
+    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). For the same
+    uses as MuonSphere, which omits the tangent condition.
 
         optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
@@ -393,7 +393,7 @@ class SpectralSphere(SpectralOptimizer):
 
 
 class MuonPlusPlus(SpectralOptimizer):
-    """Muon++: Muon whose step leaves the weight's top singular value where it is.
+    """Muon++: Muon whose step does not change the weight's top singular value.
 
     Source: "Towards a Principled Muon under muP" (Zhao), algorithms 1 and 2. For experiments with
     weights of constant norm.

@@ -1,7 +1,7 @@
-"""Numbers assigned to the elements of tensors, followed through views.
+"""Shadows of tensors: a number for each element, which views preserve.
 
-A shadow belongs to a storage, which views share, so views of a tensor need no work. Along most axes
-of an activation its numbers do not change (the batch, the tokens), so a shadow has length 1 there.
+A shadow belongs to a storage, which views share, so views of a tensor need no work. Numbers are
+constant along most axes of an activation (batch, tokens), where a shadow has length 1.
 """
 
 from collections.abc import Mapping
@@ -35,9 +35,10 @@ class Layout(NamedTuple):
 
 
 class Shadow(NamedTuple):
-    """The numbers of a storage: `values`, which broadcast to a tensor of a layout in the storage.
+    """The numbers of a storage's elements: `values`, which broadcast to a tensor of a layout in the
+    storage.
 
-    Without values, an element's number is `start` and its distance from the layout's offset.
+    Without values, an element's number is `start` plus its distance from the layout's offset.
     """
 
     layout: Layout
@@ -59,8 +60,8 @@ class Shadow(NamedTuple):
 def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
     """Return the distances of a view's elements from a layout's offset, `[1 or n, ...]`.
 
-    Distances are in memory or, if `moving` is the shape of values that broadcast to the layout,
-    among these values. The length is 1 along axes on which no distance changes.
+    Distances are in memory or, if `moving` is the shape of values that broadcast to the layout, in
+    these values. The length is 1 along axes on which no distance changes.
     """
     axes = [axis for axis, size in enumerate(moving) if size > 1]
     start = view.offset - layout.offset
@@ -87,7 +88,7 @@ def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
 
 
 def _within(stride: int, start: int, view: Layout) -> bool:
-    """Return whether the smaller steps of a view stay within one step of a stride."""
+    """Return whether all smaller steps of a view together are shorter than one step of a stride."""
     below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
     return start % stride + below < stride
 
@@ -135,7 +136,7 @@ class Shadows:
         self.of[storage] = Shadow(view, numbers)
 
     def copy(self, copy: Tensor, source: Tensor) -> None:
-        """Give each element of a copy the number of the element at its place."""
+        """Assign to each element of a copy the number of the copied element."""
         if copy.stride() == source.stride():
             layout = self[source].layout
             moved = layout.offset + copy.storage_offset() - source.storage_offset()
@@ -163,7 +164,7 @@ def tensors_in(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
     if values is None or isinstance(values, (int, float, str)):
-        return []  # fast path, as operations have many tensors
+        return []  # fast path, as operations have many tensor arguments
     if not isinstance(values, (list, tuple, Mapping)):
         values = vars(values) if is_dataclass(values) and not isinstance(values, type) else {}
     values = values if isinstance(values, (list, tuple)) else values.values()

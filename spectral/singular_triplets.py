@@ -7,8 +7,8 @@ vector finds directions orthogonal to the cached ones. For few rows a CPU comput
 of the Gram matrix instead.
 
 `top_singular` caches the top vector. `top_pairs` can also cache `NEARBY` vectors of the next
-largest singular values. A direction is among them long before it overtakes the top one, so a few
-passes find it, while many passes from the top vector alone do not.
+largest singular values. A direction is among these vectors long before it overtakes the top vector,
+so a few passes find it; from the top vector alone many passes do not.
 
 Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
 that reads the matrix once, while a product with a few columns is several times slower on CPU.
@@ -34,10 +34,10 @@ BLOCK = NEARBY + 2
 """Number of vectors in the block."""
 NEARBY_SQUARINGS = 4
 NEARBY_ROUNDS = 3
-"""Squarings of the projected matrix without its top vector, and products with the last call's
-vectors, which are orthonormalised again. 32nd powers of singular values separate all that float64
-can distinguish; one product with higher powers leaves rounding errors, which differ between
-layouts."""
+"""Numbers of squarings of the projected matrix without its top vector, and of products with the
+last call's vectors, which are orthonormalised after each product. 32nd powers of singular values
+separate all that float64 can distinguish; one product with higher powers leaves rounding errors,
+which differ between layouts."""
 SQUARINGS = (7, 7, 7)
 """Squarings of the projected matrix between its normalisations, within the range of float64. All
 squarings together distinguish values 1e-6 apart."""
@@ -47,7 +47,8 @@ SQUARES = 1e-25, 1e30
 """Bounds of `||W||_F^2` within which float32 represents all relevant entries of `W W^T`."""
 TINY = 1e-300
 FAINT = 1e-20
-"""Share of a fixed vector in the start: negligible next to a cached vector, all next to zero."""
+"""Share of a fixed vector in the start: negligible relative to a cached vector, everything if the
+cached vector is zero."""
 RIDGE = 1e-7
 """Added to the diagonal of a basis's Gram matrix: keeps it positive with zero rows, and rounding
 errors in dependent rows from being magnified."""
@@ -174,7 +175,7 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
 
 
 def _start(cached: Tensor, fixed: Tensor) -> Tensor:
-    """Return the start `[batch, count + 1, rows]` of an iteration.
+    """Return the start vectors `[batch, count + 1, rows]` of an iteration.
 
     It consists of `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
     rows]`. The other fixed vectors replace cached vectors that are zero, as without a cache.
@@ -307,7 +308,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 
 
 def cycle(count: int) -> int:
-    """Return the steps between orthogonalisations of `count` vectors, each by one program."""
+    """Return the number of steps between two orthogonalisations of `count` vectors; one program
+    computes each."""
     return max(1, min(CYCLE, VECTORS // count))
 
 

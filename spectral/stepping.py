@@ -1,7 +1,8 @@
-"""Steps of many units: group by shape, cut to the workspace, step by rule, write back.
+"""Steps of many units: they are grouped by shape, cut to the workspace, stepped by rule and written
+back.
 
 Every optimizer steps its units here: the one-process library, its sharded matrices, the distributed
-optimizer and its PC layers. Only the source and target of units, `Units`, differ.
+optimizer and its PC layers. Only `Units`, the source and target of the units, differs.
 """
 
 from abc import ABC, abstractmethod
@@ -51,7 +52,7 @@ def step_units(
 ) -> list[Report]:
     """Step groups of units by a rule; return each group's report, `[units]` per figure.
 
-    Gradients are the results of `accumulate_`. `spread` yields the independent batches, for
+    The gradients must be results of `accumulate_`. `spread` yields the independent batches, for
     instance on separate streams. Call it under `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
@@ -98,7 +99,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 
 
 def elements_of(groups: Sequence[Units], batch: Batch) -> int:
-    """Return the number of elements of a batch of units of `groups`."""
+    """Return how many elements the units of `groups` in one batch may have together."""
     return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
 
 

@@ -7,8 +7,8 @@
    that holds for every lambda at once (spectral/tangent_model.py). Its root is the first guess.
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
-3. In 16 bits an evaluation is off by more than the model's root: its roundings have a component
-   along Theta, which is known (it is `f`) and is subtracted from the direction.
+3. In 16 bits an evaluation has a larger error than the model's root: its rounding errors have a
+  component along Theta, which is known (it is `f`) and is subtracted from the direction.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ from .polar import (
 )
 from .tangent_model import Model, is_wide
 
-# Below this many units of rounding, M + lambda Theta consists of rounding errors: see `shifted`.
+# Smaller sums M + lambda Theta, in units of rounding, are rounding errors alone: see `shifted`.
 DEGENERATE_EPS = 32
 
 
-# Default and smallest tolerance by the dtype of msign's products: below the smallest are the
-# rounding errors of f itself, which no multiplier reduces (docs/numerics.md).
+# Default and smallest tolerance by the dtype of msign's products: below the smallest tolerance are
+# rounding errors of f, which no multiplier reduces (docs/numerics.md).
 TOLERANCES = {
     torch.float64: 2e-4,
     torch.float32: 2e-4,
@@ -84,7 +84,7 @@ class TangentSolution(NamedTuple):
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     slope: Tensor  # [batch], df/dlambda at the multiplier
     converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
-    bounded: Tensor  # [batch], bool, as `spectral.polar.Polar` has it; the residual is 1 where not
+    bounded: Tensor  # [batch], bool, as in `spectral.polar.Polar`; the residual is 1 where False
     removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
 
     def report(self) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ class Solver:
             replaced = split_like(better[:, None, None], work.stacks)
             for mask, phi, direction in zip(replaced, latest, directions, strict=True):
                 torch.where(mask, phi, direction, out=direction)
-            del latest, phi  # the next evaluation needs their memory
+            del latest, phi  # the next evaluation needs this memory
         return work.solutions(best, directions, residual, kept)
 
 

@@ -38,7 +38,7 @@ RIDGE = 1e-13
 GRID = (2, 512)
 """Rounds of the search for the root, and intervals of the grid per round."""
 CPU_GRID = (6, 8)
-"""Gives the same last interval with 54 values of the model instead of 1,026."""
+"""Three rounds give the same last interval with 54 values of the model instead of 1,026."""
 
 DIRECT_ROWS = 32
 """Largest number of rows at which the model works on `N N^T` itself, without a basis."""
@@ -73,7 +73,8 @@ SPACES = {
     torch.float32: EXACT,
     torch.float64: EXACT,
 }
-"""By the dtype of msign's products. A resolvent costs a factorisation, its powers little more."""
+"""Krylov spaces by the dtype of msign's products. A resolvent costs a factorisation; its powers
+cost little more."""
 SYSTEM_ELEMENTS = 3 << 27
 """Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
 time: both systems of 48 matrices with 2,048 rows, in 3 GiB of float64."""
@@ -108,7 +109,7 @@ class Reduced(NamedTuple):
 def partial_fractions(
     steps: tuple[Coefficients, ...],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Fit residues and nodes `(c, t)` with `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
+    """Fit residues and nodes `(c, t)` of `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
     Uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error is
     2.5e-5 for polar_express, 7e-4 for polar_express_upstream; schedules that oscillate are
@@ -289,8 +290,8 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
 def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> Tensor:
     """Apply `operator` to `start` `[batch, 2, rows]` `count` times.
 
-    Returns `[batch, 2 count, rows]`, float64, of unit vectors. All but the last are orthogonalised
-    against lower powers, which keeps the powers distinct.
+    Returns `[batch, 2 count, rows]`, float64, of unit vectors. All powers but the last are
+    orthogonalised against lower powers, which keeps them distinct.
     """
     vectors = unit(operator(start if count else start[:, :0]).double())
     for _ in range(1, count):
@@ -303,7 +304,7 @@ def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:
     """Compute `Q N N^T Q^T` `[matrices, size, size]` in float64 from `Q N` in the dtype of M.
 
-    Nothing is squared before the products are small, so small singular values keep their digits.
+    Values are squared only in the small products, so small singular values keep their digits.
     """
     kind = stacks[0].dtype
     q = basis.to(kind)

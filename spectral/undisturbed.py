@@ -15,8 +15,8 @@ from torch import Tensor, nn
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let a forward pass change copies of attributes and buffers, and restore the rest.
 
-    Of parameters it restores storage, gradient and flag; `Watch` copies those that the pass writes
-    to.
+    It restores storage, gradient and flag of parameters; `Watch` copies the parameters that the
+    pass writes to.
     """
     spaces = [vars(module) for module in model.modules()]
     saved = [dict(space) for space in spaces]

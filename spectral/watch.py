@@ -60,9 +60,10 @@ STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
     r"|_weight_norm_interface|native_dropout|leaky_relu|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
 )
-"""Operations that act on each place or scale it, in addition to torch's pointwise tag."""
+"""Operations that act on each element or scale it, in addition to operations with torch's pointwise
+tag."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
-"""Reductions other than sums, which over a part of the columns hide the outputs' identity."""
+"""Reductions other than sums; over a part of the columns they hide the outputs' identity."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
@@ -131,7 +132,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and propagate the shadows as it moves numbers."""
+        """Run an operation, and move the shadows as it moves elements."""
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             self._hide(tensors_in((args, kwargs)), str(func))
@@ -228,7 +229,7 @@ class Watch(TorchDispatchMode):
             use.ended = True
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
-        """Follow an operation on each place: the result has its operands' columns."""
+        """Follow an elementwise operation: the result has its operands' columns."""
         same, wider = _aligned(operands, out)
         sides = [self._side(t, out) for t in (*same, *wider)]
         distinct: list[Tensor] = []
@@ -370,7 +371,7 @@ class Watch(TorchDispatchMode):
     def _folded(self, columns: Tensor, axes: Iterable[int]) -> Tensor:
         """Return the columns of sums along axes."""
         for axis in axes:
-            while (size := columns.shape[axis]) > 1:  # the sum of two halves, and cases between
+            while (size := columns.shape[axis]) > 1:  # sum the halves
                 first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
                 columns = torch.cat([self.numbers.joined(first, second), between], axis)
         return columns
@@ -491,7 +492,8 @@ class Watch(TorchDispatchMode):
             self._made(out, [numbers], 1)
 
     def _made(self, out: Tensor, columns: list[Tensor], axis: int) -> None:
-        """Record the columns along an axis of a product's result, by its first axis."""
+        """Record the columns along an axis of a product's result, for each index of its first
+        axis."""
         sizes = [len(columns), *[1] * (out.ndim - 1)] if len(columns) > 1 else [1] * out.ndim
         sizes[axis] = len(columns[0])
         numbers = torch.stack(columns).double().to(out.device)
@@ -499,7 +501,7 @@ class Watch(TorchDispatchMode):
 
 
 def _aligned(operands: Iterable[Tensor], out: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the operands of a result's shape, and the operands that broadcast to it."""
+    """Return the operands with the result's shape, and the operands that broadcast to it."""
     same, wider = list[Tensor](), list[Tensor]()
     for t in operands:
         wanted = out.shape[out.ndim - t.ndim :]

@@ -28,7 +28,8 @@ def turn_back(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the heads of a token, `each` per group, and add to the sums of a gain's gradient.
+    """Write a token's heads, `each` of them per group, and accumulate the gradient of the norm's
+    gain.
 
     The two halves of a head are separate, as the rotation mixes them.
     """

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 SMALLEST = 16
-"""Least side of a product of tiles."""
+"""Smallest side of a tile in a product."""
 WARPS = 4
 STAGES = 1
 """Software pipeline stages; with more, the vectors do not fit the registers."""
@@ -38,7 +38,8 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
         x = x / tl.maximum(tl.max(x), TINY)
         for _ in range(SQUARINGS):
             x = tl.dot(x, x, out_dtype=tl.float64)
-    # All columns are parallel: use the longest. Its squares may overflow until it is normalized.
+    # All columns are parallel, so use the longest one. Its squares may overflow until it is
+    # normalized.
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
     longest = tl.argmax(diagonal, axis=0)
     column = tl.sum(tl.where(i[None, :] == longest, x, 0.0), axis=1)

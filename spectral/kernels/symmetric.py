@@ -63,7 +63,7 @@ def accumulated(  # type: ignore[no-untyped-def]
 def store_both(target, total, row, col, rows, cols, n):  # type: ignore[no-untyped-def]
     """Write a tile of a symmetric `[n, n]` at `target` and its mirror image."""
     result = total.to(target.dtype.element_ty)
-    # This changes nothing off the diagonal, and makes tiles on it symmetric bit for bit.
+    # This changes no tile off the diagonal, and makes diagonal tiles symmetric bit for bit.
     mirrored = tl.trans(result)
     result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
     present = (rows < n)[:, None] & (cols < n)[None, :]
@@ -112,7 +112,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
 
 INTERPRETED = not isinstance(symmetric_kernel, triton.runtime.JITFunction)
 """Whether Triton's interpreter runs the kernels. It would multiply the bit patterns of bfloat16, so
-operands are widened to float32, which leaves the products the same."""
+operands are widened to float32, which does not change the products."""
 
 
 def product(

@@ -1,4 +1,4 @@
-"""Update rules, one file each, and the registry by which configs and optimizers name them.
+"""Update rules, one file per rule, and the registry of their names in configs and optimizers.
 
 An installed package adds rules by an entry point of the group `spectrain.rules`. A program that
 uses the library alone may call `register_rule`.
@@ -69,7 +69,7 @@ class Registry(UserDict[str, type[Rule]]):
 
     def load(self) -> None:
         """Register the rules of installed packages, with a warning for each unusable one."""
-        if self.loading:  # called by a package that lists the rules while it is imported
+        if self.loading:  # a package may list the rules while it is imported
             return
         self.loading = True
         try:
@@ -79,7 +79,7 @@ class Registry(UserDict[str, type[Rule]]):
                     self.left_out.pop(entry.name, None)
                 except (
                     Exception
-                ) as error:  # another package's code, which most programs do not need
+                ) as error:  # this imports other packages, which most programs do not need
                     text = (
                         f"{entry.value} is left out because it is not a rule of {__name__}: {error}"
                     )

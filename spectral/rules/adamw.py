@@ -98,7 +98,7 @@ class AdamWRule(Rule):
 
 
 def units(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the units of tensors `[batch, ...]`, which have separate counters."""
+    """Split tensors `[batch, ...]` into units, which have separate counters."""
     return [unit for x in tensors for unit in x.unbind()]
 
 

@@ -2,7 +2,7 @@
 
 The one-process optimizer and the distributed one call the same rules through `spectral.stepping`,
 so the mathematics exists once. Routing, planning and monitoring use only a rule's methods. `RULES`
-is the registry by which configs and optimizers name rules.
+maps the names in configs and optimizers to rules.
 """
 
 import difflib
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
     @property
     def rates(self) -> tuple[object, object]:
-        """A key shared by steps with equal rates, computed without reading a tensor."""
+        """A key that is equal for steps with equal rates, computed without reading a tensor."""
         return rate_key(self.lr), rate_key(self.weight_decay)
 
 
@@ -90,7 +90,8 @@ class Rule(ABC):
     """Entries of the state that start at 0 in the shape of the weight, for `accumulate`."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError or TypeError for an invalid field; subclasses call the parent's."""
+        """Raise ValueError or TypeError for an invalid field; subclasses call the parent's
+        method."""
         check_fields(type(self), vars(self))
 
     @property
@@ -113,7 +114,7 @@ class Rule(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with the values used for nulls."""
+        """Return the fields by name, with nulls replaced by the values used."""
         return asdict(self)
 
     @abstractmethod
@@ -150,7 +151,7 @@ class Rule(ABC):
         """
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step on a unit of logical `shape`; here those of elementwise
+        """Count the FLOPs of one step on a unit of logical `shape`; here the FLOPs of elementwise
         passes.
 
         Placement and plans use it; see `costs_are_counted`.
@@ -258,7 +259,7 @@ def rate_key(rate: Rate) -> object:
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
-    """Return the rate of all stacks: the shared rate, else one per unit `[sum of batches]`."""
+    """Return the shared rate of all stacks, or else one rate per unit `[sum of batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     pairs = zip(stacks, rates, strict=True)
@@ -313,7 +314,7 @@ def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return whether each unit takes its step `[batch]`: it is `sound` and the step `active`."""
+    """Return whether each unit takes its step `[batch]`: it is `sound` and the step is `active`."""
     return sound if active is None else sound & active
 
 
@@ -378,7 +379,7 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """Return the end of a message that suggests the closest name, empty if none is close."""
+    """Return the end of a message that suggests the closest name, empty if no name is close."""
     names = {str(x): x for x in known}
     close = difflib.get_close_matches(str(name), [*names], n=1)
     return f"; did you mean {names[close[0]]!r}?" if close else ""

@@ -1,7 +1,7 @@
 """Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts that other rules share.
 
 From top to bottom: the mean of the gradient (`MomentumRule`), its polar factor (`MsignRule`), the
-step of the weight (`PolarRule`), Muon itself, and its algorithm on a page (`reference`).
+step of the weight (`PolarRule`), Muon itself, and its plain algorithm (`reference`).
 """
 
 import math
@@ -84,7 +84,7 @@ class MomentumRule(Rule):
             for pair in cache_slices(grad, mean)
         ]
         gate = unless_all(active)
-        # All at once on a GPU; a CPU finishes a few tensors while they are in its cache.
+        # A GPU processes all tensors at once; a CPU finishes a few while they are in its cache.
         limit = CACHE_ELEMENTS.get(grads[0].device.type)
         count = len(slices) if limit is None else max(1, limit // max(1, slices[0][0].numel()))
         for first in range(0, len(slices), count):

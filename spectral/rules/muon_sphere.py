@@ -131,8 +131,8 @@ class MuonSphereRule(RadiusRule):
 
         All figures are `[sum of batches]`. Reports `sigma` and `radius`. Also returns whether each
         unit is sound (the squares of its norm and of its cached vectors are finite) and the factor
-        that decays and retracts its weight. The vectors of an unsound unit are reset, so its next
-        step starts cold.
+        for decay and retraction of its weight. The vectors of an unsound unit are reset, so its
+        next step is a cold start.
         """
         sigma, sound = self._refresh_vectors(stacks)
         weights = [stack.weight for stack in stacks]
@@ -177,7 +177,7 @@ def _vectors(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def retracted(rule: MuonSphereRule, weight: Tensor, lr: float) -> Tensor:
-    """Return one matrix `[rows, cols]` moved to, or towards, the sphere ||W||_2 = R."""
+    """Return one matrix `[rows, cols]` scaled to, or towards, the sphere ||W||_2 = R."""
     R = rule.radius_of(weight.shape[-2:])
     sigma: Tensor = torch.linalg.matrix_norm(weight, ord=2)
     if rule.retraction == "hard":

@@ -1,8 +1,8 @@
 """NorMuon: Muon with a second moment per neuron of the update.
 
 Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
-msign(M) have very different norms; dividing them by the roots of their mean squares evens out the
-neurons. The Frobenius norm stays equal to the norm of msign(M).
+msign(M) have very different norms; dividing each row by the root of its mean square gives all
+neurons similar updates. The Frobenius norm stays equal to the norm of msign(M).
 """
 
 from collections.abc import Sequence

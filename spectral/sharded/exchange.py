@@ -25,7 +25,7 @@ returns the received elements by ascending rank."""
 
 
 Held = Mapping[Any, Tensor] | Sequence[Tensor]
-"""The tensors a rank holds parts of."""
+"""The tensors of which a rank holds parts."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Transfer of one matrix to its owner and back.
+    """Transfer of one matrix to its owner, and of the result back.
 
     matrix    its name
     owner     the rank, within the group, that runs its rule
@@ -104,8 +104,8 @@ class Side:
 class Exchange:
     """The two all-to-alls of some matrices, planned once, for one rank.
 
-    A whole matrix is a tensor of which the parts' `whole` are slices. `owned_matrices` are the
-    names of the matrices that this rank owns.
+    A whole matrix is a tensor; the field `whole` of a part is its slice of that tensor.
+    `owned_matrices` are the names of the matrices that this rank owns.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Exchange:
         gather_by: AllToAll,
         scatter_by: AllToAll,
     ) -> None:
-        """Plan for the sources of `inward` and the targets of `outward`.
+        """Plan the transfer of the sources of `inward` and of the targets of `outward`.
 
         `gather_by` sends parts to owners, `scatter_by` sends results back.
         """

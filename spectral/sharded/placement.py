@@ -16,7 +16,7 @@ Strategy = Literal["auto", "ping_pong"]
 """Strategy of choosing owners; see `place`."""
 
 SLACK = 0.02
-"""Relative increase of the largest load that is accepted to send fewer elements."""
+"""Accepted relative increase of the largest load for sending fewer elements."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _placement(
 
 
 def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Deal items by ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on.
+    """Assign items by ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on.
 
     Ties keep the order given. Source: "Controlled LLM Training on Spectral Sphere".
     """
@@ -114,7 +114,7 @@ def longest_processing_time(
     base: Sequence[float],
     holders: Sequence[Mapping[int, int]] | None = None,
 ) -> tuple[int, ...]:
-    """Deal items by descending cost, each to the rank with the smallest load.
+    """Assign items by descending cost, each to the rank with the smallest load.
 
     Ties go to the lower rank and keep the order given. Without loads in `base`, the largest load is
     at most 4/3 of the optimum (Graham, 1969).
@@ -143,7 +143,7 @@ def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, in
 def _swapped(
     costs: Sequence[float], owners: Sequence[int], holders: Sequence[Mapping[int, int]]
 ) -> tuple[int, ...]:
-    """Deal items of equal cost again, first to the ranks with the largest shares.
+    """Reassign items of equal cost, first to the ranks with the largest shares.
 
     Every rank gets as many items of each cost as in `owners`, so its load is the same.
     """

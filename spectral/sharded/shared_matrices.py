@@ -29,14 +29,16 @@ from .placement import Placement, Work, place
 from .ranks import RankGroup, TensorLayout, flat_layout, flat_state, layout_of
 
 STEP_GROUP_NUMEL = 2**26
-"""Elements of the parameters that are exchanged together, unless a single one is larger."""
+"""Largest number of elements of parameters that are exchanged together, unless a single parameter
+is larger."""
 
 MOMENTUM = "momentum"
 WEIGHT = "weight"
 UPDATE = "update"
 ENTRIES = "entries"
 Key = tuple[int, int, str]
-"""Parameter, its matrix, and the sent tensor: MOMENTUM, WEIGHT, UPDATE or a state entry."""
+"""Numbers of a parameter and its matrix, and the sent tensor: MOMENTUM, WEIGHT, UPDATE or a state
+entry."""
 
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
@@ -305,7 +307,8 @@ class SharedMatrices:
 
 
 class _OwnedUnits(Units):
-    """Matrices of one kind in `owned`, to be stepped there; `members` are parameters and numbers.
+    """Matrices of one kind in `owned`, which are stepped in place; `members` are their parameters
+    and numbers.
 
     They are stepped from momenta, weights and state entries. UPDATE is the new weight, or the
     change if the old weight was not sent.
