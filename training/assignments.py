@@ -76,7 +76,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
     """Return the penalty of `unit`, None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
-    assert section.coefficient is not None  # `load_config` has set the paper's choice
+    assert section.coefficient is not None  # `load_config` has replaced the null
     return Penalty(
         coefficient=section.coefficient,
         power=section.power,

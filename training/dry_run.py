@@ -187,7 +187,8 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
-    """Return the parts of the run with equal global batch, and the modelled time of their steps."""
+    """Return the parts of the run with one global batch each, and the modelled time of a step in
+    each part."""
     shape = step_shape(config, planned.gpus, planned.device)
     loads = [stage.load for stage in planned.stages]
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks

@@ -141,7 +141,7 @@ def tell_torchrun(message: str) -> None:
 
 
 class Aid:
-    """A context that an OSError ends without ending the run.
+    """A context in which an OSError ends the block but not the run.
 
     The first of consecutive errors is printed as a warning.
     """

@@ -64,10 +64,11 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_shape(value: Any, shape: Any, place: str) -> None:
-    """Raise InputError for the first part of `value` that does not have its shape.
+    """Raise InputError for the first part of `value` that does not match its shape.
 
     A shape is a type or a union of types; `[shape]`, a list of any length; or a mapping with the
-    shapes of required keys, where `...` stands for all other keys. `place` names the value.
+    shapes of required keys, where `...` stands for all other keys. `place` is the name of the
+    value.
     """
     if isinstance(shape, list):
         if not isinstance(value, list):

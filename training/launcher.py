@@ -37,7 +37,7 @@ class Ranks:
         self.interrupted = self.killed = False
         self._waiting: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
                 signal.signal(number, self._pass_on)
         signal.set_wakeup_fd(-1)
 
@@ -92,9 +92,9 @@ def launch(ranks: int, command: Sequence[str]) -> int:
 
     Ctrl-C and SIGTERM are forwarded to the ranks once; a second Ctrl-C kills the ranks.
     """
-    # It warns of every signal that it sends; the ranks print their errors.
+    # torch's launcher warns of every signal that it sends; the ranks print their errors.
     logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)
-    # As in torchrun's agent, so that no other process can take the port.
+    # As in torchrun's agent, this store keeps the port, so no other process can take it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -121,10 +121,10 @@ def launch(ranks: int, command: Sequence[str]) -> int:
             environments,
             DefaultLogsSpecs(log_dir=folder),
         )
-        assert isinstance(context, SubprocessContext)  # as its entry point is a command
+        assert isinstance(context, SubprocessContext)  # the entry point is a command
         processes.started(context)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         code = processes.wait()
-    if processes.killed:  # skips Python's shutdown, which takes a second
+    if processes.killed:  # skip Python's shutdown, which takes a second
         os._exit(code)
     return code

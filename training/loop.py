@@ -48,7 +48,7 @@ class Hooks:
     record     receives the figures of the monitors, and the step
     note       receives kind, step and text of an event
     on_step    receives the number of each step, and its result
-    rewind     returns to an earlier checkpoint after an error, and whether it did
+    rewind returns to an earlier checkpoint after an error; its result is whether it did
     lifecycle  saves checkpoints and receives stop requests
     profile    times the operations of some steps
     """
@@ -205,8 +205,8 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether work of every `interval` steps (0: never) and of the last step is due
-        after `step`."""
+        """Return whether work that is due every `interval` steps (0: never) and after the last step
+        is due after `step`."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:

@@ -36,7 +36,7 @@ class SpikeDetector:
         """Return a 0-d bool that is False for a spike; it is True until the window is full."""
         if self.deviations is None:
             return torch.ones((), dtype=torch.bool, device=loss.device)
-        # NaN until the window is full, and no value is larger than NaN.
+        # The bound is NaN until the window is full, and no value is larger than NaN.
         limit = self.losses.mean() + self.deviations * self.losses.std()
         return ~(loss > limit)
 

@@ -163,7 +163,8 @@ def train(
             restore(trainer, start)
         if config.checkpoint.interval:
             first_rank(lambda: check_place(run_dir))
-        # No line before this changes the run folder, and no line after it refuses the run.
+        # The code before this line does not change the run folder, and the code after it does not
+        # refuse the run.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
             interrupts.training_begins()
@@ -273,14 +274,14 @@ def open_log(
     """Open the log of a run and write its first notes; None on every rank but the first."""
     config, progress = trainer.config, trainer.progress
     routes = config_routes(config, all_owners(trainer.optimizer))
-    counts = trainer.spectral.state()  # by all ranks together
+    counts = trainer.spectral.state()  # all ranks do this together
     if trainer.groups.rank > 0:
         return None
     log = RunLog(
         config,
         routes,
         data,
-        progress.step - bool(progress.unreported),  # repeats a report that a stop prevented
+        progress.step - bool(progress.unreported),  # make the report that a stop prevented
         counts,
         beginning.run_id,
         progress,
@@ -352,8 +353,8 @@ def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
 def reports(error: Exception, rank: int) -> bool:
     """Return whether this rank writes the event of its failure.
 
-    Rank 0 writes an error of all ranks, any rank an error of its own, and the first of the ranks
-    that miss others in a collective writes their error.
+    Rank 0 writes an error that all ranks raise, every rank an error that only it raises, and the
+    first of the ranks that miss others in a collective writes the collective's error.
     """
     if isinstance(error, CollectiveError):
         return all(before in error.absent for before in range(rank))

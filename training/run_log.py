@@ -268,7 +268,7 @@ WARNINGS: Final = {
         "singular value was {largest:.3f}",
     ),
 }
-"""By key of `SpectralMetrics.state`: the metric, and the warning about new events."""
+"""The metric, and the warning about new events, by key of `SpectralMetrics.state`."""
 
 
 def set_aside(path: Path) -> None:

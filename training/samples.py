@@ -65,7 +65,7 @@ class Sampler:
         `alive` is called after every token.
         """
         written = self.prompts.clone()
-        written[:, self.prompt :] = 0  # the causal mask hides it
+        written[:, self.prompt :] = 0  # the causal mask hides this token
         for place in range(self.prompt, self.prompt + self.tokens):
             written[:, place] = next_tokens(
                 model, groups, written, place - 1, self.vocab_size, self.firsts
@@ -172,8 +172,8 @@ def best_token(
 ) -> Tensor:
     """Return the token with the largest of logits `[1, s / context, v / tensor]` at `place`, 0-d.
 
-    Of equal logits it is the first; on context ranks without the position it is 0. Padding rows of
-    the vocabulary are not tokens.
+    If logits are equal, the first of them counts; on context ranks without the position the result
+    is 0. Padding rows of the vocabulary are not tokens.
     """
     length = logits.shape[1] * groups.context.size
     chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)

@@ -71,7 +71,7 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raise RanksDifferError, on every rank, with a line per fact that differs. Collective."""
+    """Raise RanksDifferError on every rank, with one line per fact that differs. Collective."""
     lines = disagreements(facts)
     if lines:
         raise RanksDifferError("\n".join(lines))

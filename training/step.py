@@ -114,7 +114,7 @@ class Trainer:
         return self.batch // (self.config.train.micro_batch * self.groups.data.size)
 
     def read_on(self) -> None:
-        """Read on from the progress, with the global batch of the next step."""
+        """Continue reading at the progress, with the global batch of the next step."""
         self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
         self.batches = self.make_batches(self.progress)
 
@@ -253,7 +253,7 @@ class Trainer:
             self.weights.forget()
 
     def leave_out(self, windows: Windows) -> None:
-        """Read on, skipping the samples of these windows."""
+        """Continue reading after the samples of these windows, which are left out."""
         self.progress.left_out = windows
         self.read_on()
 

@@ -32,7 +32,8 @@ def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return the first note on the profile of a run that continues after `after`, or None."""
+    """Return the note about the profile for the start of a run that continues after `after`, or
+    None."""
     section, last = config.log.profile, config.train.last
     if section is None:
         return None
@@ -61,7 +62,7 @@ class StepProfile:
     def __init__(
         self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
     ) -> None:
-        """`after` is the step that the run continues after, `note` that of `Trainer`."""
+        """`after` is the step after which the run continues, `note` the method of `Trainer`."""
         section = config.log.profile
         assert section is not None
         self.section = section

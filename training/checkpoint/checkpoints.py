@@ -9,8 +9,8 @@
         COMPLETE     hash of meta.json, written last
 
 A checkpoint is written to `.writing-...` in the same folder and renamed when all of it is on disk,
-so a folder named step_* was complete once. It needs nothing outside its folder, and `latest` never
-decides which checkpoint is loaded.
+so a folder named step_* was complete when it got this name. A checkpoint needs nothing outside its
+folder, and `latest` never decides which checkpoint is loaded.
 """
 
 import contextlib
@@ -165,9 +165,9 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 
 
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each file in a share of the files that has changed since it was written.
+    """Yield a sentence for each file of a share that has changed since it was written.
 
-    The first share also contains the tensors' index, whose files must all be compared.
+    The first share also contains the index of tensors; all files that it names must be compared.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -182,9 +182,9 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
 
 
 def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each nonfinite tensor in a share of the tensors.
+    """Yield a sentence for each nonfinite tensor of a share.
 
-    Raises BrokenCheckpointError if they cannot be read; call it after `problems`.
+    Raises BrokenCheckpointError if the tensors cannot be read; call it after `problems`.
     """
     stored = StoredTensors(info.state)
     for key in stored.keys()[share]:
@@ -193,7 +193,8 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:
-    """Yield why the index of tensors is not trusted, or the files that only the index names."""
+    """Yield a sentence for each reason not to trust the index of tensors, such as a file that only
+    the index names."""
     try:
         named = set(index_files(read_index(info.state)))
     except UnsafeIndexError as error:
@@ -217,7 +218,8 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if checkpoints twice cannot be written to a run folder; leaves no file."""
+    """Raise InputError if two attempts to write to a run folder's checkpoints fail; leaves no
+    file."""
     with contextlib.suppress(OSError):
         return _write_nothing(run_dir)
     try:
@@ -229,7 +231,7 @@ def check_place(run_dir: str | Path) -> None:
 
 
 def _write_nothing(run_dir: str | Path) -> None:
-    """Open a file without a name in the folder of checkpoints."""
+    """Open an unnamed file in the folder of checkpoints."""
     folder = Path(run_dir) / FOLDER
     folder.mkdir(exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
@@ -316,7 +318,7 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
         return []
     whole: list[int] = []
     for step in steps(run_dir):
-        with contextlib.suppress(InputError):  # of a broken checkpoint
+        with contextlib.suppress(InputError):  # the checkpoint is broken
             whole.append(_complete(step_folder(run_dir, step)).step)
     doomed = superseded(whole, keep_last, keep_every)
     for step in doomed:
@@ -341,8 +343,8 @@ def sweep(run_dir: str | Path) -> list[str]:
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
     """Move the checkpoints of steps after `step` to another folder.
 
-    A run that returned to `step` must never continue from them. Returns the new folder, None if
-    there are no such checkpoints.
+    A run that returned to `step` must never continue from these checkpoints. Returns the new
+    folder, None if there are no such checkpoints.
     """
     later = [each for each in steps(run_dir) if each > step]
     if not later:

@@ -46,7 +46,7 @@ class InitialWeights:
 
     @property
     def info(self) -> CheckpointInfo:
-        """The source checkpoint of the weights."""
+        """The checkpoint that the weights come from."""
         return self.weights.info
 
     @property
@@ -55,7 +55,7 @@ class InitialWeights:
         return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
-        """Return the whole `unit`, `[*shape]`, float32; `unit` may be declared on any rank."""
+        """Return all of `unit`, `[*shape]`, float32; it may belong to any rank."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
             self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
@@ -127,7 +127,7 @@ def _chosen(
 
 def same_tokens(saved_file: Path, data_file: Path | None) -> bool:
     """Return whether two tokenizer.json files differ at most in the template around a text, which
-    data preparation and exports leave out."""
+    neither data preparation nor exports use."""
     if data_file is None or not (saved_file.is_file() and data_file.is_file()):
         return False
     first, second = (

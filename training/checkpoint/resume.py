@@ -35,7 +35,7 @@ class Start:
     def settle(self, run_dir: str | Path) -> None:
         """Move aside checkpoints that must not be continued later, and print them (rank 0).
 
-        Call it when the run can no longer be refused.
+        Call it after all checks that may refuse the run.
         """
         if self.resume == "none":
             start_over(run_dir)

@@ -39,7 +39,7 @@ def identity(config: Config, facts: Identity) -> Identity:
     result depends on them.
     """
     kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
-    # A phase's start by share of steps, or by decay, moves if other sections change.
+    # The start of a phase given by `after_share` or `with_decay` moves if other sections change.
     kept |= {f"phases[{i}].start": start for i, start in enumerate(config.phase_starts())}
     return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
 
@@ -68,7 +68,7 @@ def data_facts(
 
 
 def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return the modification times of sets that no hash covers completely, by key of the kind
+    """Return the modification times of sets without a hash of all tokens, by key of the kind
     `data`.
 
     They may differ between copies on several nodes, so one rank provides them for all.
@@ -100,8 +100,8 @@ def settings(config: Config) -> Identity:
 
 
 def model_facts(model: ModelConfig) -> dict[str, Any]:
-    """Return the values of a model by dotted key that results depend on, with the sizes that null
-    stands for."""
+    """Return the model settings that results depend on, by dotted key, with nulls replaced by the
+    sizes used."""
     scalar = model.query_pre_attn_scalar
     sizes = {
         "kv_heads": model.query_groups,
@@ -122,7 +122,7 @@ def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dic
 
 
 def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
-    """Return a sentence for each accepted change since a checkpoint that figures depend on.
+    """Return a sentence for each accepted change since a checkpoint that affects metrics.
 
     These are changes of allowed kinds, of validation, of tasks, and of spike detection.
     """
@@ -149,9 +149,10 @@ def _beside(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both without facts that only one of them has: validation sets and tasks may be added
-    or removed; a set has a sha256 with a manifest, and a modification time if it is large and has
-    none; settings of a rule that only one uses follow from the other rule of a group or role."""
+    """Return both mappings without facts that only one of them contains: validation sets and tasks
+    may be added or removed; a set has a sha256 if it has a manifest, or a modification time if it
+    is large without one; settings of a rule that only one run uses follow from the different rule
+    of a group or role."""
     optional = {
         key
         for key in saved.keys() | now.keys()
@@ -223,7 +224,7 @@ def _data(
         for name, share in mixture.shares.items():
             facts[f"{place}.{name}.share"] = round(share, 6)
         facts[f"{place}.fingerprint"] = mixture.fingerprint()
-    # It also covers parts of the order outside the keys above.
+    # This also covers settings of the order outside the keys above.
     facts["fingerprint"] = data.fingerprint()
     return facts
 
@@ -244,7 +245,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     plain = replace(config.optimizer, roles={})
-    for role, overrides in settings["roles"].items():  # equal to the group's is no difference
+    for role, overrides in settings["roles"].items():  # drop equal settings
         usual = asdict(plain.settings_for(role))
         settings["roles"][role] = {
             k: v for k, v in overrides.items() if v not in (None, usual.get(k))

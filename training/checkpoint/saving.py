@@ -36,7 +36,7 @@ from training.report.log_lines import LOGS
 Result = TypeVar("Result")
 
 ATTEMPTS: Final = 2
-"""Attempts of a save: a disk that fails once does not end a run."""
+"""Number of attempts to save: a disk that fails once does not end a run."""
 REFUSALS: Final = 3
 """Consecutive checkpoints with a nonfinite state after which the run ends."""
 
@@ -70,7 +70,7 @@ class Saver:
         self.facts = facts
         self.check_folder = check_folder
         self.last_saved: int | None = None
-        self._yaml = to_yaml(config)  # only once, as it takes longer than copying a small state
+        self._yaml = to_yaml(config)  # once, as this takes longer than copying a small state
         self._meta: dict[str, Any] = {}
         self._generators: list[Any] = []
         self._folder = Path()
@@ -207,7 +207,7 @@ class Saver:
 
         Raises CheckpointError, with the problems of all ranks, after the last attempt. A nonfinite
         state is dropped instead, with a warning, fewer than `REFUSALS` consecutive times: the guard
-        of losses may still rewind the run to an earlier step.
+        against bad losses may still rewind the run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending

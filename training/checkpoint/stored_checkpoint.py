@@ -65,7 +65,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """State of a trainer other than tensors."""
+    """Non-tensor state of a trainer."""
 
     guard: Guard
     spikes: list[float]
@@ -233,7 +233,7 @@ class StoredTensors:
 
 
 def named(keys: Collection[str]) -> str:
-    """Return the first of some tensors' names, and the number of others.
+    """Return the first of some tensor names, and the number of the other names.
 
     `weight/head (and 79 others)`
     """

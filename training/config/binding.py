@@ -37,7 +37,7 @@ BOUNDS: Final = {
     "multiple_of": "a multiple of {multiple_of}",
     "too_short": "a list of at least {min_length}",
 }
-"""Text of a bound by type of pydantic's error."""
+"""Text of a bound, by the type of pydantic's error."""
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
@@ -66,8 +66,8 @@ def bind(
 ) -> T:
     """Return `mapping` as a section of type `kind`.
 
-    Without `check`, only keys, types and bounds are checked, not conditions between fields, nor
-    `between` sections. Raises InvalidConfigError with all problems.
+    Without `check`, only keys, types and bounds are checked, neither conditions between fields nor
+    those `between` sections. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []
@@ -76,7 +76,7 @@ def bind(
         sections = _sections(bound)
     except ValidationError as error:
         lines += dict.fromkeys(_lines(kind, error))
-        bound = object.__new__(kind)  # errors of the defaults, and the sections that can be bound
+        bound = object.__new__(kind)  # errors in defaults, and the sections that can be bound
         sections = _bindable(kind, json.loads(text))
     for loc, section in sections if check else ():
         lines += problems(section, section.checks(), place(kind, loc)[0])

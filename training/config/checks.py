@@ -218,7 +218,7 @@ def layout_checks(config: Config) -> Iterator[Check]:
 
 
 def _stages(config: Config) -> Check:
-    """Check that the layers can be divided over stages with given sizes and the other stages."""
+    """Check that the layers left by stages of given sizes can be divided over the other stages."""
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
     sizes = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
@@ -294,7 +294,8 @@ def _nearby(config: Config, world_size: int) -> str:
 
 
 def _nearest(legal: list[int], number: int) -> list[int]:
-    """Return the last of ascending numbers up to `number` and the first from there on."""
+    """Return the largest of ascending numbers that is at most `number`, and the smallest that is at
+    least `number`."""
     below = [each for each in legal if each <= number][-1:]
     above = [each for each in legal if each >= number][:1]
     return sorted({*below, *above})
@@ -303,8 +304,8 @@ def _nearest(legal: list[int], number: int) -> list[int]:
 def world_checks(
     config: Config, world_size: int, step: int = 0, tokens: int = 0
 ) -> Iterator[Check]:
-    """Check layout and batches on `world_size` ranks; of a ramp, the stages left after `step` steps
-    and `tokens` tokens."""
+    """Check layout and batches on `world_size` ranks; of a ramp only the stages that remain after
+    `step` steps and `tokens` tokens."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
     yield (

@@ -33,7 +33,7 @@ BEGINNINGS = ("after_steps", "after_share", "with_decay")
 
 
 class DataPhase(Section):
-    """A part of the run, to its end or the next phase, with its own weights of the sets."""
+    """A part of the run, until its end or the next phase, with different weights of the sets."""
 
     after_steps: Count | None = None
     """Steps of the run before the phase; null = another key sets the beginning."""

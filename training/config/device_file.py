@@ -1,4 +1,4 @@
-"""The GPU that a run is planned or rehearsed for: by its name, or as a YAML file describes it."""
+"""The GPU that a run is planned or rehearsed for, given by name or described in a YAML file."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +10,10 @@ from training.config.yaml_files import over, read_saved
 
 
 def device_named(text: str) -> Device:
-    """Return the device `text` names, or that a YAML file of that name describes: its `base` is the
-    name of the device that has all figures which the file leaves out.
+    """Return the device with the name `text`, or described in the YAML file `text`, whose `base`
+    names the device that supplies the omitted figures.
 
-    Raises InvalidConfigError for a name that is neither, or with all problems of the file.
+    Raises InvalidConfigError if there is neither, or with all problems of the file.
     """
     if text in DEVICES:
         return DEVICES[text]

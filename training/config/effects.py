@@ -42,7 +42,7 @@ def _decays(config: Config) -> Iterator[str]:
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
-    """Yield a section, keys of it, whether they have no effect, and the condition."""
+    """Yield a section, some of its keys, whether these have no effect, and the condition."""
     kind, monitors, samples = config.schedule.kind, config.monitors, config.validation
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"

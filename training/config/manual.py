@@ -39,7 +39,7 @@ def meanings_of(kind: type) -> dict[str, str]:
 
 @cache
 def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    # A whole module at a time: for a single class, inspect reads its tokens, which takes far
+    # Read a whole module at a time: for a single class, inspect tokenizes it, which takes far
     # longer.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

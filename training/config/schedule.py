@@ -71,7 +71,7 @@ def ramp_checks(
     """
     step = tokens = 0
     if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
-        return  # which the stage itself reports
+        return  # the stage itself reports this
     for i, stage in enumerate(ramp):
         last = i + 1 == len(ramp)
         name, batch = ("global_batch", final) if last else ("the next stage", ramp[i + 1].batch)
@@ -150,8 +150,8 @@ class TrainConfig(Section):
     def equal_steps(
         self, step: int = 0, tokens: int = 0, until: int | None = None
     ) -> Iterator[EqualSteps]:
-        """Yield the parts of the run with one global batch, after `step` steps and `tokens` tokens,
-        to step `until` or the last."""
+        """Yield the parts of the run with one global batch each, after `step` steps and `tokens`
+        tokens, up to step `until` or the last step."""
         last = self.steps if until is None else until
         for stage in self.batch_ramp:
             left = stage.steps_left(step, tokens, self.sequence_length)

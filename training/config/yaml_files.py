@@ -61,7 +61,7 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes strings that look like numbers."""
 
 
-for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # the second is refused without quotes
+for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # the latter needs quotes
     _Dumper.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(f"({_pattern})$"), list("-+.0123456789")
     )
@@ -114,15 +114,15 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
 
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
-    """Return the dotted keys in `path` itself or in overrides, without its bases."""
+    """Return the dotted keys that `path` itself or an override sets, without the bases."""
     sources = _sources(path, overrides)
     contents = (content for source, content in sources if source in (real_path(path), *overrides))
     return {key for content in contents for key, _ in flat(content)}
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the place of highest priority that sets the key `names` (outermost first) to a value
-    other than null: `FILE, line N` or `the override KEY=VALUE`, for the arguments of
+    """Return the place with the highest priority that sets the key `names` (outermost first) to a
+    value other than null: `FILE, line N` or `the override KEY=VALUE`, for the arguments of
     `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
@@ -193,12 +193,12 @@ def as_yaml(content: Content) -> str:
 
 
 def escaped(value: Any) -> Any:
-    """Return nested plain values with each `${` escaped, so that it is not a reference."""
+    """Return nested plain values with each `${` escaped, so that none is a reference."""
     return _with_strings(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def unescaped(text: str) -> str:
-    """Return the values before `escaped`."""
+    """Return the values before a call of `escaped`."""
     return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda match: match[1][::2] + "${", text)
 
 
@@ -237,7 +237,7 @@ def _override(text: str) -> Content:
 
 def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
     """Yield the bases of a file and then the file with their mappings, in ascending priority.
-    `chain` contains the files that led to it."""
+    `chain` contains the files whose `base` led to this file."""
     path = real_path(path)
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
@@ -293,7 +293,7 @@ def _checked(text: str) -> yaml.Node | None:
     10."""
     root = yaml.compose(text, yaml.SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
-    for node in nodes:  # grows, endlessly if an alias contains itself
+    for node in nodes:  # the list grows, endlessly if an alias contains itself
         if len(nodes) > MOST_VALUES:
             raise yaml.YAMLError(f"its aliases expand to more than {MOST_VALUES} values")
         scalar = node.tag.endswith(_SCALARS)

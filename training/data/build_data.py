@@ -166,7 +166,8 @@ def build_data(
 
 
 def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]:
-    """Return what a run uses of its tokenizer and manifests, whatever `data.verify` compares."""
+    """Return the parts of tokenizer and manifests that a run uses, whatever `data.verify`
+    compares."""
     if config.data.mock:
         return {}
     path, manifest = tokenizer_path(config), data_manifest(config)
@@ -181,7 +182,7 @@ def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]
         for place, entry in entries.items()
         if entry is not None
         for name, value in asdict(entry).items()
-        if name not in ("source", "inputs")  # which may be long, and differ without effect
+        if name not in ("source", "inputs")  # they may be long, and differ without effect
     }
 
 
@@ -205,7 +206,7 @@ def without_sets(config: Config) -> Iterator[str]:
     if config.data.made_by is None:
         return
     yield f"make the sets with: {config.data.made_by}"
-    if config.data.made_by == "make data":  # they are the embedded corpus
+    if config.data.made_by == "make data":  # these sets are the embedded corpus
         return
     names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
     names += [

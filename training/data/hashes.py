@@ -1,7 +1,7 @@
 """Hashes of files, and of a token file's blocks, which are compared at their first use.
 
 NAME.blocks has 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, 0.02% of its size. A hash of the
-whole file is as safe, but needs a read of the whole file.
+whole file would be as safe, but requires reading the whole file.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class BlockHashes:
         self.check(range(start // BLOCK, -(-stop // BLOCK)))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Compare those of these blocks that have not been compared yet."""
+        """Compare the given blocks, except blocks that were compared before."""
         for block in blocks:
             if self._seen[block]:
                 continue

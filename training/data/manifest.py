@@ -41,7 +41,7 @@ class SetEntry:
     bytes: int  # UTF-8 bytes of the documents' text
     max_token: int
     dtype: str
-    sha256: dict[str, str]  # by suffix of the files: bin, idx, and blocks if any
+    sha256: dict[str, str]  # by file suffix: bin, idx, and blocks if there are any
     source: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)  # sha256 of files, names of datasets
 
@@ -50,7 +50,7 @@ class SetEntry:
 class Manifest:
     """A prepared folder: its tokenizer, its token sets and how they were prepared."""
 
-    __pydantic_config__ = ConfigDict(strict=True)  # unknown keys, of a later version
+    __pydantic_config__ = ConfigDict(strict=True)  # keys of a later version
 
     folder: Path
     tokenizer: TokenizerEntry

@@ -3,7 +3,7 @@
 Sample k of a phase of a run is a pure function of the seed, of the counts of each set at the start
 of the phase, and of k: the weights determine its set, and a permutation per epoch its window of the
 set. Nothing depends on the number of steps, the batch size or the number of ranks, so a run can
-stop, resume and change its layout at any sample. A change of the mixture begins the next phase.
+stop, resume and change its layout at any sample. Every change of the mixture begins a new phase.
 
 A stored permutation of a trillion-token set would take gigabytes on every rank, and those that
 numpy draws may change with its version. `Permutation` computes one element at a time instead:
@@ -72,7 +72,7 @@ BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repea
 
 @dataclass(frozen=True)
 class SetUse:
-    """How much of one set the samples of a run use, in all its phases."""
+    """Use of one set by the samples of a run, in all its phases."""
 
     name: str
     weight: float  # share of the samples of the present phase; the sum over sets is 1
@@ -104,8 +104,8 @@ class Blend:
     """Interleaving of several sets: a pattern of `BLEND_PERIOD` samples that repeats.
 
     The samples of each set are evenly spaced: the i-th of q samples is at (i + 1/2) / q of the
-    pattern. After any k samples a set with share w has been used w * k times, to within (1 + w *
-    sets) / 2.
+    pattern. After any k samples the number of samples from a set with share w differs from w * k by
+    at most (1 + w * sets) / 2.
     """
 
     quotas: NDArray[np.int64]  # `[sets]`, samples of each set in one period
@@ -190,7 +190,7 @@ class TrainingData(Dataset[Tensor]):
         self.later = tuple((step, copy.copy(self)._mix(weights)) for step, weights in phases)
 
     def _mix(self, weights: Mapping[str, float]) -> "TrainingData":
-        """Use the sets of these weights, and return the data."""
+        """Switch to the sets with these weights, and return the data."""
         self.sets = [each for each in self.all_sets if weights.get(each.name)]
         self.blend = build_blend({each.name: weights[each.name] for each in self.sets})
         return self
@@ -232,7 +232,7 @@ class TrainingData(Dataset[Tensor]):
     def phase_after(self, sample: int, read: Counts) -> Phase:
         """Return the phase of these sets from `sample` on, after a run has `read` these counts.
 
-        A set whose content differs from the one read under its name begins at its start.
+        A set whose content differs from the set read under the same name begins at its start.
         """
         present = {each.name: each.digest for each in self.all_sets}
         same = {n: c for n, c in read.items() if present.get(n, c.content) == c.content}
@@ -256,8 +256,8 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the length of equal documents whose tokens see as many keys as the mixture's, or
-        of the windows if attention crosses the borders."""
+        """Return the length of equal documents whose tokens attend to as many keys as the tokens of
+        the mixture; the length of windows if attention crosses borders."""
         if not self.borders.mask:
             return float(self.sequence_length)
         lengths = [each.attended_length for each in self.sets]

@@ -24,7 +24,7 @@ class SetCount:
 
 
 Counts = Mapping[str, SetCount]
-"""Counts by the name of the set, including removed sets."""
+"""Counts of each set by name, including removed sets."""
 
 
 @dataclass(frozen=True, kw_only=True)

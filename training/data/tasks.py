@@ -73,7 +73,7 @@ class Task:
 
     @property
     def repeated(self) -> int:
-        """Examples with choices of equal tokens, which no score can distinguish."""
+        """Number of examples with choices of equal tokens, which no score can distinguish."""
         requests = iter(self.requests)
         whole = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
         return sum(len({*tokens}) < len(tokens) for tokens in whole)
@@ -96,7 +96,7 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
 
     Raises DataError if it cannot be read, or a line is not an example.
     """
-    if path.exists() and not path.is_file():  # a pipe would be read once, or wait for ever
+    if path.exists() and not path.is_file():  # a pipe can be read only once, or blocks forever
         raise DataError(f"cannot read the task {path}: it is not a file")
     examples: list[Example] = []
     try:

@@ -109,11 +109,10 @@ def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 def decoded_bytes(
     tokenizer: Tokenizer, documents: Iterable[tuple[NDArray[np.integer], int]]
 ) -> int:
-    """Return the bytes of text of documents' tokens, for any tokenizer.
+    """Count the bytes of text in the tokens of documents, for any tokenizer.
 
-    Args:
-        tokenizer: the tokenizer of the tokens. documents: the first tokens of each document, and
-        the number of them that do not count.
+    Args: tokenizer: the tokenizer of the tokens. documents: leading tokens of each document, and
+    how many of these do not count.
     """
     size = 0
     for tokens, before in documents:
@@ -126,7 +125,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json; raises DataError if tokenizers cannot read it."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no narrower error
+    except Exception as error:  # the package raises no narrower error
         raise DataError(f"cannot read the tokenizer {path}: {error}") from None
 
 

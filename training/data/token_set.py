@@ -130,8 +130,8 @@ class TokenSet:
 
     @cached_property
     def attended_length(self) -> float:
-        """Return the length of equal documents whose tokens see as many keys as this set's, the
-        mean over evenly spaced windows."""
+        """Return the length of equal documents whose tokens attend to as many keys as this set's
+        tokens, as the mean over evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -156,7 +156,7 @@ class TokenSet:
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
         """Return tokens as stored in the file, with any ids, after comparing their hashes."""
         size = self._dtype.itemsize
-        there = os.path.getsize(self.prefix + ".bin")  # reading past the end would end the process
+        there = os.path.getsize(self.prefix + ".bin")  # a read past the end would kill the process
         if there < (start + count) * size:
             raise DataError(
                 f"set {self.name}: {self.prefix}.bin was cut to {there} bytes after it was opened"
@@ -275,7 +275,8 @@ class TokenSet:
 
     @property
     def modified(self) -> str | None:
-        """Modification time of the tokens, if neither `digest` nor a manifest covers all."""
+        """Modification time of the tokens, if neither `digest` nor a manifest covers all of
+        them."""
         facts = os.stat(self.prefix + ".bin")
         if facts.st_size <= WHOLE or self.stated_sha256 is not None:
             return None
@@ -285,7 +286,7 @@ class TokenSet:
     def rewritten(self) -> bool:
         """Whether the token file was changed or replaced after it was opened.
 
-        Blocks are not compared with their hashes again.
+        Blocks are compared with their hashes only once.
         """
         return self._file_facts() != self._facts
 

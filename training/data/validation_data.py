@@ -77,8 +77,8 @@ class ValidationData:
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
     def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Return the bytes of text of the tokens at these positions; without `token_bytes`, the
-        mean of others."""
+        """Return the bytes of text of the tokens at these positions; without `token_bytes`,
+        estimated by the mean over other tokens."""
         tokens = [int(self.set.read(place, 1)[0]) for place in places]
         if token_bytes is None:
             assert self.target_bytes is not None
@@ -86,7 +86,8 @@ class ValidationData:
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Compute `_target_bytes` by decoding the targets, or the rest of a set of known size."""
+        """Compute `_target_bytes` by decoding the targets, or all other tokens of a set of known
+        size."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))

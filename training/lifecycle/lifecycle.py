@@ -77,7 +77,7 @@ class Lifecycle:
         stop, failed, busy = answer
         if failed:
             self.saver.fail()
-            self.stop_now()  # drops the running exchange, which would report the failure again
+            self.stop_now()  # drop the running exchange, which would report the failure again
         elif asked and not busy:
             self.saver.advance()
             self._asked_about_save = False  # the running exchange is about the finished save

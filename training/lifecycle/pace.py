@@ -1,5 +1,5 @@
-"""Speed of a run and its obstacles: persistently slow ranks, and Python's garbage collector, which
-all ranks run at the same steps.
+"""Speed of a run, and what slows it down: persistently slow ranks, and Python's garbage collector,
+which all ranks run at the same steps.
 
 By default the collector starts after enough allocations, at different steps on different ranks, and
 all other ranks wait.

@@ -1,4 +1,4 @@
-"""The run folder, used by one run at a time, and the files that control and describe the run.
+"""The run folder, which one run uses at a time, and the files that control and describe the run.
 
 lock     locked by the run that uses the folder; contains its host and process id
 STOP     created by a person or a script: the run saves, removes the file and ends
@@ -24,7 +24,7 @@ STOP: Final = "STOP"
 DONE: Final = "DONE"
 STARTED: Final = "started"
 NO_ID: Final = "none"
-"""torchrun's id of a command without one."""
+"""Id that torchrun gives to a command without an id."""
 
 
 class FolderError(InputError):
@@ -99,7 +99,7 @@ class HeldFolder:
                 f"run.dir {self.path} was moved or removed while the run used it: nothing more is "
                 "saved there"
             )
-        with contextlib.suppress(OSError):  # no answer from the disk is not a reason
+        with contextlib.suppress(OSError):  # a disk that does not respond is no reason
             if self._lock_number() not in (None, self._lock):
                 raise FolderError(
                     f"run.dir {self.path} is in use by another run since its lock was removed"

@@ -44,7 +44,8 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 
 def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
-    """Check that the packages of chosen kernels, and compilers for them, are installed."""
+    """Check that the packages of chosen kernels, and the compilers that these need, are
+    installed."""
     model, train = config.model, config.train
     for key, value, package, installed, other in (
         ("train.fused_loss", "liger", "liger-kernel", has_liger, "null"),
@@ -191,7 +192,7 @@ def kernel_of(config: Config, groups: Groups) -> str:
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
-    """Return the cost of `train.precision` on a device without its instructions, else None."""
+    """Return the cost of `train.precision` on a device without instructions for it, else None."""
     if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
         return None
     return (
@@ -201,7 +202,7 @@ def slow_precision(precision: str, device: torch.device) -> str | None:
 
 
 def slow_attention(kernel: str, device: torch.device) -> str | None:
-    """Return a note if a kernel of attention is not the fastest on a device, else None."""
+    """Return a note if a faster attention kernel exists on a device, else None."""
     if kernel not in ("flash_attention", "efficient_attention") or device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (9, 0):

@@ -21,7 +21,7 @@ from training.machine import environment
 def prepare(config: Config) -> None:
     """Set the required environment variables before CUDA starts; later calls have no effect."""
     if config.run.device == "cpu":
-        # PyTorch and the engine, which query CUDA in many places, find no GPU.
+        # PyTorch and the engine query CUDA in many places, and then find no GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         environment.prepare(config)
@@ -138,14 +138,14 @@ def _first_line(path: Path) -> str:
 def repeatable() -> Iterator[None]:
     """Use PyTorch's deterministic kernels within a context.
 
-    An operation without such a kernel only warns: a run must not end in a step that tests without a
-    GPU never took. The setting loads torch's compiler, which takes seconds.
+    An operation without such a kernel only warns: a run must not end in a step that no test without
+    a GPU covers. The setting loads torch's compiler, which takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # No code reads uninitialised memory; filling it costs a pass.
+    # No code reads uninitialised memory, and filling it would cost a pass.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -49,10 +49,10 @@ def allow_open_files() -> None:
 def required_variables(config: Config) -> dict[str, str]:
     """Return the variables that a run on GPUs needs in its environment.
 
-    Expandable segments   pieces of memory freed in one step can serve large tensors of another
+    Expandable segments   pieces of memory freed in one step can serve large tensors of another step
     one connection        with tensor or context parallelism, kernels must start in the order in
                           which they were launched, so that communication runs beside products;
-                          with more queues a product may take the device first
+                          with more queues a product may run first
     fixed workspaces      with run.deterministic: cuBLAS repeats bit for bit only with these
     compile workers       a rank's share of this machine's processors; by default each rank starts
                           one per processor, up to 32

@@ -32,7 +32,7 @@ PC_ROLES = (*BLOCKS, "gate_up")
 """Roles of the PC layers in the PC paper (figures 5, 14), for any run."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
-"""Figures of units whose maximum is reported."""
+"""Figures whose maximum over units is reported."""
 
 QUANTILE_NAMES = ("quantiles", "effective_quantiles", "momentum_quantiles", "update_quantiles")
 Figures = dict[str, Tensor]
@@ -85,7 +85,8 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
 
 def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
-    """Return the nuclear ranks `[units]`, by products if a decomposition would wait."""
+    """Return the nuclear ranks `[units]`, by products if a decomposition would wait for the
+    device."""
     if is_known(gradient):
         return measures.nuclear_rank_of(sums.singular_values())
     square = sums.mean_square() * sums.entries
@@ -187,7 +188,7 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add figures of several units, or of measurements on several ranks, to the records.
+    """Add figures that compare several units, or measurements on several ranks, to the records.
 
     The criterion pairs a weight with its own input, except attention's output projection, which is
     paired with the input of q, k and v ("When do spectral gradient updates help in deep learning?",

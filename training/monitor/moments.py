@@ -14,7 +14,7 @@ from torch import Tensor
 from spectral import measures
 
 BLOCK: Final = 2**22
-"""Entries of a stack of matrices that are in float64 at a time."""
+"""Number of a stack's entries that are in float64 at a time."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Monitors:
         self.step = 0
         self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
-        self.earlier: list[Shards] = []  # the gradients of the previous step, if it was kept
+        self.earlier: list[Shards] = []  # the gradients of the previous step, if kept
         self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
         self._unit_gather: UnitGather | None = None
         self.watch: ActivationWatch | None = None
@@ -135,7 +135,7 @@ class Monitors:
         return self._unit_gather
 
     def forget(self) -> None:
-        """Drop tensors kept of earlier steps, for instance after a rewind."""
+        """Drop the tensors of earlier steps, for instance after a rewind."""
         self.earlier = []
         self.history.forget()
 
@@ -284,9 +284,9 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record figures of PC layers that the unit gather does not provide.
+        """Record the figures of PC layers that gathering units does not provide.
 
-        They are figures of W if the parameter is PC(W), and of PC(W) if the parameter is W.
+        These are figures of W if the parameter is PC(W), and of PC(W) if the parameter is W.
         """
         for stack in self.optimizer.materialized:
             measured = figures.weight_figures(stack.weight)
@@ -345,7 +345,7 @@ class Monitors:
         self._keep(updates.units, measured)
         for unit, applied in zip(updates.units, measured["applied_rms"].tolist(), strict=True):
             lr = self.history.learning_rate(unit)
-            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # its rule reports nothing
+            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # the rule reports nothing
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
@@ -380,10 +380,10 @@ def steps_compared(section: MonitorsConfig) -> int:
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the number of elements that a rank inspects at a time, if in several matrices.
+    """Return the number of elements that a rank inspects at a time, unless one matrix is larger.
 
-    Weights, gradients and the previous step's gradients are gathered and stacked; later the weights
-    before all compared steps and after the last.
+    Weights, gradients and the previous step's gradients are gathered and stacked; later, so are the
+    weights before all compared steps and after the last.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))

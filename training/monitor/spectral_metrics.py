@@ -14,7 +14,7 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.effective_weight import DOMAIN
 
 SHOWN = 8
-"""Refused units that are named in one report."""
+"""Largest number of refused units named in one report."""
 
 
 class Events(ABC):
@@ -140,7 +140,7 @@ class SpectralMetrics:
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
     ) -> None:
-        """`preconditioned` is whether the model has PC layers on any rank."""
+        """`preconditioned` states whether the model has PC layers on any rank."""
         self.optimizer = optimizer
         self.groups = groups
         self.solves = Solves(optimizer, groups)

@@ -1,8 +1,8 @@
 """Updates of a monitored step and the steps before it.
 
-The update of a step is the difference of the weights after and before it, without weight decay but
-with retraction. The weights before successive steps are kept only shortly before a monitored step,
-as many as the figures need.
+The update of a step is the difference between the weights after and before it, without weight decay
+but with retraction. The weights before successive steps are kept only shortly before a monitored
+step, as many as the figures need.
 """
 
 from collections.abc import Iterator, Sequence

@@ -32,7 +32,7 @@ WIDE: Final = 8
 SCORE_BYTES: Final = 18
 """Bytes moved per attention score: write, scale, mask, and maximum."""
 SIZE_BYTES: Final = 130
-"""Bytes per element of the residual stream in a layer, which is measured four times."""
+"""Bytes moved per element of the residual stream in a layer, which is measured four times."""
 LAUNCHES: Final = 300
 """Launches per matrix for all groups of figures."""
 
@@ -163,7 +163,7 @@ def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
 
 
 def input_seconds(shape: StepShape, units: list[Unit]) -> float:
-    """Return the time of a step's Gram matrices of all inputs, and of the sizes of the residual
+    """Return the time of all inputs' Gram matrices in a step, and of measuring the residual
     stream."""
     inputs, tokens = shape.inputs, shape.tokens * shape.microbatches
     widths = {unit.parameter: unit.axes[-1] for unit in units if unit.role != "embedding"}

@@ -25,7 +25,8 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def checkpoints_text(config: Config) -> str:
-    """Return size, interval and number of the checkpoints that a run keeps, and their disk."""
+    """Return size, interval and number of the checkpoints that a run keeps, and their disk
+    space."""
     section, steps = config.checkpoint, config.train.steps
     if section.interval == 0:
         return "none: checkpoint.interval is 0"

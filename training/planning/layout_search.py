@@ -76,8 +76,8 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 class Layouts:
-    """Planner of variants of a config; it plans a stage once for all variants that do not change
-    it.
+    """Planner for variants of a config, which plans a stage once for all variants that do not
+    change it.
 
     gpus     of all variants
     """
@@ -134,7 +134,7 @@ class Layouts:
         return total
 
     def _stage(self, shape: StepShape, stage: int) -> StagePlan:
-        # A plan without activations, shared by stages with equal numbers of layers of each kind.
+        # Stages with equal numbers of layers of each kind share one plan without activations.
         inputs: PlanInputs = replace(shape.inputs, context=1, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
         kind: object = (
@@ -158,8 +158,8 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
-    """Return the fastest layouts that fit, by modelled time, with their best batch and
-    recomputation."""
+    """Return the layouts that fit and have the shortest modelled time, with the best batch and
+    recomputation of each."""
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     ordered = by_bound(layouts)
@@ -240,7 +240,7 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
 
 
 def search_table(variants: list[Variant]) -> str:
-    """Return a row per layout with its sizes, time, memory, and largest costs."""
+    """Return one row per layout with sizes, time, memory and largest costs."""
     rows = []
     for each in variants:
         time = asdict(each.plan.time)

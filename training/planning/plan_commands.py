@@ -65,7 +65,7 @@ def fit(
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
-            # The error names legal numbers, at the micro-batch that fits most numbers of GPUs.
+            # The error names legal numbers for the micro-batch that allows most numbers of GPUs.
             check(changed(config, {"train.micro_batch": 1}), layouts.gpus)
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"

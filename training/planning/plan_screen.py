@@ -197,7 +197,8 @@ def time_table(config: Config, planned: Plan) -> str:
 
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """Yield the time lost to unequal work of the rule, if it is more than 1% of the step."""
+    """Yield a line about the time lost to unequal work of the rule, if it is more than 1% of the
+    step."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total
@@ -229,8 +230,8 @@ FIGURES: Final = {
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return one row per role, shape, rule and figures; a role's row with the most units is first,
-    the others are exceptions."""
+    """Return one row per role, shape, rule and figures; the row with a role's most units comes
+    first, other rows are exceptions."""
 
     def kind(route: Route) -> tuple[Any, ...]:
         shape = route.shape if len(route.shape) > 1 else ()  # vectors of all sizes share a row
@@ -253,7 +254,7 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
-    """Return position, number, shapes and elements of some units of one role."""
+    """Return position, number, shapes and elements of the given units of one role."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Counts:
-    """Sums over some part of a run. Places are `name at file:line`.
+    """Sums over a part of a run. Places are `name at file:line`.
 
     launches            kernels (also Triton's), copies and fills, without collectives
     collective_bytes    that this rank sends
@@ -18,7 +18,7 @@ class Counts:
     kernel_seconds      modelled
     sending             modelled seconds of collectives: of activations, gradients and weights, and
                         of the exchange between owners and shards
-    peak_memory_bytes   the most memory at one moment of it
+    peak_memory_bytes   the largest memory at any moment of the part
     flops               of launches
     elementwise_bytes   that launches without FLOPs move
     """
@@ -49,7 +49,8 @@ class Counts:
         return self.modelled_seconds - hidden
 
     def add(self, other: "Counts", times: float = 1) -> "Counts":
-        """Return the sums of this and `times` the other; the other's peak counts if `times` > 0."""
+        """Return the sums of these counts and `times` the other counts, whose peak is included if
+        `times` > 0."""
         total: Counts = merged(self, other, lambda a, b: a + times * b)
         peak = other.peak_memory_bytes if times > 0 else 0
         total.peak_memory_bytes = max(self.peak_memory_bytes, peak)

@@ -50,7 +50,7 @@ INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory that is not allocated until it is written, so unread copies from
+    """Return zeros in host memory that is allocated only when it is written, so unread copies from
     the device cost nothing."""
     if dtype.is_complex:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -107,7 +107,7 @@ class DeviceTensors(FakeTensorMode):
             aten._to_copy.default: self._to_copy,
             aten.copy_.default: self._copy,
         }
-        # Skip the initialisation of a device.
+        # Skip the initialisation of the device.
         put(fake_tensor, "init_gpu_context", lambda device: None)
 
     def dispatch(

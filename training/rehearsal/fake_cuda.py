@@ -1,4 +1,4 @@
-"""The Python face of CUDA, replaced: a device whose streams, events and waits are written down."""
+"""Replacement of `torch.cuda`: a device whose streams, events and waits are recorded."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 
 
 def install(trace: Trace) -> None:
-    """Replace what programs ask of `torch.cuda`, for the life of this process."""
+    """Replace the functions and classes of `torch.cuda`, for the life of this process."""
     index = trace.rank % trace.device.node_size
     parts = (_device(trace, index), _memory(trace), GENERATORS, _streams(trace, index))
     for name, thing in (item for part in parts for item in part.items()):
         put(torch.cuda, name, thing)
     for name, function in GENERATORS.items():
         put(torch.cuda.random, name, function)
-    generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets it by itself
+    generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets this itself
     put(torch.cuda, "default_generators", (generator,) * trace.device.node_size)
-    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # which errors of collectives name
+    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # errors of collectives contain it
     put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
@@ -85,7 +85,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
     """Classes and functions of streams, events and graphs."""
 
     class Stream:
-        """A stream of the pretended device."""
+        """A stream of the simulated device."""
 
         def __init__(self, *_: Any, stream_id: int | None = None, **__: Any) -> None:
             self.stream_id = next(trace.numbers) if stream_id is None else stream_id
@@ -116,7 +116,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             return True
 
     class Event:
-        """A mark in a stream that others wait for."""
+        """A mark in a stream for which other streams wait."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.number = next(trace.numbers)
@@ -140,7 +140,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             return 1.0
 
     class Graph:
-        """A CUDA graph: the launches during its recording."""
+        """A CUDA graph, which contains the launches during its recording."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.recording: Recording | None = None

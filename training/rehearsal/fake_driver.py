@@ -25,7 +25,7 @@ class GuardError(RuntimeError):
 
 
 def load() -> None:
-    """Provide PyTorch's C++ code with a CUDA device in this process, before torch is imported.
+    """Give PyTorch's C++ code a CUDA device in this process, before torch is imported.
 
     Raises GuardError without a C++ compiler, or if it fails.
     """
@@ -67,8 +67,8 @@ def cache() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder (not a link) that this user owns and no other can write
-    to."""
+    """Return whether a path is a folder (not a link) that this user owns and no other user can
+    write to."""
     facts = folder.lstat()
     private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     return stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK)

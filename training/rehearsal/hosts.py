@@ -1,7 +1,7 @@
-"""Answers of other ranks' hosts, which equal this rank's answers.
+"""Exchanges of plain values between ranks, in which every rank answers as this one.
 
-Plain values are sent between hosts when a run starts and when it is saved. One rank that is
-rehearsed hears its own; where ranks must differ, what needs them all is left out, by name, below.
+Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives its
+own values; functions that need different values from all ranks are replaced below, by name.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def install(trace: Trace) -> None:
         note("broadcast_object_list", group)
 
     def first_rank(call: Callable[[], Any]) -> Any:
-        """Return what `call` returns: every rank that is rehearsed counts as the first."""
+        """Return the result of `call`: every rehearsed rank counts as the first."""
         note("broadcast_object_list")
         return call()
 
@@ -57,21 +57,21 @@ def install(trace: Trace) -> None:
         for function in (all_gather_object, gather_object, broadcast_object_list):
             put(module, function.__name__, function)
     replace(state_writer.first_rank, first_rank)
-    # That what all ranks together write is whole.
+    # Whether all ranks together write everything.
     put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
     put(StatePlanner, "stage", _without_files(StatePlanner.stage))
-    # Whether all ranks together ask for what a checkpoint has.
+    # Whether all ranks together request everything in a checkpoint.
     replace(check_fits, lambda *_, **__: None)
-    # They pair figures of matrices that other ranks look at.
+    # Figures that combine matrices inspected by other ranks.
     put(figures, "pair", lambda units: None)
 
 
 def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
-    """Copies to the host as real; no process writes them to files."""
+    """The copies to the host are real, but no process writes them to files."""
 
     def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)
-        self.index = Metadata({})  # every rank that is rehearsed writes it
+        self.index = Metadata({})  # every rehearsed rank writes it
         return SavePlan([])
 
     return stage

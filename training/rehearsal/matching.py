@@ -1,9 +1,9 @@
-"""Comparison of the collectives of all ranks: a real run hangs if they differ or their order does.
+"""Comparison of the collectives of all ranks: a real run hangs if these, or their orders, differ.
 
 Within a group, all ranks' sequences must agree in operation, dtype and size; in an all-to-all, a
 rank must expect the elements that another sends; between two ranks, sends must match receives,
 batch by batch. All calls must also finish if, as in NCCL, a group runs one call at a time and a
-call waits until its peers have started theirs."""
+call waits until its peers have started the same call."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 Event = tuple[int, int, str]
 """Rank, number of a call (for a batch, of its first call), and the event: the current stream
-reaches it, or the call is running."""
+reaches the call, or the call is running."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
     """Yield a sentence about the first call of each rank that never starts, for matching calls.
 
-    A group runs calls in sequence, after the work that the current stream had waited for, and a
-    call ends when all its peers have started theirs.
+    A group runs calls in sequence, each after the work that the current stream had waited for, and
+    a call ends when all its peers have started the same call.
     """
     needs: dict[Event, set[Event]] = {}
     peers: dict[Event, set[Event]] = defaultdict(set)
@@ -120,7 +120,8 @@ def _of_group(
 
 
 def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
-    """Return the first rows of an all-to-all that a rank sends but another does not expect."""
+    """Return the first rows of an all-to-all that one rank sends but the other rank does not
+    expect."""
     if next(iter(calls.values())).kind != "all_to_all":
         return None
     for (source, sent), (target, received) in product(calls.items(), repeat=2):

@@ -22,7 +22,7 @@ from training.rehearsal.trace import Launch, Trace
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
 LOWER_RIGHT = 2
-"""The kernels' code of a causal mask aligned to the last query and the last key."""
+"""The kernels' code for a causal mask aligned to the last query and the last key."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def install(trace: Trace, mode: DeviceTensors) -> None:
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention supports these: 16 bits, heads of one size up to 256."""
+    """Return whether flash attention supports the inputs: 16 bits, heads of one size up to 256."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
@@ -112,7 +112,7 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class FusedFunction:
-    """A function that is one kernel forward and one backward.
+    """A function that launches one kernel forward and one kernel backward.
 
     per_row   whether it saves a number per row for its backward pass
     """
@@ -127,7 +127,8 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
 
     A fused function reads its arguments and writes its results once. Its backward pass reads the
     saved arguments and the results' gradients, and writes the arguments' gradients, including
-    gains', as inductor sums over rows and columns in one kernel. Bytes of `read_again` count twice.
+    gains', as inductor sums over rows and columns in one kernel. The bytes returned by `read_again`
+    count twice.
     """
 
     class Fused(torch.autograd.Function):

@@ -27,7 +27,7 @@ SILENT: Final = {
     "sym_storage_offset", "record_stream", "device", "is_contiguous", "dim", "is_pinned",
     "_is_zerotensor", "result_type", "_has_compatible_shallow_copy_type", "requires_grad_",
 }  # fmt: skip
-"""Operations other than views that launch nothing."""
+"""Operations that launch no kernel although they are not views."""
 
 HEADS_INSIDE: Final = (
     torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward,
@@ -70,7 +70,7 @@ GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
 """Operations that read as many elements of their first argument as they return."""
 
 OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
-"""In-place operations that do not read the memory that they write."""
+"""In-place operations that do not read the memory they write."""
 
 LIST_TENSORS: Final = 110, 64, 48, 36, 30
 """Tensors per launch of an operation on lists, by the number of lists (PyTorch's
@@ -95,7 +95,7 @@ OPERANDS: Final = {
 class Kind:
     """Properties of an operation from its schema.
 
-    silent    launches nothing
+    silent    whether it launches nothing
     written   positions and names of arguments that it writes
     """
 
@@ -179,8 +179,8 @@ EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
 def share_of(
     device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
 ) -> float | None:
-    """Return the share of the peak that an operation with matrix products reaches, None for a large
-    product's."""
+    """Return the share of the peak that an operation with matrix products reaches, None for the
+    share of a large product."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if function.namespace == VARYING:
         return varying_share(device)
@@ -257,7 +257,7 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     if len(types) > 1 and kind.name.startswith("_foreach_") and kind.name != "_foreach_copy_":
         return len(lists[0])
     if kind.name.startswith("_fused_"):
-        lists = lists[:-1]  # step counts are not a list of elements
+        lists = lists[:-1]  # step counts are not counted as a list of elements
     chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
     most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
     launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))

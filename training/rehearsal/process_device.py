@@ -16,7 +16,7 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Functions compiled at import are rehearsed as their operations.
+    # Functions that are compiled at import are rehearsed operation by operation.
     setattr(torch, "compile", uncompiled)  # noqa: B010
     from training.rehearsal import rank  # noqa: F401
     from training.rehearsal.triton_launches import liger_installed, liger_kernels

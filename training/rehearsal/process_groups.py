@@ -12,7 +12,8 @@ from training.rehearsal.program import place, put
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
-"""Without annotations, which describe overloads that `torch.distributed` does not call."""
+"""The functions have no annotations, because these describe overloads that `torch.distributed` does
+not call."""
 
 
 class BackendError(RuntimeError):
@@ -20,7 +21,7 @@ class BackendError(RuntimeError):
 
 
 class NoBackend:
-    """A backend class without instances."""
+    """A backend class that is never instantiated."""
 
 
 class Work(dist.Work):
@@ -38,7 +39,7 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True, as nothing takes time."""
+        """Return True, as no collective takes time."""
         return True
 
 
@@ -87,7 +88,7 @@ class RehearsedGroup(ProcessGroup):
     ) -> Work:
         (parts,), (piece,) = outputs, inputs
         for part in parts:
-            if not part.is_cuda:  # host tensors: as if all ranks passed the same
+            if not part.is_cuda:  # host tensors, as if all ranks passed the same values
                 part.copy_(piece)
         return self._gather(piece, parts, sum(part.numel() for part in parts), opts)
 
@@ -253,5 +254,5 @@ def install(trace: Trace, world: int) -> None:
         put(module, "init_process_group", init_process_group)
         put(module, "batch_isend_irecv", batch_isend_irecv)
         put(module, "is_nccl_available", lambda: True)
-    # Aborting checks for this class, which builds without CUDA do not have.
+    # Aborting checks for this class, which does not exist in builds without CUDA.
     vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)

@@ -20,7 +20,7 @@ from training.rehearsal import fake_driver
 from training.rehearsal.program import ROOT
 from training.report.progress import progress
 
-if TYPE_CHECKING:  # imports torch, which a rank may import only after the device
+if TYPE_CHECKING:  # imports torch, which a rank may import only after it has the device
     from training.rehearsal.rank import Job, RankReport
 
 DEVICE: Final = "training.rehearsal.process_device"
@@ -32,7 +32,7 @@ class RehearsalError(RuntimeError):
 
 
 def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["RankReport"]:
-    """Return the report of every job, in order, from as many processes at a time as there are
+    """Return the report of every job, in order; as many processes run at a time as there are
     processors.
 
     Raises GuardError if this machine cannot rehearse, RehearsalError if a job has no report.
@@ -63,7 +63,7 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
 
 
 def places(paths: Sequence[Path]) -> str:
-    """Return how many jobs have a report, of these `paths`, and where the others are."""
+    """Return how many of the jobs' `paths` have a report, and the progress of the other jobs."""
     done = sum(path.exists() for path in paths)
     here = [path.with_suffix(".at") for path in paths if not path.exists()]
     texts = [path.read_text(encoding="utf-8") for path in here if path.exists()]
@@ -112,5 +112,5 @@ def rehearse(job: bytes, path: Path) -> None:
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     finally:
-        # No clean-up, as fake tensors and their modes end with the process.
+        # Do not clean up, as fake tensors and their modes end with the process.
         os._exit(status)

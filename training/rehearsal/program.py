@@ -43,7 +43,7 @@ OWN: Final = "training.rehearsal."
 def put(owner: object, name: str, thing: object) -> None:
     """Replace an existing attribute of a module or class by `thing`.
 
-    Raises AttributeError if the attribute does not exist, because it may have moved.
+    Raises AttributeError if the attribute does not exist, for instance because it has moved.
     """
     getattr(owner, name)
     setattr(owner, name, thing)

@@ -29,12 +29,12 @@ from training.step import Trainer
 
 @dataclass
 class RankReport:
-    """What one rank did.
+    """The record of one rank.
 
     error    the first error with its place, None if there was none
     counts   by step and part of the run
     marks    counts of the plain step at the beginning of each forward pass
-    findings accesses that nothing orders and products that are not IEEE, by text
+    findings unordered accesses, and products that are not IEEE, by text
     calls    collectives in the order of the program
     side_pools        bytes that the allocator keeps for streams besides the default one
     """

@@ -1,4 +1,4 @@
-"""A rehearsal from the config to the report: which ranks, in which processes."""
+"""A rehearsal from the config to the report: its ranks and their processes."""
 
 import argparse
 import json
@@ -28,11 +28,12 @@ def rehearse(
     ranks: Sequence[int] | None = None,
     compiled: bool = False,
 ) -> Report:
-    """Rehearse `config` on `world` pretended GPUs of a kind.
+    """Rehearse `config` on `world` simulated GPUs of one kind.
 
-    `ranks` None is the first rank of every pipeline stage. Where all ranks of the world are
-    rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels. Raises
-    GuardError if this machine cannot, RehearsalError if a process ended without a report."""
+    If `ranks` is None, it rehearses the first rank of every pipeline stage. If it rehearses all
+    ranks, it also compares their collectives. `compiled` also compiles Triton's kernels.
+    Raises GuardError if this machine cannot rehearse, RehearsalError if a process ended without a
+    report."""
     ranks = chosen(config, None, world) if ranks is None else ranks
     planned = plan_run(with_known_kernels(config), world, device)
     reports = perform([Job(config, world, rank, device, compiled) for rank in ranks])
@@ -47,10 +48,11 @@ def rehearse(
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
-    """Exit code: 0 if the run would not break, else 1; prints the report, and writes it as JSON.
+    """Print the report, and write it as JSON; return exit code 0 if the run would not break, else
+    1.
 
-    Raises ConfigError for a config, a number of GPUs, a rank or a device that cannot be, and for a
-    machine that cannot rehearse.
+    Raises ConfigError for an impossible config, number of GPUs, rank or device, and for a machine
+    that cannot rehearse.
     """
     config = on_mock_tokens(config)
     check(config, options.gpus)

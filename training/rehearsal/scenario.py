@@ -14,7 +14,7 @@ PLAIN_STEP = 2
 """The step that represents plain steps, without periodic work."""
 
 MICROBATCHES = 4
-"""Rehearsed micro-batches per step without a pipeline; the others are the same."""
+"""Rehearsed micro-batches per step without a pipeline; the other micro-batches are the same."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
 def with_known_kernels(config: Config) -> Config:
     """Return `config` with kernels that rehearsals support.
 
-    Parts compiled by inductor are compiled without it here. Without liger-kernel on this machine,
-    its loss is launched operation by operation; without triton, backward passes are compiled too.
+    Parts that inductor compiles are compiled by another backend here. Without liger-kernel on this
+    machine, its loss is launched operation by operation; without triton, backward passes are
+    compiled too.
     """
     compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if compiled else None)

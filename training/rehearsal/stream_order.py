@@ -40,8 +40,8 @@ class Access:
 
 @dataclass
 class Memory:
-    """State of one storage: the allocating stream, and the last uses of its parts that later ones
-    have not covered."""
+    """State of one storage: the allocating stream, and the last uses of its parts that no later use
+    covers."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -93,14 +93,14 @@ class StreamOrder:
         self._events.pop(event, None)
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Order all later work after a stream's, or all streams', work, as the host waits for
-        it."""
+        """Order all later work after the work of one stream, or of all streams, because the host
+        waits for it."""
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))
 
     def host_wait(self, event: int) -> None:
-        """Order all later work after `event`, as the host waits for it."""
+        """Order all later work after `event`, because the host waits for it."""
         self._join_all(self._events.get(event, {}))
 
     def _join_all(self, waited: Clock) -> None:

@@ -21,7 +21,8 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""Names of `record_function` in training/step.py and loop.py; the first starts a step."""
+"""Names passed to `record_function` in training/step.py and loop.py; the first one starts a
+step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
 """Phases whose float32 products must be IEEE, for any precision of the forward pass."""
 
@@ -35,7 +36,7 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a process group, whose fields must be equal or match on its ranks.
+    """A call of a process group; on the group's ranks its fields must be equal or match.
 
     group     global ranks of the group, in its order
     channel   name of the group: several may have the same ranks
@@ -82,9 +83,9 @@ class Allocations:
     """Follows storages from their first use until the host frees them.
 
     live, peak   bytes now, and the largest number since `peak` was reset
-    pools        the most bytes at one moment by the stream that was current when they were
-                 allocated: PyTorch's allocator keeps a pool for each, and what one stream has freed
-                 no other uses
+    pools        the largest bytes at any moment, by the stream that was current at the allocation:
+                 PyTorch's allocator keeps a pool for each stream, and no other stream uses its
+                 freed memory
     """
 
     def __init__(self, order: StreamOrder) -> None:
@@ -98,7 +99,7 @@ class Allocations:
 
     def storage(self, tensor: Tensor, stream: int) -> int:
         """Return the number of a tensor's storage, and count it from now on; `stream` is the
-        current one."""
+        current stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._known:
@@ -149,7 +150,7 @@ class Recording:
     """The content of a recorded CUDA graph."""
 
     counts: Counts = field(default_factory=Counts)
-    event: int | None = None  # the end of what was recorded
+    event: int | None = None  # the end of the recording
 
 
 class Trace:
@@ -169,12 +170,12 @@ class Trace:
         self.calls: list[Call] = []
         self.waited: list[int] = []  # numbers of calls waited for since the last call
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
-        self.muted = False  # while launches are not real
-        self.imprecise: set[str] = set()  # products of the mathematics that are not IEEE
+        self.muted = False  # True while launches are not real
+        self.imprecise: set[str] = set()  # the optimizer's products that are not IEEE
         self.recording: Recording | None = None
         self.batch: int | None = None  # number of the present batch of sends and receives
-        self.numbers = itertools.count(1)  # of streams and events
-        self.moved: Callable[[], None] = lambda: None  # called where a part of the run begins
+        self.numbers = itertools.count(1)  # numbers of streams and events
+        self.moved: Callable[[], None] = lambda: None  # called when a part of the run begins
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
@@ -205,7 +206,7 @@ class Trace:
         self.moved()
 
     def keep_peak(self) -> None:
-        """Count the memory of the open part; call it at the end of the run."""
+        """Count the memory of the current part; call it at the end of the run."""
         self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
 
     def launch(self, launch: Launch) -> None:
@@ -272,7 +273,7 @@ class Trace:
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
     ) -> None:
-        """Record a collective on `stream`; one of the host costs the device nothing."""
+        """Record a collective on `stream`; a collective of the host costs the device nothing."""
         waits = stream == self.stream or not call.on_device
         self.calls.append(replace(call, waits=waits, after=tuple(self.waited)))
         self.waited.clear()

@@ -1,4 +1,4 @@
-"""Recorded launches of Triton kernels: this project's and Liger's loss.
+"""Recorded launches of Triton kernels, from this project and from Liger's loss.
 
 Each specialisation of a kernel is compiled once if requested.
 """
@@ -44,7 +44,7 @@ def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
         written = launch.written
         read = [x for x in launch.read if not any(x is w for w in written)]
         kind = OPERANDS.get((read or written)[0].dtype, "fp32")
-        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # products of the tensor cores
+        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # products on tensor cores
         work = Work(
             sum(size_of(x) for x in (*read, *written, *launch.changed)),
             launch.flops * (3 if thrice else 1),

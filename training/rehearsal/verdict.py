@@ -14,22 +14,22 @@ from training.report.table import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66
-"""Share of a micro-batch's computing that is its backward pass."""
+"""Share of a micro-batch's computation that its backward pass takes."""
 
 
 @dataclass
 class Report:
-    """A rehearsal of one or several ranks. Of several, each figure is that of the rank where it is
-    largest.
+    """A rehearsal of one or several ranks. With several ranks, each figure is the largest over the
+    ranks.
 
     error      the first error with its place, None if the run would not break
-    phases     a step on which nothing is due (forward_backward and optimizer), what a monitored and
-               logged step does besides that (monitors), a validation of two micro-batches of each
+    phases     a step without periodic work (forward_backward and optimizer), the additional work
+               of a monitored and logged step (monitors), a validation of two micro-batches of each
                set, and a save
     planned_memory_bytes, planned_seconds   by the plan, of a step
-    modelled_seconds   of a step on which nothing is due
-    mfu        model FLOPs over what the device could do in that time
-    micro_batch_elementwise_bytes   that a micro-batch moves besides its products
+    modelled_seconds   of a step without periodic work
+    mfu        model FLOPs over the FLOPs that the device could compute in that time
+    micro_batch_elementwise_bytes   that a micro-batch moves in addition to its products
     """
 
     gpus: int
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most memory at one moment, from the start on."""
+        """The largest memory at any moment of the run."""
         return max(
             [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
         )
@@ -84,7 +84,7 @@ class Report:
 def combined(
     reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
 ) -> Report:
-    """Return the report of all ranks that were rehearsed; `mismatches` are those of their calls."""
+    """Return the report of all rehearsed ranks; `mismatches` are the mismatches of their calls."""
     report = Report(world, [each.rank for each in reports], device)
     report.phases = {name: Counts() for name in PHASES}
     for each in reports:
@@ -170,14 +170,14 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
         "checkpoint": counts(last, "checkpoint"),
     }
     for name in ("forward_backward", "optimizer"):
-        # Later steps keep what monitors compare.
+        # Later steps keep tensors that monitors compare.
         phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
     return phases
 
 
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
-    """The counts of one micro-batch: what lies between the last two rounds of forward passes or,
-    without so many, its share of `counts`."""
+    """The counts of one micro-batch: the difference between the last two rounds of forward passes
+    or, with fewer rounds, its share of `counts`."""
     scenario = report.scenario
     assert scenario is not None
     round_of = scenario.stages * scenario.chunks
@@ -187,13 +187,13 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
 
 
 def largest(one: Counts, other: Counts) -> Counts:
-    """Return the larger of each figure."""
+    """Return the maximum of each figure."""
     figures: Counts = merged(one, other, max)
     return figures
 
 
 def described(report: Report) -> str:
-    """Return the report for people: a verdict, a table of phases, and where the host waits."""
+    """Return the report as text: a verdict, a table of phases, and the waits of the host."""
     rows = [row(name, counts) for name, counts in report.phases.items()]
     ranks = ", ".join(map(str, report.ranks[:SHOWN])) + ", ..." * (len(report.ranks) > SHOWN)
     lines = [

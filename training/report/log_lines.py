@@ -14,11 +14,11 @@ from training.errors import Aid
 from training.json_file import parse_json, read_regular
 
 LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
-"""The files that a run appends lines to."""
+"""The files to which a run appends lines."""
 
 
 class LogFile:
-    """A .jsonl file that a run appends lines to.
+    """A .jsonl file to which a run appends lines.
 
     Lines that the disk refuses are written with the next line. The first line opens the file and
     removes an unfinished last line of a killed run.
@@ -30,7 +30,7 @@ class LogFile:
         self._file: io.FileIO | None = None
         self._waiting = b""
         self._begun = 0
-        """Bytes of the first waiting line that are already in the file."""
+        """Number of bytes of the first waiting line that are already in the file."""
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write the waiting lines and a new line."""
@@ -83,8 +83,8 @@ class LogLines:
 
     lines    the content of each line, a mapping with an integer `step`
     raw      the same lines as bytes in the file
-    numbers  theirs in the file, from 1 on
-    damaged  number of complete lines that hold anything else
+    numbers  numbers of these lines in the file, from 1 on
+    damaged  number of complete lines with any other content
     """
 
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -138,7 +138,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
     """Return the content of a line, None if it is damaged."""
     try:
         content = parse_json(raw)
-        json.dumps(content, allow_nan=False)  # NaN is not JSON, and no run writes it
+        json.dumps(content, allow_nan=False)  # NaN is not JSON, and no run writes NaN
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None

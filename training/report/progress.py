@@ -19,9 +19,9 @@ _open: list[Callable[[], str]] = []
 
 @contextmanager
 def progress(state: Callable[[], str], first: float | None = None) -> Iterator[None]:
-    """Print the time so far and `state()` to stderr, now and then, while the block runs.
+    """Print the elapsed time and `state()` to stderr at growing intervals while the block runs.
 
-    Of nested blocks, only the inner block prints. Blocks shorter than `first` seconds (default:
+    If blocks are nested, only the inner block prints. Blocks shorter than `first` seconds (default:
     `FIRST`) print nothing.
     """
     start, shortest = time.monotonic(), FIRST if first is None else first

@@ -75,7 +75,8 @@ class WandbTracker:
 def tag(name: str) -> str:
     """Return a metric's name in TensorBoard: `monitor_rms/mlp` for `monitor/rms/mlp`.
 
-    TensorBoard groups by the first part, and most metrics are monitors', so each figure is a group.
+    TensorBoard groups by the first part, and most metrics come from monitors, so each figure is a
+    group.
     """
     return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
 
