@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _average(options: argparse.Namespace) -> int:
-    from models.engine import import_engine  # imported here, as it takes seconds
+    from models.engine import import_engine  # imported here, as the import takes seconds
 
     import_engine()
     from scripts.checkpoints.mean import average
@@ -91,7 +91,8 @@ def chosen(
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield the weights of the checkpoints, with sum 1: equal, or with `decay` a moving average's.
+    """Yield the weights of the checkpoints, which sum to 1: equal weights, or with `decay` those of
+    a moving average.
 
     The average starts with the first checkpoint and keeps `decay` of itself at each later one.
     """

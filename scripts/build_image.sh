@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the lines of the Dockerfile where there is neither a container daemon nor a registry.
+# Run the lines of the Dockerfile without a container daemon and a registry.
 #
 #   scripts/build_image.sh TARGET PYTHON [ARGUMENT ...]
 #   scripts/build_image.sh cpu "$(command -v python3.12)" --volume /opt/wheels:/opt/wheels:ro

@@ -88,7 +88,7 @@ def _import(options: argparse.Namespace) -> None:
     if options.write_config is not None:
         print(f"wrote {config}: the model of {options.source}, on top of {options.config}")
     beginning = f"checkpoint.initialize_from={options.target}"
-    # In a folder that exists a run would be continued.
+    # With an existing run folder, the command would continue that run.
     folder = f"run.dir={free_name(Path('runs', options.target.name))}"
     command = shlex.join(["--config", str(config), folder, *options.overrides, beginning])
     print(f"wrote {options.target}: {dtype} weights; to train them:")

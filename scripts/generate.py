@@ -84,7 +84,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # any error: each part of these files has its own reader
+    except Exception as error:  # of any type: every part of these files has its own reader
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)

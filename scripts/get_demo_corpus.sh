@@ -58,7 +58,7 @@ if ! $checking; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   for name in "${SETS[@]}"; do
-    # One thread and one block, so that a version of xz always writes the same bytes.
+    # One thread and one block make each version of xz always write the same bytes.
     "$name" | xz -9e --threads=1 --check=crc64 >"$scratch/$name.txt.xz"
     check "$scratch/$name.txt.xz" "${TEXT_SHA256[$name]}" >/dev/null
   done

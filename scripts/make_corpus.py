@@ -21,7 +21,7 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 for success, 2 if a package is unavailable or its texts differ."""
     options = parse(arguments)
-    from scripts.data.debian import read_corpus, write_set  # here: it loads torch
+    from scripts.data.debian import read_corpus, write_set  # imported here, as it loads torch
 
     output = options.output.absolute()
     corpus = read_corpus(options.corpus)

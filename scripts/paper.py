@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code of the first command that fails."""
     options = parse(arguments)
-    # Here, as they load torch, pandas and matplotlib.
+    # Imported here, as these modules load torch, pandas and matplotlib.
     from scripts.papers.catalogue import read_catalogue, read_hours, write_hours
     from scripts.papers.item_commands import commands, describe, plotting, write_measured
     from scripts.papers.page import draw, figure_file, page

@@ -9,8 +9,8 @@
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
 
-With run folders only, it writes every figure that they have data for. Several runs are overlaid, or
-drawn separately where an overlay would be unreadable. --html writes a page per run instead, and
+With run folders only, it writes every figure for which they have data. Several runs are overlaid,
+or drawn separately where an overlay would be unreadable. --html writes a page per run instead, and
 `compare` one page about all runs in folders.
 """
 

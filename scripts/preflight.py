@@ -35,7 +35,7 @@ SLOW = 0.8
 """Share of the median rate below which a rank is named."""
 TIMEOUT = datetime.timedelta(seconds=120)
 REPEATS = 5
-"""Calls in the median of the rate, after a warm-up call."""
+"""Number of calls whose median gives the rate, after a warm-up call."""
 # PyTorch 2.13 renamed these functions and warns about the old names.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -64,7 +64,7 @@ def _kept(output: Path, nothing: str = "; nothing was written") -> str:
 
 
 def _prepare(options: argparse.Namespace, output: Path) -> None:
-    from scripts.data.folder import (  # imported here, as it imports torch
+    from scripts.data.folder import (  # imported here, as this module imports torch
         check_replaceable,
         clean_up,
         holds_preparation,
@@ -118,7 +118,7 @@ def _check_export(tokenizer: Path | None) -> None:
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
-    from scripts.huggingface.equivalence import (  # imported here, as it is slow
+    from scripts.huggingface.equivalence import (  # imported here, as the import is slow
         DifferentError,
         checked_tokenizer,
     )

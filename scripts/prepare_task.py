@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """The data sets of one format.
+    """A format of rows, and its data sets.
 
     example   function from a row to the values of an `Example`, in order
     sources   datasets on the hub, with a split that has answers

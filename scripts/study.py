@@ -17,8 +17,8 @@ A seed sets both the initial weights and the order of the data. Variants are com
 with Student's 95% interval over the seeds: `level` if the whole interval is within `level_within`
 (0.02 nats) of 0, `cannot tell` if a wider interval contains 0. A run with a nonfinite loss counts
 as failed, and so does its variant. A variant whose chosen setting is at an end of its grid is
-`refused`. Further keys in which a variant differs from the one it is compared with (not tuned, in
-`overrides` or in `differs`) are listed at the start and in table.md.
+`refused`. Further keys in which a variant differs from its reference (neither tuned nor in
+`overrides` or `differs`) are listed at the start and in table.md.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
 candidates of a stage are trained for a `share` of the length `full`, the best `keep` for the next
@@ -44,7 +44,7 @@ from training.report.progress import progress
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study and return the exit code."""
     options = parse(arguments)
-    # Here, as they load torch and pandas.
+    # Imported here, as these modules load torch and pandas.
     from scripts.studies.description import read_study
     from scripts.studies.records import RecordBook
     from scripts.studies.running import run_study

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
-    """Return the milliseconds until a call is done, and until it returned to the host.
+    """Return the milliseconds until a call is done, and until it returns to the host.
 
     On a GPU events measure the first time, after `before` has run; on a CPU both are processor
     time.
@@ -55,7 +55,8 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
     """Return the median milliseconds of a call with a cold cache, after a warm-up that compiles."""
     call()
-    # Work in the queue, so that the host has launched the call before the device gets to it.
+    # This work fills the queue, so that the host has launched the call before the device reaches
+    # it.
     size = FLUSHED_BYTES if device.type == "cuda" else 0
     scratch = torch.empty(size, dtype=torch.int8, device=device)
     return statistics.median(timed(call, device, scratch.zero_)[0] for _ in range(repeats))

@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 2 scripts/bench/steps.py --sets 12x256x256 --peers FOLDER
 
 The matrices are those of `--sets` (COUNTxROWSxCOLS, several with commas), or of a recipe: those of
-the fullest rank of each number of ranks in `--shares`. With a recipe our rules have its settings
-and its msign, bfloat16 weights and float32 masters; without one, the library's defaults, and
-"equal" is five steps of msign in bfloat16, as the peers have them. All else has float32 weights.
+the fullest rank of each number of ranks in `--shares`. With a recipe our rules use its settings,
+its msign, bfloat16 weights and float32 masters. Without a recipe they use the library's defaults,
+and "equal" is five steps of msign in bfloat16, the default of the peers. Everything else has
+float32 weights.
 
 `--peers` names a folder with checkouts of other projects under these names, any of which may be
 missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
@@ -15,9 +16,9 @@ missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_opti
 torch's products). On a GPU each uses its own kernels.
 
 All optimizers step equal weights on equal gradients, in turn, with one thread. A cell is the median
-of processor time, on a GPU of the device's time, next to that of the host. Under torchrun the
-weights are sharded over all ranks by rows, as by FSDP2, and ours and dion's step them: the mean of
-the ranks' processor time, and the bytes that all ranks send.
+of processor time; on a GPU, of the device's time next to the host's. Under torchrun the weights are
+sharded over all ranks by rows, as by FSDP2. Only our and dion's optimizers step such weights; a row
+shows the ranks' mean processor time, and the bytes that all ranks send.
 """
 
 import argparse
@@ -73,7 +74,8 @@ PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
         "gram_newton_schulz", "gram_newton_schulz", "Muon", {}, "ns_use_kernels",
     ),
 }  # fmt: skip
-"""Checkout, module, class, settings of each library, and what turns on its kernels for GPUs."""
+"""Checkout, module, class and settings of each library, and the setting that turns on its GPU
+kernels."""
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
 """Fields that all matrix rules share and that determine most of their cost."""
@@ -189,7 +191,7 @@ class Side:
         self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
 
     def turn(self) -> tuple[float, float]:
-        """Take a step; return its milliseconds, of the mean rank, and those of the host."""
+        """Take a step; return its milliseconds and those of the host, as means over ranks."""
         if not self.sharded:
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
             return timed(self.step, self.device, synchronize)
@@ -297,7 +299,7 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
     """Return the matrices to step, and their recipe if any, by name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
-    # With a given vocabulary no data is needed; its weights seldom belong to a matrix rule.
+    # A given vocabulary makes data unnecessary; its weights seldom belong to a matrix rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     return {
         f"{config.run.name}, fullest of {ranks}": (fullest_share(config, ranks), config)

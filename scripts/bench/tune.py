@@ -49,10 +49,10 @@ Ways = dict[Tile | None, Call]
 
 
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
-    """Calls of an operation on `x` `[batch, rows, cols]` by tile, with the library's under None.
+    """Calls of an operation on `x` `[batch, rows, cols]` by tile; the library's call is under None.
 
-    "commuting" and "polynomial" are those of the first step of msign; "grouped" takes `x` and half
-    its columns.
+    "commuting" and "polynomial" are the operations of the first step of msign; "grouped" takes `x`
+    and half of its columns.
     """
     if operation == "gram":
         return ways(partial(library.symmetric, x), partial(symmetric.product, x, x), tiles)
@@ -120,7 +120,7 @@ def measure(
             + (f"  WRONG RESULT: {', '.join(wrong)}" if wrong else ""),
             flush=True,
         )
-        # A second choice for where quack's product does not run; of two, the first counts.
+        # A second choice for devices without quack's product; of two entries, the first counts.
         others = [tile for tile in times if tile != dispatch.QUACK]
         for tile in dict.fromkeys([best, min(others, key=lambda tile: times[tile])]):
             entry = {
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"), "repeats": options.repeats,
     }  # fmt: skip
-    # A device's own name is longer than that of its kind, which stands for unmeasured devices.
+    # The name of a device is longer than the name of its kind, which stands for unmeasured devices.
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {
         other: value for other, value in table["devices"].items() if other != name
     }

@@ -124,7 +124,7 @@ class Mean:
         self._assign = config_assignments(self.config)
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter in its units' view, or a buffer, float32."""
+        """Return a parameter in the view shape of its units, or a buffer, float32."""
         if name in self.buffers:
             shape = self.buffers[name]
             return weighted_sum((each.buffer(name, shape), weight) for each, weight in self._parts)

@@ -72,13 +72,13 @@ class LastParameter:
     def unit(self, unit: Unit) -> Tensor:
         """Return a whole unit `[*axes]`, float32."""
         if unit.parameter != self._name:
-            self._value = torch.empty(0)  # before the next one is in memory
+            self._value = torch.empty(0)  # before the next unit is in memory
             self._name, self._value = unit.parameter, self._read(unit.parameter)
         return unit.view(self._value)
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Creates tensors when they are written; before, the state only contains shapes.
+    """Creates tensors when they are written; before that, the state contains only shapes.
 
     written    number of elements so far
     """

@@ -206,7 +206,7 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
 def documents(text: str, entry: str | None) -> Iterator[str]:
     """Yield the documents of a text: all of it, or a piece from each line that matches `entry`.
 
-    Only lines that follow a blank line count.
+    Only lines after a blank line count.
     """
     pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
     for piece in pieces:

@@ -31,7 +31,8 @@ NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 
 Owns = Callable[[int, int | None], bool]
-"""Whether to read (input, document); with None as document, whether to read any of the input."""
+"""Function that returns whether to read (input, document); with None as document, whether to read
+any of the input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class ReadOptions:
     """How files are split into documents."""
 
     text_key: str = "text"  # field of the text in inputs that name no key
-    document_bytes: int = 2048  # size after which a text document ends at a blank line; 0: never
+    document_bytes: int = 2048  # size after which a blank line ends a text document; 0: never
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:

@@ -66,7 +66,7 @@ class EncodedChunk:
     tokens: NDArray[np.integer]  # `[sum(lengths)]`
     lengths: list[int]  # tokens of each document, EOD included
     bytes: list[int]  # size of each document in UTF-8
-    decoded: list[tuple[str, str]] = field(default_factory=list)  # texts, and as decoded
+    decoded: list[tuple[str, str]] = field(default_factory=list)  # texts before and after decoding
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
         """Yield (tokens, bytes of text) of each document."""
@@ -166,7 +166,7 @@ def _chunked(
 
 
 def _start_worker() -> None:
-    """Make a worker ignore Ctrl-C, use one thread, and exit when its parent does."""
+    """Make a worker ignore Ctrl-C, use one thread, and exit with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -186,7 +186,7 @@ _AROUND: Final = 20
 
 @dataclass
 class RoundTrip:
-    """The number of documents of a set that were decoded, and that differ from their text."""
+    """The numbers of documents of a set that were decoded, and that differ from their text."""
 
     decoded: int = 0
     lost: int = 0

@@ -27,7 +27,7 @@ class AtomicFolder:
     removes. A run locks `output.preparing.lock` until it has cleaned up, so two runs never work at
     once. Folders of these names without that file are not ours, and are not touched.
 
-    After `save`, what was written is kept without a commit too. The next run with the same key
+    After `save`, the written files are kept even without a commit. The next run with the same key
     finds the saved value in `progress`, and its own files in the folder `state`.
 
     Args:
@@ -92,7 +92,7 @@ class AtomicFolder:
             self.state.mkdir(exist_ok=True)
 
     def save(self, progress: Any) -> None:
-        """Save `progress` as JSON, and keep what is written from now on.
+        """Save `progress` as JSON, and keep the written files from now on.
 
         The files that `progress` counts must be on the disk.
         """
@@ -103,7 +103,7 @@ class AtomicFolder:
         sync(self.state)
 
     def _saved(self) -> Any:
-        """Return what a run with the same key saved; None if no run did."""
+        """Return the progress that a run with the same key saved, None without one."""
         if self._key is None or not self.path.is_dir():
             return None
         try:
@@ -124,7 +124,7 @@ class AtomicFolder:
         os.close(self._locked)
 
     def commit(self) -> None:
-        """Replace `output` with what was written."""
+        """Replace `output` with the written files."""
         for file in self.path.iterdir():
             sync(file)
         sync(self.path)
@@ -167,7 +167,7 @@ def _lock(path: Path) -> int | None:
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
-    """Return whether `output` already contains the preparation of this fingerprint, complete.
+    """Return whether `output` already contains the complete preparation with this fingerprint.
 
     Raises:
         InputError: it is damaged, and `output` must not be overwritten.

@@ -26,8 +26,8 @@ class HubInput:
     name: str
     config: str | None = None
     split: str = "train"
-    text_key: str | None = None  # field of the text; None: the one in the options
-    revision: str | None = None  # commit of the hub; None: the newest
+    text_key: str | None = None  # field of the text; None: the field in the options
+    revision: str | None = None  # commit on the hub; None: the newest
     file: tuple[int, int] | None = None  # (index, number of files); None: all files
 
     @property
@@ -105,7 +105,7 @@ def _stream(each: HubInput) -> Any:
 def _opened(name: str, config: str | None, split: str, revision: str | None) -> Any:
     import datasets  # imported here because it takes seconds
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # its errors contain the same text
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the library's errors contain the same text
     return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
 
 

@@ -39,7 +39,8 @@ class Shard:
     cut: bool = False
 
     def owns(self, unit: int, document: int | None) -> bool:
-        """Return whether it encodes this document of input `unit`; None asks for any document."""
+        """Return whether the shard encodes this document of input `unit`; with None, whether it
+        encodes any."""
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number
         return unit % self.count == self.number
@@ -109,7 +110,7 @@ class SetPlan:
         return [train, validation] if self.fraction else [train]
 
     def listing(self) -> Listing:
-        """Return its inputs and ignored files."""
+        """Return the inputs and the ignored files of the source."""
         return Listing(self.inputs(), [each for part in self.portions for each in part.ignored])
 
 
@@ -118,7 +119,7 @@ class Preparation:
     """Everything that determines the content of a prepared folder."""
 
     sets: list[SetPlan]
-    vocabulary: int | None = None  # size of the BPE to train, unless
+    vocabulary: int | None = None  # number of tokens of the BPE to train
     tokenizer: Path | None = None  # this is the tokenizer to use
     eod: str | None = None
     reading: ReadOptions = ReadOptions()

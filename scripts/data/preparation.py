@@ -56,9 +56,9 @@ from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerE
 from training.errors import DataError, InputError
 
 MARGIN = 1.1
-"""What a shard encodes of a portion with limited tokens, relative to an equal share.
+"""Tokens that a shard encodes of a portion with limited tokens, relative to an equal share.
 
-Shards produce different numbers of tokens, and the join encodes what is missing."""
+Shards produce different numbers of tokens, and the join encodes the missing ones."""
 
 
 def prepare(
@@ -185,7 +185,8 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
-    """Write the tokenizer to `folder`; one trained before is copied from the folder `trained`."""
+    """Write the tokenizer to `folder`; an already trained tokenizer is copied from the folder
+    `trained`."""
     if preparation.tokenizer is not None:
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
     elif (trained / TOKENIZER_FILE).exists():

@@ -115,7 +115,7 @@ class SetWriter(DocumentFile):
     def finish(self, inputs: list[str]) -> SetEntry:
         """Write the index and return the manifest's entry of the pair.
 
-        `inputs` identify what was read. Raises:
+        `inputs` identify the inputs that were read. Raises:
             DataError: no document was added.
         """
         self.sync()

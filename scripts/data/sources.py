@@ -38,7 +38,8 @@ class FileInput:
 
     @property
     def kind(self) -> str:
-        """The suffix before a compression's; `.jsonl` for every format with one row per line."""
+        """The suffix before that of the compression; `.jsonl` for every format with one row per
+        line."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
         kind = match["kind"] or ".parquet"

@@ -76,10 +76,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
 
 
 def in_short_words(documents: Iterable[str]) -> Iterator[str]:
-    """Yield the documents, cut wherever a run of one kind of characters is longer than any word.
+    """Yield the documents, cut inside each run of one kind of characters that is longer than any
+    word.
 
-    The time of training grows with the square of the length of a word, and such a run, of a line
-    of dashes or of encoded bytes, is one.
+    Training time grows with the square of the length of a word, and such a run, such as a line of
+    dashes or encoded bytes, counts as one word.
     """
     for text in documents:
         start = 0
@@ -150,9 +151,9 @@ def _check_form(source: Path) -> None:
 
 
 def _form(file: Path) -> str | None:
-    """Return what form of tokenizer a file is by its content, None if it is none that is known.
+    """Return the form of tokenizer that a file contains, None if the form is unknown.
 
-    SentencePiece's begins with its first piece, a field of protocol buffers in another.
+    A SentencePiece file begins with its first piece, a protocol-buffer field inside another field.
     """
     with file.open("rb") as content:
         head = content.read(1 << 16)
@@ -170,8 +171,8 @@ def _form(file: Path) -> str | None:
 def own_file(folder: Path, name: str) -> bytes | None:
     """Return the content of a file of a tokenizer's or model's folder, None if there is none.
 
-    A link may lead to a file of the folder, or to a blob of the hub's cache that the folder is a
-    snapshot of. Raises DataError if it leads to any other.
+    A link may lead to a file of the folder or, for a snapshot in the hub's cache, to a blob of this
+    cache. Raises DataError if it leads anywhere else.
     """
     path, home = real_path(folder / name), real_path(folder)
     if not path.is_file():
@@ -211,7 +212,7 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
         except ValueError as error:
             raise DataError(f"cannot read {folder / name}: {error}") from None
         token = config.get("eos_token", config.get("eos_token_id"))
-        if isinstance(token, dict):  # an added token written out
+        if isinstance(token, dict):  # an added token with all of its settings
             token = token.get("content")
         if isinstance(token, list):
             names = ", ".join(str(by_id.get(each, each)) for each in token)

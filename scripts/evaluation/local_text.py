@@ -95,7 +95,7 @@ def parts(
 ) -> list[NDArray[np.int64]]:
     """Return the tokens of each document of a task, cut at `starts` or into consecutive windows.
 
-    `starts` are the starts of the set's own documents. Without them, documents have nearly equal
+    `starts` are the starts of the documents in the set. Without them, documents have nearly equal
     numbers of windows.
     """
     if starts is not None:

@@ -27,8 +27,8 @@ QUANTILES = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
 
 
 def experiment(draws: Draws, *, n: int = 1500, repeats: int = 4000, side: int = 64) -> Outcome:
-    """Check both propositions on matrices of n columns, and the estimator on `repeats` of `side`,
-    by Monte Carlo."""
+    """Check both propositions on matrices of n columns, and the estimator on `repeats` matrices of
+    size `side`, by Monte Carlo."""
     phi = {c: draws.normal(round(c * n), n) for c in (0.25, 1.0)}
     checks = []
     limits: dict[str, dict[float, float]] = {}
@@ -86,7 +86,8 @@ def strong(phi: Tensor) -> dict[float, dict[str, float]]:
 
 
 def estimate(draws: Draws, repeats: int, side: int) -> tuple[dict[float, list[float]], list[Check]]:
-    """Check the estimator of eq. 4.13, which is unbiased, but sees one draw of Z per matrix."""
+    """Check the estimator of eq. 4.13, which is unbiased, but depends on one draw of Z per
+    matrix."""
     estimates = {}
     for rho in CORRELATIONS:
         z = draws.normal(repeats, 1, 1)

@@ -26,7 +26,7 @@ SCALE = 1.7
 # Epsilon of the norm is 1e-7.
 EXACT = 1e-6
 TARGET = 0.01
-"""Fraction of the first loss to reach."""
+"""Target loss as a fraction of the first loss."""
 ROOM = 1.1
 """tau of every layer: the norm that a layer may reach with this step size; checked afterwards."""
 
@@ -53,7 +53,7 @@ def experiment(
     smallest: float = 0.2,
     residual: float = 0.3,
 ) -> Outcome:
-    """Train weights that are preconditioned once, and raw weights behind PC layers. All levels
+    """Train weights that were preconditioned once, and raw weights in PC layers. All levels
     start from the same raw weights and first residual.
 
     `widths` grow, then shrink. Singular values of a raw weight fall from 1 to `smallest`.
@@ -107,7 +107,7 @@ def effective(w: Tensor, level: int) -> Tensor:
 
 
 def definition(draws: Draws) -> list[Check]:
-    """Check PC(W) = s g(W / s) on a W of norm `SCALE` with known singular vectors. Its gradient
+    """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors. Its gradient
     must be orthogonal to W, because W / s does not depend on the scale of W."""
     rows, cols = 18, 11
     left, _ = torch.linalg.qr(draws.normal(rows, cols))

@@ -28,7 +28,7 @@ class Draws:
         return torch.randn(*shape, generator=self.generator, dtype=dtype)
 
     def restarted(self, offset: int = 0) -> "Draws":
-        """Return the generator restarted, from this or another seed."""
+        """Return a new generator with this or another seed."""
         return Draws(self.seed + offset)
 
 
@@ -36,7 +36,7 @@ class Draws:
 class Check:
     """A measured number and its expected range.
 
-    `source` is the source of the range: a paper's statement, theory, or `recorded`. Recorded
+    `source` states where the range comes from: a paper's statement, theory, or `recorded`. Recorded
     numbers come from an earlier run of the paper's setting with exact decompositions in float64.
     """
 

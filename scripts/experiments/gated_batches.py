@@ -19,7 +19,7 @@ def experiment(
     hidden: int = 512,
 ) -> Outcome:
     """Compare st(A1), st(A2) and st(A3) at initialization for both activations, with one network
-    and new data for each batch."""
+    and new data per batch size."""
     ranks: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
     for kind in KINDS:
         network = draws.restarted()

@@ -21,7 +21,7 @@ def experiment(
     interval: int = 20,
     polar_steps: int = 20,
 ) -> Outcome:
-    """Run both methods at both batches.
+    """Run both methods at both batch sizes.
 
     The paper takes 400 and 280 steps. Fewer are enough here, because the methods diverge early.
     """
@@ -46,7 +46,7 @@ def experiment(
 
 
 def properties(runs: dict[str, dict[str, Training]]) -> list[Check]:
-    """Check the paper's statements about the two batches."""
+    """Check the paper's statements about the two batch sizes."""
     small, large = runs["small"], runs["large"]
     early = len(small["gd"].losses) // 5
     lead = small["gd"].losses[early] / small["spectral"].losses[early]

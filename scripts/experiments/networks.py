@@ -77,7 +77,7 @@ class Problem:
 
 @dataclass
 class Training:
-    """The loss before every step; and each layer's stable rank of the input and nuclear rank of the
+    """The loss before every step, and each layer's stable rank of the input and nuclear rank of the
     gradient, by step."""
 
     losses: list[float] = field(default_factory=list)

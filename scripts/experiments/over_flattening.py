@@ -1,11 +1,11 @@
 """A weight whose singular values are all mapped to 1 cannot represent a target with other values.
 
 The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here one
-matrix learns a linear map with singular values 1 / k: plain, behind a PC layer, and behind the
-over-flattening composite. The best multiple of an orthogonal matrix leaves 1 - nr(T) / n of the
-target T, so the composite loses with any optimizer. This is no evidence about language models,
-where the paper finds the same at 271M parameters; studies/pc/over_flattening.yaml tests a small
-one.
+matrix learns a linear map with singular values 1 / k: as a plain weight, in a PC layer, and with
+the over-flattening composite. The best multiple of an orthogonal matrix leaves 1 - nr(T) / n of the
+target T, so the composite loses with any optimizer. This is no evidence about language models, for
+which the paper finds the same at 271M parameters; studies/pc/over_flattening.yaml tests a small
+language model.
 """
 
 from typing import Any

@@ -8,9 +8,9 @@ from spectral.measures import stable_rank
 
 SMALL = {"sizes": (15, 30, 120), "steps": 60, "restart": 20}
 RESTARTED = 100
-"""Steps of spectral descent after every restart."""
+"""Number of steps of spectral descent after every restart."""
 # The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F and the spectral
-# step decreases the loss by exactly what it guarantees; only rounding errors differ.
+# step decreases the loss by exactly its guarantee; only rounding errors differ.
 ROUNDING = 1e-9
 
 
@@ -22,8 +22,8 @@ def experiment(
     restart: int = 100,
 ) -> Outcome:
     """Run both descents on A = relu(V X). Also run spectral descent from iterates of gradient
-    descent: the one of highest nuclear rank and every `restart`-th. `sizes` as in
-    `random_features`."""
+    descent: from the iterate with the highest nuclear rank and from every `restart`-th iterate.
+    `sizes` as in `random_features`."""
     task = random_features(draws, sizes, 1, torch.relu)
     stable = float(stable_rank(task.a))
     gd = descend(task, steps, spectral=False)

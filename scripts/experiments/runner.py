@@ -42,7 +42,7 @@ class Result:
 
     @property
     def failed(self) -> int:
-        """The number of checks that did not pass."""
+        """The number of failed checks."""
         return sum(not check.passed for check in self.checks)
 
     def content(self) -> dict[str, Any]:
@@ -157,7 +157,8 @@ def room(check: Check) -> float:
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    """Return the rows of one experiment under `HEADINGS`; a passing series gets one, its worst."""
+    """Return the rows of one experiment under `HEADINGS`; a series that passes gets one row, its
+    worst check."""
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:
@@ -176,7 +177,8 @@ def recorded(name: str, data: Any) -> list[Check]:
 
 
 def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:
-    """Yield a check of each number of `expected` with the one in the same place of `measured`."""
+    """Yield a check of each number of `expected` against the number at the same place of
+    `measured`."""
     if isinstance(expected, str):
         low, high = bounds(expected)
         yield Check(", ".join(path), measured, low, high, "recorded", ", ".join(path[:-1]))

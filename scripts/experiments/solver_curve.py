@@ -20,7 +20,7 @@ KRYLOV = 100
 EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
 """Shapes whose multipliers recorded.yaml contains to nine digits."""
 BISECTED = (24, 16)
-EXACT_STEPS = 26  # of msign in float64: exact to the last printed digit, squares included
+EXACT_STEPS = 26  # steps of msign in float64: exact to the last printed digit, also after squaring
 
 
 def experiment(

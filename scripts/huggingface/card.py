@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is and how it was trained."""
+"""The README.md of an exported model: a description of the model and of its training."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -40,7 +40,7 @@ def card(
 
 
 def _documents(info: CheckpointInfo) -> str:
-    """Return a sentence on how documents were joined, if that is known."""
+    """Return a sentence on the separation of documents, if it is known."""
     if info.imported:
         return "Documents are separated as in the source model."
     return (

@@ -104,7 +104,7 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
     Data is prepared without the tokens that a template adds to a text; an imported model keeps
     these tokens. Raises DifferentError.
     """
-    # No model reads this text, so transformers need not warn that it is longer than a sequence.
+    # No model reads this text, so transformers need not warn about its length.
     tokens = loaded(TEXT, add_special_tokens=not with_template, verbose=False)["input_ids"]
     expected = stored.encode(TEXT, add_special_tokens=False).ids
     if tokens != expected:
@@ -129,7 +129,8 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
 
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Return logits `[1, n, vocabulary]` of the model in `folder`, float32, and its files' type."""
+    """Return float32 logits `[1, n, vocabulary]` of the model in `folder`, and the dtype of its
+    files."""
     from transformers import AutoConfig
 
     with offline():
@@ -212,7 +213,7 @@ def fill_buffers(
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Context with process groups: the existing ones, or new ones of this process alone."""
+    """Context with process groups: the existing groups, or new groups with this process alone."""
     if torch.distributed.is_initialized():
         yield
         return

@@ -16,7 +16,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors by name in groups of at most `limit` bytes or of one larger tensor."""
+    """Return the tensors by name in groups of at most `limit` bytes; a larger tensor is a group
+    alone."""
     runs: list[dict[str, Tensor]] = []
     size = 0
     for name, entry in entries:

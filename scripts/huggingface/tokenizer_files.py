@@ -22,9 +22,9 @@ SETTINGS_FILE = "tokenizer_config.json"
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer of a checkpoint's run.
 
-    The first of these: the `given` file or folder; the tokenizer in an imported checkpoint; the
-    tokenizer that the config or the data's manifest names. Raises InputError without a tokenizer,
-    for one that is not the run's, or for one that is too large for the model.
+    It is the first available of: the `given` file or folder; the tokenizer in an imported
+    checkpoint; the tokenizer that the config or the data's manifest names. Raises InputError
+    without a tokenizer, for one that is not the run's, or for one that is too large for the model.
     """
     config = info.config
     manifest = _manifest(config)

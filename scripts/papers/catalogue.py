@@ -1,6 +1,6 @@
 """The papers' tables and figures as data, from papers.yaml, and the GPU-hours of their full runs.
 
-The planner computes the hours, and gpu_hours.json keeps them for the page.
+The planner computes the hours, and gpu_hours.json stores them for the page.
 """
 
 import json
@@ -36,7 +36,7 @@ def key_of(run: str) -> str:
 
 
 def planned(run: str) -> Hours:
-    """Plan a run on the GPUs that its recipe names."""
+    """Plan a run on the GPUs that its recipe specifies."""
     # These load the engine, which a page does not need.
     from training.dry_run import plan_run
     from training.planning.added_cost import run_hours
@@ -134,7 +134,7 @@ def full_command(run: str, gpus: int) -> list[str]:
     if gpus > 8:
         folder = load_config(ROOT / config, overrides).run.dir
         job = [f"--nodes={gpus // 8}", f"--job-name={Path(folder).name}"]
-        job.append(f"--export=ALL,RUN_DIR={folder}")  # the script reads the folder from there
+        job.append(f"--export=ALL,RUN_DIR={folder}")  # the script reads this variable
         rest = [each for each in overrides if not each.startswith("run.dir=")]
         return ["sbatch", *job, "scripts/slurm/pretrain.sbatch", config, *rest]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -21,7 +21,7 @@ from training.json_file import read_json
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DIGITS: Final = 5
-"""Significant digits of stored figures: more than one seed of a tiny model can resolve."""
+"""Significant digits of stored figures, more than one seed of a tiny model can resolve."""
 
 OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "least": min,

@@ -77,14 +77,14 @@ def drawn(figure: Figure, key: str) -> str:
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
     buffer, dpi = io.StringIO(), figure.dpi
-    # savefig would draw it twice: again for its layout, which drawing finds itself.
+    # savefig would draw the figure twice, the second time for its layout.
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    figure.dpi = dpi  # which was set to that of SVG
+    figure.dpi = dpi  # the property was set for SVG
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r"url\(#", f"url(#{key}-", text)
     text = re.sub(r'href="#', f'href="#{key}-', text)
-    # At most its own size, narrower where the page is.
+    # The figure is at most its own size, and narrower on a narrow page.
     return re.sub(r'<svg ([^>]*?)height="([\d.]+)pt"', r"<svg \1", text, count=1)

@@ -41,7 +41,7 @@ CONFIG = {
 }
 
 Series = list[tuple[float, float]]
-"""(x, y) in order."""
+"""Points (x, y) in order."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The run's name in figures: its label, or that of its folder."""
+        """The run's name in figures: its label, or the name of its folder."""
         return self.label or self.folder.resolve().name
 
     @property

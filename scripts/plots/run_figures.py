@@ -66,7 +66,7 @@ FIGURES = (
     RunFigure("penalty", "Gram penalty", curves.penalty),
     RunFigure("z_loss", "z-loss", curves.z_loss),
 )
-"""In the order of the page."""
+"""All figures, in the order of the page."""
 
 
 def write_figures(runs: Sequence[RunData], folder: Path, suffix: str) -> list[Path]:

@@ -74,8 +74,8 @@ def subtitle(run: RunData) -> str:
 
 
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
-    """Return name and value of each card that the run has figures for; `measure` is the metric of
-    validation."""
+    """Return name and value of each card for which the run has figures; `measure` is the validation
+    metric."""
     loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
     if loss:

@@ -44,7 +44,7 @@ def run_status(run: RunData) -> RunStatus:
     if (run.folder / DONE).exists():
         return RunStatus("done", f"done, {step:,} steps")
     last: Line = ends[-1] if ends else {"kind": "started", "text": ""}
-    if last["kind"] in ("stopped", "done"):  # without the file DONE train.exit_step has ended it
+    if last["kind"] in ("stopped", "done"):  # without the file DONE, by train.exit_step
         return RunStatus("stopped", f"stopped, {place}", last["text"])
     if last["kind"] == "failed":
         return RunStatus("failed", f"failed, {place}", last["text"])

@@ -33,7 +33,8 @@ def plot_study(path: Path) -> Figure:
     axes.set_yticks(range(len(compared)), labels)
     axes.set_ylim(-0.6, len(compared) - 0.4)
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
-    # Over the whole figure: the names of variants take half of its width.
+    # The title is centred on the whole figure, because the names of variants take half of its
+    # width.
     figure.suptitle(
         f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
     )

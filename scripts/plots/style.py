@@ -87,7 +87,7 @@ def draw_lines(
 ) -> None:
     """Draw a line per label, with values over their index or over given x values, and a legend.
 
-    `settings` are those of the axis, such as `xscale` and `title`.
+    `settings` are properties of the axes, such as `xscale` and `title`.
     """
     for label, values in lines.items():
         by_x = values if isinstance(values, Mapping) else dict(enumerate(values))

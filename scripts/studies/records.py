@@ -67,7 +67,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class RecordBook:
-    """The records in `folder`/runs.jsonl, found by their keys.
+    """The records in `folder`/runs.jsonl, by key.
 
     Several threads, and several processes, may add to it.
     """
@@ -123,7 +123,7 @@ def claimed(folder: Path) -> Iterator[bool]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / CLAIM).open("a", encoding="utf-8") as file:
         try:
-            # A lock of the open file: threads are told apart, and other files may be closed.
+            # A lock of the open file distinguishes threads, and survives closing other files.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False

@@ -108,7 +108,7 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Return the config of each variant; the first candidate of each stage stands in for the
+    """Return the config of each variant, with the first candidate of each stage instead of its
     choice.
 
     Raises InputError for a candidate of any stage whose config cannot be read, before the first

@@ -1,6 +1,4 @@
-"""Tuning the variants of a study, all together by successive halving or from another study's
-results.
-"""
+"""Tuning of a study's variants, together by successive halving or from another study's results."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -35,7 +35,7 @@ LATER: Final = {
     "points": [{"share": int | float, "losses": [NUMBER]}],
     "level_within": int | float,
 }
-"""Shape of results.json, for `check_shape`: of all files, and of files with a finished part."""
+"""Shape of results.json, for `check_shape`: for all files, and for files with a finished part."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -190,7 +190,8 @@ def searched_keys(results: Results, name: str | None = None) -> list[str]:
 
 
 def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
-    """Return value and loss of each trial of a variant in the stage that varies `key`.
+    """Return the value of `key` and the loss of each trial of a variant, in the stage that varies
+    `key`.
 
     Only the first rung counts, because it trains all candidates.
     """
@@ -209,7 +210,7 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
 
 
 def short(overrides: Sequence[str]) -> str:
-    """Return settings with only the last word of each key."""
+    """Return settings with only the last part of each key."""
     pairs = (f"{key.rpartition('.')[2]} {value}" for key, value in settings(overrides).items())
     return ", ".join(dict.fromkeys(pairs))
 
@@ -233,7 +234,8 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
     that loss's variant.
 
     Between the lengths of the curve the loss is linear in the logarithm of the tokens. Values
-    beyond its ends are NaN. The interval is that of the variant's loss on the mean curve.
+    beyond its ends are NaN. The interval is the interval of the variant's loss, converted by the
+    mean curve.
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()

@@ -244,7 +244,7 @@ class Trainer:
         with claimed(folder) as mine:
             if not mine:
                 return False
-            self.book.refresh()  # who had the claim before may have trained it
+            self.book.refresh()  # the previous holder of the claim may have trained it
             if key in self.book:
                 return True
             record = self._train(key, run, folder)
