@@ -224,9 +224,9 @@ def decoder_units(
 ) -> list[Unit]:
     """Return the units of a chunk on one rank, in forward order.
 
-    With `post_norms` attention and feed-forward block are each followed by a norm. The gains of
-    norms begin with `gain_start`. A tied embedding is one unit; a chunk with the head alone holds a
-    copy of it in the head's parameter.
+    With `post_norms` a norm follows attention, and another follows the feed-forward block. The
+    gains of norms begin with `gain_start`. A tied embedding is one unit; a chunk with the head
+    alone holds a copy of it in the head's parameter.
     """
 
     def gain(name: str) -> Unit:

@@ -135,7 +135,8 @@ def transformer_config(
         # With batched sends between the same two ranks, the interleaved schedule on two stages
         # swaps activations and gradients, so it uses separate, overlapped sends.
         batch_p2p_comm=virtual == 1,
-        # This would wait for the device after each send because of an old NCCL bug that is fixed.
+        # This option waits for the device after each send, because of an NCCL bug that is fixed
+        # now.
         batch_p2p_sync=False,
         overlap_p2p_comm=virtual > 1,
         deallocate_pipeline_outputs=False,
@@ -255,7 +256,7 @@ def assemble(
             tp_group=built.pg_collection.tp,
         )
         built.setup_embeddings_and_output_layer()
-    if model.attention_backend != "sdpa":  # its attention uses the engine's own angles
+    if model.attention_backend != "sdpa":  # its attention uses the engine's angles
         return built
     built.rotary_pos_emb = RotaryEmbedding(
         kv_channels=model.rotary_size,

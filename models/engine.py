@@ -66,8 +66,8 @@ def check_engine() -> str | None:
 
 
 def import_engine() -> None:
-    """Import megatron-core, silently and in two thirds of the time; call it before other imports of
-    it.
+    """Import megatron-core, silently and in two thirds of the time; call this before other imports
+    of megatron-core.
 
     It silences warnings about missing optional packages, the message of PyTorch's CUDA builds about
     a missing CUDA toolkit on machines without a GPU (such as a login node), and newer torch's
@@ -150,7 +150,8 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return what is missing for Triton to compile a Python extension, None if nothing."""
+    """Return the missing requirement of Triton for compiling a Python extension, None if nothing is
+    missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

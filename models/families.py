@@ -1,8 +1,7 @@
 """The model families: their parts, the code that builds them, and the sizes of their models.
 
 A family is one record of `FAMILIES`; no other file names families. Records do not depend on the
-engine: their builders, which do, are imported when a model is first built, not when a config is
-read.
+engine; builders do, and are imported when a model is first built, not when a config is read.
 """
 
 from collections import Counter
@@ -246,8 +245,8 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
 def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
     """Return the mean number of keys that a token sees in layer `layer`, over the sequence.
 
-    It is half of the sequence under the causal mask; with a window w of s tokens it is `w - w^2 /
-    (2 s)`.
+    It is half of the sequence under the causal mask; with a window of w of the s tokens it is `w -
+    w^2 / (2 s)`.
     """
     window = min(model.window(layer) or sequence_length, sequence_length)
     return window - window**2 / (2 * sequence_length)

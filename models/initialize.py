@@ -25,7 +25,7 @@ THREADS = 8
 """Largest number of units that a rank draws at a time."""
 
 Compute = Callable[[Sequence[Unit]], Tensor]
-"""A function from units to one figure per unit."""
+"""Function from units to one figure per unit."""
 
 
 def initialize_(
@@ -117,7 +117,7 @@ def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
 
 
 def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) -> float:
-    """Return the standard deviation of `drawn`, one of the draws of `unit`."""
+    """Return the standard deviation for `drawn`, one of the draws of `unit`."""
     if unit.role in VOCABULARY:
         return init.embedding_std if unit.role == "embedding" else init.head_std
     if init.std is None:

@@ -102,7 +102,7 @@ def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 
 
 def in_sequence_order(parts: Tensor, size: int) -> Tensor:
-    """Return the whole sequence `[s, ...]` from the parts of all `size` context ranks.
+    """Join the whole sequence `[s, ...]` from the parts of all `size` context ranks.
 
     `parts` contains the parts in the order of ranks along the first dimension.
     """

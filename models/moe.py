@@ -60,7 +60,7 @@ def transformer_config(
         moe_router_topk=moe.top_k,
         moe_router_score_function=moe.score,
         # Softmax over the chosen logits is the renormalised softmax; for a single expert it would
-        # be 1.
+        # always be 1.
         moe_router_pre_softmax=moe.top_k == 1,
         moe_router_num_groups=moe.expert_groups if moe.expert_groups > 1 else None,
         moe_router_group_topk=moe.top_groups if moe.expert_groups > 1 else None,

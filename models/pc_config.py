@@ -99,9 +99,9 @@ class PCConfig(Section):
         return unit.role in self.roles
 
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
-        """Return how `unit` is preconditioned, None if it is not.
+        """Return the preconditioner of `unit`, None if it is no PC layer.
 
-        Raises ValueError if the level is null: `load_config` puts the paper's choice there.
+        Raises ValueError if the level is null, which `load_config` replaces by the paper's choice.
         """
         if not self.covers(unit):
             return None
@@ -114,7 +114,7 @@ class PCConfig(Section):
         )
 
     def gamma_decay(self, scalar: float) -> float:
-        """Return the weight decay of gamma, where that of optimizer.scalar is `scalar`."""
+        """Return the weight decay of gamma, given the decay `scalar` of optimizer.scalar."""
         return scalar if self.gamma_weight_decay is None else self.gamma_weight_decay
 
     def _level(self, unit: Unit) -> Level:

@@ -19,7 +19,8 @@ from pydantic_core import PydanticCustomError
 
 LARGEST_INTEGER: Final = 1 << 53
 LARGEST_FLOAT: Final = 1e100
-"""Bound of numbers without another bound: far above any use, but still safe in arithmetic."""
+"""Bound of numbers without another bound: far above any useful value, but still safe in
+arithmetic."""
 
 Number = Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]

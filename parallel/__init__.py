@@ -1,6 +1,6 @@
 """Everything that depends on the rank.
 
-Six folders on five levels; a folder imports only from lower levels, which a test checks:
+Folders on several levels; each imports only from lower levels, which a test checks:
 
     plan/       memory, bytes and loads of a run on N ranks      checkpoint/  observe/
     optimizer/  the owner of each matrix, the exchange, the step

@@ -22,7 +22,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Sync files and folders in parallel, as a slow disk takes as long for many as for one."""
+    """Sync files and folders in parallel, as a slow disk takes as long for one file as for many."""
     with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         list(pool.map(sync, paths))
 

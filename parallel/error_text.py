@@ -17,6 +17,6 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message (for a worker's error, the error itself); without
-    a message, the error's type."""
+    """Return the last line of an error's message, which in a worker's error is the actual error;
+    without a message, the error's type."""
     return (str(error).strip() or repr(error)).splitlines()[-1]

@@ -91,7 +91,7 @@ class ParallelModel:
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
-        """Update the tracked singular vectors of PC layers in the graph for the new weights.
+        """Update the tracked singular vectors of PC layers in the graph to the new weights.
 
         Waits for the weights. Nothing changes if `active`, a 0-d bool, is False.
         """
@@ -135,8 +135,8 @@ class ParallelModel:
         return self.parameters[effective.units[0].parameter]
 
     def sum_in_products(self, active: bool) -> None:
-        """Enable or disable accumulation of gradients in the buckets by linears' products, which
-        observers of the reducers do not see."""
+        """Enable or disable accumulation of gradients by the products of linears; the reducers'
+        observers do not see gradients that products accumulate."""
         sum_in_products_(self.chunks, active)
 
     def zero_gradients(self) -> None:
@@ -343,7 +343,7 @@ def build_domains(
     domains, sequence = [], groups.layout.sequence_parallel
     for domain in (groups.dense, groups.experts):
         units = units_of_domain(stage_units, domain.name)
-        if domain is groups.experts:  # all tensor-parallel ranks declare the same
+        if domain is groups.experts:  # all tensor-parallel ranks declare the same units
             units = [units[groups.tensor.rank]] * domain.tensor.size
         local = units[domain.tensor.rank]
         if not local:
@@ -391,8 +391,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
 def in_shares(
     axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
 ) -> Tensor:
-    """Return `compute(units)` `[units]`; each rank of the axis computes every `axis.size`-th of the
-    common units."""
+    """Return `compute(units)` `[units]`; the ranks of the axis divide the common units, each
+    computing every `axis.size`-th."""
     share = compute(units[axis.rank :: axis.size])
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share

@@ -67,7 +67,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
-    """Return the activation whose elementwise part is `function`.
+    """Return the activation with the elementwise part `function`.
 
     Raises ValueError if `ACTIVATIONS` has none.
     """

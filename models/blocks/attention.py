@@ -34,7 +34,7 @@ FUSED: Final = [
 """Fused kernels in order of preference. PyTorch's own order depends on the CUDA version of its
 build, and FlashAttention 2 takes 1.5 times as long as cuDNN's kernel on Hopper."""
 ROWS: Final = 256
-"""Queries per block where scores are computed without a fused kernel."""
+"""Number of queries per block if scores are computed without a fused kernel."""
 
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 
@@ -44,7 +44,7 @@ FLASH_MODULES: Final = {
 }
 """Modules of the kernels, by their names in `model.attention_kernel`."""
 FLASH_CAPABILITIES: Final = {"flash_attention_3": (8, 9), "flash_attention_4": (9, 10, 11, 12)}
-"""Major compute capabilities of the devices that the kernels support."""
+"""Major compute capabilities of supported devices, by kernel."""
 
 
 class CoreAttention(torch.nn.Module):
@@ -52,7 +52,7 @@ class CoreAttention(torch.nn.Module):
 
     It replaces Megatron's DotProductAttention, which materialises the scores `[s, s]`. Under
     context parallelism each rank holds the queries, keys and values of its part of the sequence
-    (models/layout.py) and gathers the keys and values of all others, so attention is exact.
+    (models/layout.py) and gathers the keys and values of all other parts, so attention is exact.
     Subclasses compute the attention of one part of the queries.
     """
 
@@ -325,8 +325,8 @@ def largest_causal_score(
 ) -> Tensor:
     """Return the largest score `[]` in attention's softmax, float32 or wider.
 
-    It processes blocks of queries, so no `[s, t]` matrix is created. With `window` a query sees
-    that many keys up to its own, with `documents` only keys of its document.
+    It processes blocks of queries, so no `[s, t]` matrix is created. With `window` a query attends
+    to that many keys up to its own position, with `documents` only to keys of its document.
     """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -6,8 +6,9 @@ surrounding code (products, collectives, recomputation, the attention kernel) wo
 graph. A function is compiled once per shape and gradient mode, for all layers together; experts,
 whose token counts change from step to step, use one graph with a symbolic count.
 
-The compiler concatenates the gradients of gate and up, and those of queries, keys and values, at
-half the rate of a copy (docs/performance.md). Both concatenations have kernels in spectral/kernels.
+The compiler concatenates the gradients of gate and up, and the gradients of queries, keys and
+values, at half the rate of a copy (docs/performance.md). Both concatenations have kernels in
+spectral/kernels.
 """
 
 import itertools
@@ -100,7 +101,8 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Fuse a sum of `layer` into the next norm if the norm supports it; return whether so."""
+        """Fuse a sum of `layer` into the next norm if the norm supports it; return whether it
+        does."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False

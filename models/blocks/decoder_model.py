@@ -1,4 +1,4 @@
-"""Input and output of a decoder: a scaled embedding; logits, capped or not, or token losses.
+"""Input and output of a decoder: a scaled embedding, and logits (capped or not) or token losses.
 
 With a z-loss, the squared log-sum-exp of each token's logits is computed as well.
 
@@ -114,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
         for (rows, here), target in zip(_chunks(weight, labels, ctx.chunk), targets, strict=True):
-            # Reuse one name, so that no chunk's logits outlive their gradient.
+            # Reuse one name, so that a chunk's logits are freed after their gradient.
             p = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
             slope = None if ctx.softcap is None else 1 - (p / ctx.softcap).square_()
             p = p.sub_(normalizer[:, None]).exp_()
@@ -264,7 +264,7 @@ class DecoderModel(GPTModel):
             self.setup_embeddings_and_output_layer()
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Extend Megatron's method by rotary positions within documents."""
+        """Megatron's method, with rotary positions within documents."""
         hidden, turns, *rest = super()._preprocess(*arguments, **options)
         documents = options.get("packed_seq_params")
         if isinstance(documents, Documents):
@@ -280,7 +280,7 @@ class DecoderModel(GPTModel):
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        """Extend Megatron's method by the losses of the last stage."""
+        """Megatron's method, with the losses of the last stage."""
         if labels is None or self.loss_chunk is None or not self.post_process:
             whole: Tensor = super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *rest, **options

@@ -4,8 +4,8 @@ Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens
 any routing: (token, expert) pairs of known number. Sorted by expert, they need no mask, no index
 list of unknown length and no read by the host. With expert parallelism, one all-to-all sends the
 rows to the experts and one sends the results back; the host reads the numbers of rows per rank once
-per layer and pass. Gathers replace scattered sums forward and backward, because the order of
-scattered sums differs from run to run on a GPU.
+per layer and pass. Forward and backward use gathers instead of scattered sums, whose order differs
+from run to run on a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class SortedDispatcher(MoETokenDispatcher):
     1, else the `r % tensor`-th part of each expert. Rows go to all parts of an expert, whose
     results are summed.
 
-    on_host   whether the experts want the number of rows of each in host memory
+    on_host   whether the experts need the number of rows of each in host memory
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class SortedDispatcher(MoETokenDispatcher):
         self.ranks: int = self.tp_ep_group.size()
         self.on_host = on_host
         self.shape = torch.Size()
-        self.order: Tensor | None = None  # of this rank's pairs, by expert
-        self.arrival: Tensor | None = None  # of the received rows, by expert
+        self.order: Tensor | None = None  # counts of this rank's pairs, by expert
+        self.arrival: Tensor | None = None  # counts of the received rows, by expert
         self.rows: Tensor | None = None  # of each local expert
         self.sent: list[int] = []
         self.received: list[int] = []
@@ -190,7 +190,7 @@ def _collect(rows: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows moved by `there`, with gradients moved by its adjoint `back`."""
+    """Rows moved by `there`; their gradients are moved by its adjoint `back`."""
 
     @staticmethod
     def forward(

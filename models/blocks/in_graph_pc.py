@@ -1,8 +1,8 @@
 """PC layers in the graph: the effective weight PC(W) computed in every forward pass.
 
 This is the readable reference; training uses the materialized evaluator, which computes the same
-once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of a
-linear's weight, as in the library (spectral/pc_layers.py), so Megatron's column-parallel,
+weights once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of
+a linear's weight, as in the library (spectral/pc_layers.py), so Megatron's column-parallel,
 row-parallel and expert linears need no change. Activation recomputation is safe, because a forward
 pass changes no state."""
 
@@ -113,7 +113,8 @@ class UnitWeight(EffectiveWeight):
     def _tracked(
         self, weight: Tensor
     ) -> Iterator[tuple[Preconditioner, Tensor, tuple[Tensor, Tensor]]]:
-        """Yield each unit's preconditioner, whole `[1, rows, cols]` (float32 or wider) and pair."""
+        """Yield each unit's preconditioner, whole matrix `[1, rows, cols]` (float32 or wider) and
+        singular pair."""
         for i, whole in enumerate(self.matrices(weight.detach())):
             pair = self.pair(i)
             yield self.preconditioners[i], whole[None].to(pair[0].dtype), pair

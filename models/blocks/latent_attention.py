@@ -36,8 +36,8 @@ class LatentAttention(torch.nn.Module):
         k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
 
     The rotary part of a head stores pairs next to each other, as in DeepSeek's weights. Without
-    Transformer Engine, Megatron's own module cuts q_a and kv_a over tensor ranks and loses the
-    other ranks' share of the gradient of k_rope.
+    Transformer Engine, Megatron's module cuts q_a and kv_a over tensor ranks and loses the other
+    ranks' share of the gradient of k_rope.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""RMSNorm for Megatron's layer specs, with sequence parallelism, and its fusion with the sum before
-it.
+"""RMSNorm for Megatron's layer specs, with sequence parallelism, and its fusion with the preceding
+sum.
 
 Megatron adds a block's output to the residual stream and calls the next norm on the sum, in two
 passes; autograd adds the two gradients of the sum in a third. Here the norm computes the sum too,
@@ -62,8 +62,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Return the normalised `x`; with `stream`, return the sum of the two, whose norm the next
-        call on it returns."""
+        """Return the normalised `x`; with `stream`, return the sum of both: the next call, on this
+        sum, returns its norm."""
         assert self.eps is not None
         if stream is not None:
             assert self.sum is not None

@@ -20,8 +20,8 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
     computed once for all layers, passes and steps.
 
     Megatron's own cut uses pinned CUDA memory, and its attention computes cosines and sines in each
-    layer. Compiled into a kernel of queries and keys they would even be computed for every head: of
-    2,074 ms of kernels in a step of llama1b_muon on an H200, 116 ms were rotations.
+    layer. If they were compiled into a kernel of queries and keys, they would even be computed for
+    every head: rotations took 116 of 2,074 ms of kernels in a step of llama1b_muon on an H200.
     """
 
     def __init__(

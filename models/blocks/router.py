@@ -84,7 +84,8 @@ class Router(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of a `[tokens, experts]` routing map; the engine calls it for every map.
 
-        Forward passes without a backward (evaluation, the first of recomputation) do not count.
+        Forward passes without a backward pass (evaluation, the first pass of recomputation) do not
+        count.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -94,7 +95,7 @@ class Router(TopKRouter):
 def forget_earlier_models() -> None:
     """Clear the engine's per-process state of an earlier model.
 
-    Its log of balancing losses is sized by that model's layers, and the shape of their scale
+    Its log of balancing losses has the size of that model's layers, and the shape of their scale
     depends on the first use, inside or outside a schedule.
     """
     take_losses()

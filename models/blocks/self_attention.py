@@ -1,4 +1,4 @@
-"""Self-attention around the core: queries, keys and values from one linear.
+"""Self-attention except its core: queries, keys and values come from one linear.
 
 Autograd would write three gradients and then copy them into one tensor for the linear's backward
 pass; here one function, which can be compiled, writes that tensor.

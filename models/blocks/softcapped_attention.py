@@ -1,8 +1,8 @@
 """Attention with capped scores and sliding windows, which no fused kernel of PyTorch computes.
 
 Scores are computed for a block of queries at a time and not kept: backward recomputes them from the
-saved queries, keys and log-sums. Products take matrices in the model's dtype and sum in float32;
-everything between them is float32 or wider. The same code runs on CPUs and GPUs.
+saved queries, keys and log-sums. Products read matrices in the model's dtype and sum in float32;
+everything between products is float32 or wider. The same code runs on CPUs and GPUs.
 """
 
 from typing import Any
@@ -75,7 +75,8 @@ def softcapped_attention(
 
 
 class _SoftcappedAttention(torch.autograd.Function):
-    """The same for `[batch, n, s, d]` queries, n to each of `[batch, t, d]` keys and values."""
+    """Softcapped attention of `[batch, n, s, d]` queries, of which n share each of the `[batch, t,
+    d]` keys and values."""
 
     @staticmethod
     def forward(

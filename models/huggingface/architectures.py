@@ -35,7 +35,7 @@ MSCALES: Final = ("mscale", "mscale_all_dim")
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, Any]:
-    """Return the type of the model's rotary positions, their base, and the keys of the type."""
+    """Return type and base of the model's rotary positions, and the keys of this type."""
     base = {"rope_type": "default", "rope_theta": model.rope_base}
     scaling = model.rope_scaling
     if scaling is None:
@@ -47,7 +47,7 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope_problem(rope: Mapping[str, Any]) -> str | None:
-    """Return why rotary positions are not supported here, None if they are."""
+    """Return the reason why rotary positions are not supported here, None if they are."""
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"
@@ -62,7 +62,8 @@ def _is_positive(value: object) -> bool:
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the section `model.rope_scaling` of supported positions, None without scaling."""
+    """Return the section `model.rope_scaling` for supported rotary positions, None without
+    scaling."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
@@ -206,7 +207,7 @@ class Architecture:
         return {} if value is None else {"attention_bias": value}
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """Return a sentence for each setting of `model` that the class does not have."""
+        """Return a sentence for each setting of `model` that the class does not support."""
         return [f"model.{rule} for {self.name}, got {value}" for rule, value in self._limits(model)]
 
     def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -46,7 +46,7 @@ def architecture(model: ModelConfig) -> Architecture:
 
 
 def model_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of config.json that decide what the model computes.
+    """Return the settings of config.json that determine the model's computation.
 
     Raises InexpressibleError as `architecture` does.
     """
@@ -151,7 +151,7 @@ def config_json(
 
 
 def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each of the `expected` (`model_settings`) that differs in `settings`.
+    """Return a sentence for each value of `expected` (`model_settings`) that differs in `settings`.
 
     `settings` is a config.json with transformers' defaults filled in.
     """

@@ -45,7 +45,8 @@ class TheirTensor:
         return prod(self.shape)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """Return the tensor `[*shape]` of our `parameter`, a copy if its rows are not adjacent."""
+        """Return the tensor `[*shape]` from our `parameter`, a copy if its rows are not
+        adjacent."""
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
@@ -162,7 +163,7 @@ def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, hf_name: str) -> Ite
     """Yield a layer's experts one by one: transformers 4 reads only this layout, 5 reads both."""
     hidden = model.hidden
     yield _matrix(ours + "router", hf_name + "gate", (moe.experts, hidden))
-    if moe.score == "sigmoid":  # the classes with these scores have the bias
+    if moe.score == "sigmoid":  # classes with these scores have the bias
         bias = f"{hf_name}gate{SCORE_BIAS}"
         yield _gain(ours + "router.expert_bias", bias, moe.experts)
     if moe.shared_experts:

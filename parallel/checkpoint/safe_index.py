@@ -66,7 +66,7 @@ def _is_dtype(name: str) -> bool:
 def read_index(folder: str | Path) -> Metadata:
     """Read the index of the state in `folder`.
 
-    Raises UnsafeIndexError, having executed nothing.
+    Raises UnsafeIndexError before anything is executed.
     """
     path = Path(folder) / INDEX_FILE
     try:
@@ -93,7 +93,7 @@ def index_files(index: Metadata) -> list[str]:
 def read_plain(folder: str | Path) -> dict[str, Any]:
     """Read the plain values of the state in `folder`.
 
-    Raises UnsafeIndexError, having executed nothing.
+    Raises UnsafeIndexError before anything is executed.
     """
     path = Path(folder) / PLAIN_FILE
     try:

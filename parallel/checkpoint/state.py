@@ -10,8 +10,8 @@ Every tensor of a checkpoint belongs to one unit and has the same shape on any l
 
 A rank holds spans of a unit's flattened local piece. A span of a row-major array is a few boxes:
 the rest of a row, whole rows, the beginning of a row. Each box is saved from, and loaded into, a
-view of its memory, at its offset in the unit; so nothing is gathered, and no rank holds more than
-its own part.
+view of its memory, at its offset in the unit. So nothing is gathered, and no rank holds more than
+its part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ class StatePart:
 
 
 def part_name(key: str, offset: Sequence[int]) -> str:
-    """Return the name, among the parts of a rank, of the part of tensor `key` at `offset`."""
+    """Return the name that identifies, within a rank, the part of tensor `key` at `offset`."""
     return f"{key}{list(offset)}"
 
 
@@ -186,7 +186,8 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict
 def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> None:
     """Raise StateError on every rank unless the checkpoint has exactly the expected tensors.
 
-    All ranks' `state` together is expected; `prefix` begins the message.
+    The expected tensors are those in the `state` of all ranks together; `prefix` begins the
+    message.
     """
     stored = {
         key: tensor
@@ -207,7 +208,8 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return a sentence if the PC layers of checkpoint and model differ."""
+    """Return a sentence about different PC layers of checkpoint and model, None without a
+    difference."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:
@@ -271,7 +273,7 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
 
 
 def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
-    """Return the part that is a whole tensor."""
+    """Return a whole tensor as a part."""
     return StatePart(key, value, tuple(value.shape), (0,) * value.dim(), written)
 
 
@@ -328,7 +330,7 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield the counters of the units that this rank holds a part of.
+    """Yield the counters of the units of which this rank holds a part.
 
     The rank with a unit's first element saves its counters.
     """
@@ -344,8 +346,8 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
     """Set the counters of every region to the loaded counters of its units.
 
-    Yields a sentence for each unit whose counter differs from that of the other units of its
-    region.
+    Yields a sentence for each unit whose counter differs from the counter of its region's other
+    units.
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):

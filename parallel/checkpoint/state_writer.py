@@ -5,10 +5,10 @@ then change the state. When all writers are done, all ranks call `PendingSave.ga
 rank 0 alone calls `finish`. With one save at a time, the memory is one copy of the part, which the
 next save reuses.
 
-With torch's own `async_save` in a process per rank (torch 2.13) no later save of a run succeeds
-once one of these processes is killed, as none is restarted and their group is broken. With two gloo
-ranks of 50 MB each, torch began a save in 0.04 s and completed it in 4 s, with 150 MB more per
-process (a separate interpreter); this file takes 0.07 s and 0.4 s.
+With torch's `async_save` in one process per rank (torch 2.13), a killed process is never restarted
+and breaks the processes' group, so no later save of the run succeeds. With two gloo ranks of 50 MB
+each, torch began a save in 0.04 s and completed it in 4 s, with 150 MB more per process (a separate
+interpreter); this file takes 0.07 s and 0.4 s.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 class StatePlanner(DefaultSavePlanner):
-    """The plan of a run's saves, which differ only in folder and values, and their host memory.
+    """The plan and the host memory of a run's saves, which differ only in folder and values.
 
     All saves copy to the same host memory, so a save must be complete before the next is staged.
     Planning sends every rank's list of tensors to rank 0, which takes about 0.2 ms of processor
-    time per tensor, and more with more ranks; therefore it is done for the first save only.
+    time per tensor, and more with more ranks, so only the first save is planned.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Written:
 
 
 class Writer:
-    """The process that writes one rank's files of one save; there is none without files."""
+    """The process that writes one rank's files of one save; without files there is no process."""
 
     def __init__(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
         self.written: Written | None = Written() if not plan.items else None
@@ -243,7 +243,7 @@ def _write_all(
         answer = error
     except Exception as error:
         answer = reason(error, folder)
-    with contextlib.suppress(BrokenPipeError):  # without the training process the save is void
+    with contextlib.suppress(BrokenPipeError):  # without the training process the save is useless
         sender.send(answer)
         sender.close()
 

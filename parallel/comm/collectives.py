@@ -51,7 +51,7 @@ def named(kind: str) -> Iterator[None]:
     """Make failing collectives within a context raise CollectiveError naming `kind`."""
     try:
         yield
-    except CollectiveError:  # an inner collective that is already named
+    except CollectiveError:  # the error already names an inner collective
         raise
     except RuntimeError as error:
         reason = first_line(error)
@@ -59,14 +59,14 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Seconds after which all ranks waiting in the same collective have failed as well."""
+"""Seconds within which all ranks that wait in the same collective fail as well."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
     """Return the host of each rank that does not call this within `PATIENCE` seconds.
 
-    They died, or hang outside collectives. If the store does not answer for twice as long, rank 0,
-    on whose node it is, counts as absent. {} if the store is gone.
+    These ranks died, or hang outside collectives. If the store does not answer for twice as long,
+    rank 0, on whose node it is, counts as absent. {} if the store is gone.
     """
     absent: dict[int, str] = {}
 
@@ -166,7 +166,7 @@ def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
 
 
 def found_by_any(findings: Iterable[Value]) -> list[Value]:
-    """Return the distinct findings of all ranks on every rank. Slow."""
+    """Return, on every rank, the distinct findings of all ranks. Slow."""
     return list(dict.fromkeys(itertools.chain.from_iterable(from_all(list(findings)))))
 
 

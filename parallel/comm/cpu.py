@@ -57,8 +57,8 @@ def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function; products in dtypes without instructions on this CPU run in float32, as a GPU
-    accumulates them; bfloat16 takes 20 to 40 times as long (AMD EPYC, AVX2)."""
+    """Call a function; products in dtypes without instructions on this CPU run in float32, in which
+    a GPU accumulates them: bfloat16 would take 20 to 40 times as long (AMD EPYC, AVX2)."""
     if function in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
         return function(*(x.float() for x in args)).to(args[0].dtype)
     return function(*args, **kwargs)
@@ -110,7 +110,7 @@ def prepare_megatron() -> None:
     """Make megatron-core usable on this host. Call before building a model."""
     from megatron.core.transformer.moe import moe_utils
 
-    # Without Transformer Engine the router's product uses a missing kernel.
+    # Without Transformer Engine the router's product would call a missing kernel.
     vars(moe_utils).setdefault("te_general_gemm", None)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 

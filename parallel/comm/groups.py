@@ -283,7 +283,7 @@ def _ends(layout: Layout) -> Axis | None:
     """Create the axis of the first and the last pipeline stage, None on other stages."""
     if layout.pipeline == 1:
         return None
-    # is_rank_in_embedding_group still answers for the groups before a shutdown.
+    # After a shutdown, is_rank_in_embedding_group would still answer for the earlier groups.
     group = parallel_state.get_embedding_group(check_initialized=False)
     return None if group is None else Axis.of(group)
 

@@ -23,7 +23,7 @@ from parallel.comm.groups import Axis, Domain, Groups
 from parallel.model import ParallelModel
 
 CHUNK = 4096
-"""Tokens whose inputs are converted to float32 together."""
+"""Number of tokens whose inputs are converted to float32 together."""
 
 EMBEDDING = "embedding"
 
@@ -135,7 +135,8 @@ class ActivationWatch:
         return figures if stage.rank == 0 else {}
 
     def _linears(self, layers: Collection[int]) -> Iterator[tuple[torch.nn.Module, Unit, Domain]]:
-        """Yield module, one unit and domain of every watched matrix parameter of this rank."""
+        """Yield the module, one unit and the domain of every watched matrix parameter of this
+        rank."""
         module_of: dict[int, torch.nn.Module] = {}
         for chunk in self.model.chunks:
             for module in chunk.modules():
@@ -202,7 +203,7 @@ class ActivationWatch:
     def _measure(
         self, module: torch.nn.Module, place: str, name: str, *, inputs: bool = False
     ) -> None:
-        """Measure the output of `module` or its input."""
+        """Measure the output or the input of `module`."""
         zeros = [torch.zeros((), dtype=torch.float64, device=self.groups.device) for _ in range(3)]
         size = self.sizes[place, name] = Size(*zeros)
 

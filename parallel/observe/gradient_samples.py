@@ -1,4 +1,5 @@
-"""Gradients of single micro-batches and their inner products, for a step's gradient noise.
+"""Gradients of single micro-batches and their inner products, from which a step's gradient noise
+follows.
 
 The samples are the first micro-batches of the global batch, on every layout. Each rank keeps the
 gradients of its own samples until the end of the backward pass. Then, one parameter at a time, all
@@ -17,7 +18,7 @@ from parallel.model import ParallelModel
 from parallel.storage.domain_model import DomainModel
 
 OBSERVER: Final = "gradient samples"
-"""Name of the observer; samples that were never read are replaced by the next step's."""
+"""Name of the observer; the next step's samples replace samples that were never read."""
 
 
 class GradientSamples:

@@ -1,9 +1,10 @@
-"""The unit gather: whole matrices on one rank each, for inspection: weights, gradients, updates.
+"""The unit gather: weights, gradients and updates as whole matrices, each on one rank, for
+inspection.
 
 The singular values of a matrix do not follow from those of its pieces, so every matrix of the model
 has one rank that inspects it, its inspection rank. Anything in the ranks' shards can be gathered.
-It is sent as in a step, but in its own dtype, and in rounds that fit the memory of each rank.
-Matrices of one parameter share an inspection rank, which therefore also has their common
+The matrices are sent as in a step, but in their own dtype, and in rounds that fit the memory of
+each rank. Matrices of one parameter share an inspection rank, which therefore also has their common
 activations.
 """
 
@@ -88,7 +89,7 @@ class Inspection:
 
 @dataclass
 class Snapshot:
-    """The weights at one moment.
+    """A snapshot of the weights.
 
     shards   the masters; for a PC layer the masters of PC(W)
     whole    W `[rows, cols]` of the PC layers that this rank steps, by unit name
@@ -112,7 +113,8 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
-    """Return the present gradient shards; before the optimizer's step, a PC layer's is of PC(W)."""
+    """Return the present gradient shards; before the optimizer's step, the gradient of a PC layer
+    is that of PC(W)."""
     return [
         [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]
         for domain in optimizer.domains

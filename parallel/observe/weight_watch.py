@@ -83,7 +83,7 @@ def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
 
 
 CHUNK = 1 << 14
-"""Elements per sum: the resolution of a finding."""
+"""Number of elements per sum, which is the resolution of a finding."""
 
 
 def chunk_sums(flat: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def chunk_sums(flat: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Watched:
-    """Flat memory of weights.
+    """A part of a bucket of weights, as flat memory.
 
     slots   of the weights in the bucket that this memory is a part of
     first   first element of this memory in the bucket
@@ -127,7 +127,7 @@ class _Watched:
 class WeightWatch:
     """Sums of all weights of one rank, taken after each step and compared before the next.
 
-    It covers the parameters, this rank's shards of the masters, and the weights that owners of
+    The sums cover the parameters, this rank's shards of the masters, and the weights that owners of
     matrices keep. Each step reads them twice and waits for its new weights.
     """
 

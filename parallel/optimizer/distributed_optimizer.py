@@ -108,8 +108,8 @@ class DistributedOptimizer:
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
-        `max_norm` None only measures. `sound`, a 0-d bool, is whether this rank may step; all ranks
-        step or none does, even if copies differ.
+        `max_norm` None only measures. `sound`, a 0-d bool, states whether this rank may step; all
+        ranks step or none does, even if copies differ.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -131,7 +131,7 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield every gradient of this rank, and whether this rank counts it in the norm."""
+        """Yield every gradient of this rank, with whether this rank counts it in the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
@@ -187,7 +187,7 @@ class DistributedOptimizer:
         """Yield names and 0-d numbers of refusals of this rank in the last step.
 
         The number is 0 or 1 for a matrix, and for a range of a shard under an elementwise rule.
-        Parts with gradient and state known to be sound are left out.
+        Parts whose gradient and state are known to be sound are left out.
         """
         for unit, report in self.reports():
             if "refused" in report:  # missing before the first step of a stack
@@ -240,8 +240,8 @@ def build_optimizer(
         placed = place(placement, works, part.domain.stage.size, base=base)
         plan = layout, placed.strategy, placed.owners
         check_agreement(plan, part.domain.stage)
-        # Ranks own dense matrices and experts; experts are placed last, on top of the dense loads
-        # of the ranks with the same experts as this rank.
+        # Ranks own dense matrices and experts; experts are placed last, in addition to the dense
+        # loads of the ranks with the same experts as this rank.
         base = [
             load
             for i, load in enumerate(placed.loads)
@@ -305,7 +305,7 @@ class CapturedUpdate(Update):
         self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self._captured = CapturedCall(self._run, self.device)
         self._done: tuple[GradientNorm, Tensor] | None = None
-        self._sent = CommVolume()  # written by the recorded call, so by every replay
+        self._sent = CommVolume()  # the recorded call, and so every replay, writes this
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
         """Clip and step as `Update` does."""

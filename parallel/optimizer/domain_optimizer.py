@@ -150,7 +150,7 @@ class DomainOptimizer:
             units.publish()
 
     def reload_kept(self) -> None:
-        """Set the weights that owners keep to the masters, for instance after a load."""
+        """Copy the masters to the weights that owners keep, for instance after a load."""
         for group in self.step_groups:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
 
@@ -279,7 +279,8 @@ class DomainOptimizer:
             yield Region(bucket, start, length, assigned, in_norm, state)
 
     def _counts(self, unit: Unit) -> bool:
-        """Return whether this rank counts its part of a unit; other ranks may hold copies."""
+        """Return whether this rank counts its part of a unit, of which other ranks may hold
+        copies."""
         return not unit.is_copy and (not unit.replicated or self.domain.tensor.rank == 0)
 
 

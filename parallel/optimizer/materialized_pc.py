@@ -1,4 +1,4 @@
-"""PC layers at no cost per micro-batch: the model's parameter is PC(W), the owner keeps W.
+"""PC layers without a cost per micro-batch: the model's parameter is PC(W), and the owner keeps W.
 
 PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. The
 gradient of PC(W), accumulated over micro-batches and reduced over ranks like any other, is sent to
@@ -166,7 +166,7 @@ class _SteppedWeights(Units):
 
 
 class MaterializedUnits:
-    """The PC layers of one step group, on one rank: gradients in, weights out."""
+    """The PC layers of one step group on one rank, which receives gradients and sends weights."""
 
     def __init__(
         self,
@@ -177,8 +177,8 @@ class MaterializedUnits:
     ) -> None:
         """Plan the exchange of units in `transfers`; owners take W from the masters.
 
-        Gradients are sent to owners in the exchange's dtype, None for their own. PC(W) is sent in
-        the parameters' dtype, so that it is equal on all ranks.
+        Gradients are sent to owners in the exchange's dtype; None keeps their dtype. PC(W) is sent
+        in the parameters' dtype, so that it is equal on all ranks.
         """
         self.exists = bool(transfers)  # the same on all ranks of the stage
         self.buffers = model.buffers

@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Step groups, and dtypes of sent and kept tensors.
+    """Number of step groups, and dtypes of sent and kept tensors.
 
     step_groups      largest number of groups of buckets; None as in `BucketLayout.step_groups`
     exchange_dtype   of momentum and updates that are sent; None for their own
@@ -39,7 +39,7 @@ class StepOptions:
 STREAMS: Final = 4
 
 LARGE: Final = 1 << 21
-"""Elements of matrices that fill a GPU alone: a product of 128 x 128 has 128 tiles."""
+"""Number of elements of matrices that fill a GPU alone: a product of 128 x 128 has 128 tiles."""
 
 
 class Streams:
@@ -83,7 +83,7 @@ class Streams:
 
 
 class StackMemory:
-    """Memory for the pieces of stacks of units, one block per stack.
+    """Memory for the pieces of units, in one block per stack.
 
     Attributes:
         pieces: `[elements]` of each unit, by name; views.

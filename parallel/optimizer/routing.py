@@ -33,7 +33,7 @@ class PCAssignment:
 
 @dataclass(frozen=True)
 class Penalty:
-    """Term of the loss for a unit: `coefficient` times its Gram penalty.
+    """The penalty term of the loss for a unit: `coefficient` times its Gram penalty.
 
     The other attributes are the settings of `spectral.gram_penalty`.
     """

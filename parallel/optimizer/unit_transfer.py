@@ -21,8 +21,8 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""Step of a matrix that tensor parallelism cuts: by its one owner, or by each rank on its own piece
-as a separate matrix, which is different mathematics."""
+"""Step of a matrix that tensor parallelism cuts: by its owner, or by each rank, which treats its
+piece as a separate matrix and so changes the mathematics."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Memory of one rank by kind, and the stored and sent bytes of its activations.
+"""Memory of one rank by kind, and the bytes of activations that it stores and sends.
 
 Nothing is run; activations are estimates.
 """
@@ -36,7 +36,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Largest sum of memory needed at the same time.
+        """Largest memory needed at any time.
 
         Activations are freed before the optimizer's step needs its buffers. The Gram penalty's
         buffers are not counted; a rehearsal shows them.
@@ -46,7 +46,7 @@ class Memory:
 
 
 def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: float = 1) -> int:
-    """Bytes that a rank with these chunks keeps for the backward pass.
+    """Return the bytes that a rank with these chunks keeps for the backward pass.
 
     They are the activations of `in_flight` micro-batches, plus temporary memory of one: the head's
     until the loss is computed, or later a layer's gradients and recomputed activations in its
@@ -80,7 +80,7 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 
 
 def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> int:
-    """Elements per token that a layer saves for its backward pass.
+    """Return the elements per token that a layer saves for its backward pass.
 
     They are the inputs and outputs of both norms (cut only by sequence parallelism), attention's
     tensors (q, k, v, its output, rotated q and k, a copy of normalised grouped queries, and keys
@@ -113,7 +113,7 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
 
 
 def _block_copies(shape: StepShape) -> int:
-    """Return the number of saved tensors of a feed-forward block's width."""
+    """Return the number of saved tensors with the width of a feed-forward block."""
     fused = shape.inputs.compiled or shape.inputs.fused_backward
     return (3 if fused else 5) if shape.model.gated else 2
 
@@ -150,7 +150,7 @@ def stage_activations(shape: StepShape, stage: int) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one kind that a rank sends to other ranks per step in `calls` collectives.
+    """Bytes of one kind that a rank sends per step to other ranks, in `calls` collectives.
 
     across   share of the bytes that leave the node
     """
@@ -217,7 +217,8 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
 
 
 def _context(shape: StepShape, stage: int) -> Traffic:
-    """Return the traffic of keys and values: gathered forward, gradients scattered backward."""
+    """Return the traffic of keys and values, which are gathered forward, and of their gradients,
+    which are scattered backward."""
     model, inputs, links = shape.model, shape.inputs, shape.links("context")
     heads = model.heads if model.latent is not None else model.query_groups
     width = heads * (model.head_size + model.value_head_size) // inputs.tensor

@@ -18,8 +18,8 @@ from models.section import Check, Count, Positive, Section
 GIB: Final = 2**30
 
 RESERVE: Final = 0.05
-"""Share of a device's memory that is not available to tensors: CUDA's context, communicators,
-libraries, and fragmentation."""
+"""Share of a device's memory that tensors cannot use: CUDA's context, communicators, libraries, and
+fragmentation."""
 
 
 OPERANDS: Final = ("fp8", "bf16", "tf32", "fp32", "fp64")
@@ -138,20 +138,20 @@ def peak_flops(device_name: str) -> float | None:
 
 
 HALF_SIZE: Final = 64
-"""Size of one side of a tensor-core product at which it reaches half of its share of the peak."""
+"""Length of a side at which a tensor-core product reaches half of its share of the peak."""
 TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
 """Operands of products on tensor cores."""
 ATTENTION: Final = 0.45
 """Share of the peak that fused attention reaches, as published for H100 and A100 (cuDNN and
 FlashAttention-3 on the one, FlashAttention-2 on the other, causal, heads of 128)."""
 OLDER_ATTENTION: Final = 0.32
-"""The same for FlashAttention-2 on Hopper, where forward passes reach 370 TFLOP/s (Shah et al.,
-"FlashAttention-3", 2024, figure 5) and backward passes about 300."""
+"""Share of the peak for FlashAttention-2 on Hopper, where forward passes reach 370 TFLOP/s (Shah et
+al., "FlashAttention-3", 2024, figure 5) and backward passes about 300."""
 EXPLICIT_ATTENTION: Final = 0.1
-"""The same for scores computed block by block."""
+"""Share of the peak for scores computed block by block."""
 SYMMETRIC: Final = 0.45
-"""The same for the Triton kernels of symmetric products, measured on an H200 from 4,096 rows or
-32 matrices of 2,048 (spectral/kernels/table.json)."""
+"""Share of the peak for the Triton kernels of symmetric products, measured on an H200 from 4,096
+rows or 32 matrices of 2,048 (spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
 """Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach,
 measured in float64 in SSO's step on an H200. Columns are processed in sequence, so the share is
@@ -164,7 +164,7 @@ estimate, 0.25 s for 2,048 rows."""
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a group of `size` ranks at a distance of `stride` ranks.
+    """The links of a group of `size` ranks, neighbours of which are `stride` ranks apart.
 
     per_node   ranks of the group in one node
     """
@@ -215,7 +215,8 @@ def product_share(device: Device, operands: str, sides: Sequence[float]) -> floa
 
 
 def varying_share(device: Device) -> float:
-    """Return the share of FlashAttention 2, which computes variable-length attention."""
+    """Return the share of the peak for FlashAttention 2, which computes variable-length
+    attention."""
     return OLDER_ATTENTION if device.capability >= (9, 0) else ATTENTION
 
 

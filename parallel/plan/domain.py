@@ -14,8 +14,8 @@ from parallel.storage.bucket_layout import BucketPlanner
 from spectral.rules.base import Rule
 
 STEP_COPIES: Final = 6
-"""Float32 copies of the matrices of a step group: momentum, weights, and four for SSO's multiplier.
-Muon needs one or two instead of the four (tests/rehearsal/test_peak_memory.py).
+"""Number of float32 copies of a step group's matrices: momentum, weights, and four for SSO's
+multiplier. Muon needs one or two instead of the four (tests/rehearsal/test_peak_memory.py).
 """
 
 Owners = Mapping[str, int]

@@ -79,12 +79,12 @@ class StagePlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean load; 1 if there is no load."""
+        """Largest load over mean load; 1 if there is no load."""
         return self.load_max / self.load_mean if self.load_mean else 1.0
 
     @property
     def sent_ratio(self) -> float:
-        """Bytes sent over those of AdamW with ZeRO-1; 1 if neither sends any."""
+        """Sent bytes over the bytes of AdamW with ZeRO-1; 1 if neither sends any."""
         return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 

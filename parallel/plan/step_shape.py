@@ -20,7 +20,8 @@ from spectral.batching import grouped
 from spectral.sharded.placement import Strategy
 
 Cut = Literal["rows", "cols"] | None
-"""Cut of tensor parallelism: a column-parallel weight by rows, a row-parallel weight by cols."""
+"""Axis that tensor parallelism cuts: rows of a column-parallel weight, cols of a row-parallel
+weight."""
 
 BLOCK: Final = ("gate", "up", "gate_up", "down")
 """Roles of the matrices of a feed-forward block."""

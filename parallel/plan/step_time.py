@@ -22,18 +22,19 @@ from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_wei
 from parallel.storage.bucket_layout import default_step_groups
 
 LAYER_LAUNCHES: Final = 20
-"""Launches of a layer's forward pass other than products."""
+"""Number of launches other than products in a layer's forward pass."""
 MIXTURE_LAUNCHES: Final = 100
-"""Small launches, forward and backward, that sort tokens by experts in a layer with experts."""
+"""Number of small launches, forward and backward, that sort tokens by experts in a layer with
+experts."""
 STEP_BYTES: Final = 34
 """Bytes that the optimizer moves per element of a shard: masters, gradients and momentum read and
 written in float32, a second moment or a copy, and the new weight."""
 MATRIX_BYTES: Final = 105
-"""The same for additional bytes of matrix rules: momentum, its exchange, the update."""
+"""Additional bytes per element for matrix rules: momentum, its exchange, the update."""
 
 
 class Passes(NamedTuple):
-    """Elements per token for each element of a width.
+    """Elements moved per token for each element of a width.
 
     stream      of the residual stream: two norms, two sums, and their gradients
     queries, keys   of their widths: rotation, copies, and their gradients
@@ -52,30 +53,31 @@ class Passes(NamedTuple):
 
 
 SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
-"""Passes of single operations."""
+"""Passes if every operation is a separate kernel."""
 COMPILED: Final = Passes(16, 4, 6, 1, 8, 5, 11)
 """Passes with norms and preceding sums, rotations and activations fused by torch.compile, and
 gradients of queries, keys and values written as one tensor."""
 
 DISPATCHED: Final = 11
-"""Passes over the stream for each of a token's experts."""
+"""Passes over the residual stream per expert of a token."""
 ARRIVED: Final = 8
-"""The same if a rank sorts received tokens by its several experts, and sorts them back."""
+"""Passes per expert of a token if a rank sorts received tokens by its several experts, and sorts
+them back."""
 SHARED_GATE: Final = 11
-"""Passes over the stream for the gate of shared experts."""
+"""Passes over the residual stream for the gate of shared experts."""
 ROUTER: Final = 18
-"""Additional passes over the stream of a layer with experts."""
+"""Additional passes over the residual stream in a layer with experts."""
 SCORES: Final = 150
 """Passes over the keys of each head if scores are computed block by block."""
 PACKED: Final = 8
 """Passes over queries and keys if documents share sequences: copies of queries, keys, values and
 outputs in the order of the sequences, and of their gradients."""
 ENDS: Final = 12
-"""Passes over the stream of the embedding or the final norm."""
+"""Passes over the residual stream for the embedding or the final norm."""
 LOGITS: Final = 61
 """Bytes per logit."""
 FUSED_LOGITS: Final = 22
-"""The same for Liger's loss: maximum, float32 exponential, and gradient."""
+"""Passes over the logits for Liger's loss: maximum, float32 exponential, and gradient."""
 ACCUMULATED: Final = 10
 """Bytes per parameter of the embedding and experts: the gradient, added to the float32 sum after
 each micro-batch; other parameters' products accumulate it."""
@@ -183,8 +185,8 @@ def layer_elements(shape: StepShape, layer: int) -> float:
 
 
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
-    """Return the time of a weight's product with the inputs of one micro-batch, for an expert's
-    weight of all experts of a rank."""
+    """Return the time of a weight's product with the inputs of one micro-batch; for an expert's
+    weight, of the products of all experts of a rank."""
     inputs, model = shape.inputs, shape.model
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)
@@ -202,7 +204,7 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
     """Return the time of a layer's forward attention of one micro-batch."""
     model, inputs, share = shape.model, shape.inputs, ATTENTION
     length: float = shape.sequence_length
-    if model.explicit_scores:  # hidden scores are computed too
+    if model.explicit_scores:  # masked scores are computed too
         share = EXPLICIT_ATTENTION
     elif shape.attended is not None:
         length, share = shape.attended, varying_share(shape.device)
@@ -234,7 +236,7 @@ def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
 def stage_time(shape: StepShape, stage: int) -> StageTime:
     """Return the time of one micro-batch on a rank of a stage."""
     device, inputs, model = shape.device, shape.inputs, shape.model
-    copied = shape.tokens * inputs.dtype.itemsize / device.copy_rate  # of an element of each token
+    copied = shape.tokens * inputs.dtype.itemsize / device.copy_rate  # per element of each token
     _, experts = stage_elements(shape, stage)
     summed = (ACCUMULATED + STACKED) * experts / device.copy_rate
     forward, backward, recompute = 0.0, summed, 0.0

@@ -35,7 +35,7 @@ MOST_STEP_GROUPS = 4
 GOLDEN = 618
 """The golden ratio in thousandths: its multiples are spread evenly over a circle."""
 WORD = 8
-"""Elements of a vectorized read of kernels: 16 bytes of bfloat16."""
+"""Number of elements that a kernel reads at once: 16 bytes of bfloat16."""
 SMALLEST_ALIGNMENT = WORD
 ALIGNMENT_PADDING = 0.005
 """Share of a bucket that may be padded for alignment before the alignment is halved."""
@@ -255,15 +255,15 @@ class BucketPlanner:
 
     @property
     def word(self) -> int:
-        """Alignment of the starts of parameters in elements, as far as their sizes allow."""
+        """Alignment of the starts of parameters, in elements, as far as their sizes allow."""
         return min(WORD, self.alignment)
 
     def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         """Lay out the parameters `members`, given in backward order."""
         slots, offset = [], 0
         names = list(members)
-        # Layers have equal parameters. Each bucket starts with a different parameter, so that those
-        # with most state or work are not always in the same rank's shard.
+        # Layers have equal parameters. Each bucket starts with a different parameter, so that
+        # parameters with much state or work are not always in the same rank's shard.
         first = index * GOLDEN % 1000 * len(names) // 1000
         ordered = names[first:] + names[:first]
         # Gammas (a number per unit) are last, as they would shift their followers off 16 bytes.
@@ -275,7 +275,7 @@ class BucketPlanner:
         return Bucket(index, tuple(slots), -(-offset // step) * step)
 
     def _step(self, used: int) -> int:
-        """Return the divisor of the size of a bucket with `used` elements."""
+        """Return the number that must divide the size of a bucket with `used` elements."""
         alignment = self.alignment
         while (
             -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used

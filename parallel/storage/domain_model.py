@@ -105,7 +105,7 @@ TIED_SUM: Final = "sum of a tied embedding"
 """Kind of communication between the first and the last pipeline stage."""
 
 Observer = Callable[[str, Tensor], None]
-"""Called with a parameter's name and its gradient of one micro-batch."""
+"""A function that is called with a parameter's name and its gradient of one micro-batch."""
 
 
 class GradientReducer:
@@ -176,7 +176,7 @@ class GradientReducer:
     def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             gradient = parameter.grad
-            if gradient is not None:  # otherwise its product has accumulated it
+            if gradient is not None:  # otherwise the product has accumulated the gradient
                 for observe in self.observers.values():
                     observe(name, gradient)
                 parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
@@ -228,7 +228,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class WeightProducts:
-    """Replacement of Apex's extension, with the method name that Megatron calls."""
+    """Replacement of Apex's extension, with the method that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
@@ -286,7 +286,7 @@ class DomainModel:
     def all_gather_weights(self) -> None:
         """Round the masters into the parameters, all-gather the parameters and wait.
 
-        Its bytes are not counted, as it is not part of a step.
+        The sent bytes are not counted, as this is not part of a step.
         """
         buckets = range(len(self.buffers.parameters))
         self.start_gathers(buckets, CommVolume())

@@ -59,7 +59,7 @@ def named_buffers(
     """Return the persistent buffers of the chunks, which are equal on all ranks of a pipeline
     stage.
 
-    The name is derived from the parameter next to it: `layers.0.router.expert_bias`.
+    A name is derived from the name of the adjacent parameter: `layers.0.router.expert_bias`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for chunk in chunks:
