@@ -3,7 +3,8 @@
 import gc
 import os
 
-# What imports and collection make lives to the end: no search for garbage needs to look at it.
+# Objects made by imports and collection live to the end, so garbage collection need not search
+# them.
 gc.disable()
 
 # Set before torch is imported, as OpenMP reads it once. Rank processes inherit it.
@@ -61,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep all that exists by now out of every search for garbage."""
+    """Exclude all existing objects from garbage collection."""
     gc.freeze()
     gc.enable()
 
@@ -118,7 +119,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_memory_is_zero() -> Iterator[None]:
-    """Fill tensors to which nothing is written yet with NaN, as their memory may contain it."""
+    """Fill unwritten tensors with NaN, which their memory may contain."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -80,7 +80,7 @@ class FailingDisk:
 
     def run(self, name: str, arguments: Sequence[str], fault: Fault = Fault()) -> tuple[int, str]:
         """Train in the folder `name`; return the exit code and the output."""
-        with self.control.open("r+b") as file:  # in place, as the worker has mapped it
+        with self.control.open("r+b") as file:  # in place, as the worker has mapped this file
             file.write(bytes(fault))
         self.log.write_bytes(b"")
         output = self.runs.parent / f"{name}.txt"

@@ -60,7 +60,7 @@ class Worker:
 def serve() -> None:
     """Answer requests on standard input until its end or Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
-        from models.engine import import_engine  # here: it takes seconds
+        from models.engine import import_engine  # imported here, as it takes seconds
 
         import_engine()
         for name in IMPORTED:

@@ -1,4 +1,4 @@
-"""Imported last, keeps what was imported before out of every search for garbage, in forks too."""
+"""Excludes earlier imports from garbage collection, also in forks; it must be imported last."""
 
 import gc
 

@@ -54,7 +54,7 @@ def ranks_of(agent: int) -> list[psutil.Process]:
     """Return the ranks of a torchrun agent."""
     found = []
     for child in psutil.Process(agent).children():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
             if "pretrain.py" in child.cmdline():
                 found.append(child)
     return found

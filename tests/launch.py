@@ -72,8 +72,8 @@ def run_on_ranks(
 
 
 def awaited(processes: list[BaseProcess], timeout: float) -> str:
-    """Return '' if all processes end well, else the reason. Afterwards none is running, even if the
-    wait was interrupted."""
+    """Return '' if all processes succeed, else the reason. No process is running afterwards, even
+    if the wait was interrupted."""
     end = time.monotonic() + timeout
     problem = ""
     try:

@@ -1,5 +1,5 @@
 """Links of pages to the lines of a `reference`: `python -m tests.line_links README.md` prints the
-page with the lines of today."""
+page with the present line numbers."""
 
 import re
 import sys

@@ -1,6 +1,6 @@
 """Print contexts, choices and answers of lm-eval's own tasks, in lm-eval's environment.
 
-python tests/lm_eval_examples.py FOLDER: FOLDER has a file of rows for each task, NAME.jsonl.
+python tests/lm_eval_examples.py FOLDER reads a file of rows for each task, FOLDER/NAME.jsonl.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 Wall time measures how busy a machine is; processor time measures the cost of a test, which doubles
 on a busy machine. The sum covers the test process and all its descendants: programs that tests
-start, and ranks with the server that forks them. A file with too large a share of the whole fails
-it.
+start, and ranks with the server that forks them. The run fails if a file takes too large a share of
+the whole.
 """
 
 import os
@@ -54,7 +54,7 @@ def processor_seconds() -> float:
             for task in (folder / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
         except (OSError, ProcessLookupError):
-            continue  # it has ended, and its parent has its time
+            continue  # the process has ended, and its parent has its time
         ticks += sum(map(int, fields[11:15]))
     return ticks / TICKS
 
@@ -80,7 +80,7 @@ class ProcessorTime:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Add the seconds of a test to its last report, which is sent between processes."""
         if call.when == "teardown" and START in item.stash:
-            # A server of forks that ends without its parent's wait takes earlier seconds with it.
+            # If a fork server ends without a wait of its parent, its earlier seconds are lost.
             seconds = max(0.0, processor_seconds() - item.stash[START])
             item.user_properties.append((NAME, seconds))
 

@@ -28,7 +28,7 @@ ROUTED = MIXTURE | {
     "optimizer__roles__router__rule": "adamw",
     "optimizer__roles__router__lr": 3e-3,
 }
-"""The same with a separate rate for routers."""
+"""Overrides for a mixture of experts with a separate rate for routers."""
 
 
 def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) -> Config:

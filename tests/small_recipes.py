@@ -77,7 +77,7 @@ def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parall
         "schedule.warmup_steps": 4,
         "checkpoint.interval": 0,
         "validation.samples_interval": 0,
-        "tasks.files": None,  # which need a tokenizer
+        "tasks.files": None,  # these keys need a tokenizer
         "log.profile": None,
         "data.workers": 0,
         **{f"parallel.{axis}": 1 for axis in AXES},

@@ -115,7 +115,7 @@ def on_meta(root: Any) -> None:
 
 class _Mover:
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, Any]] = {}  # with the old tensor, so that no id is reused
+        self.known: dict[int, tuple[Any, Any]] = {}  # keep the old tensor, so that no id is reused
 
     def move(self, value: Any) -> Any:
         """Return `value` or its replacement."""

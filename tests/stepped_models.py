@@ -33,7 +33,7 @@ def parallel_model(
 ) -> ParallelModel:
     """Build a model, by default of seed 3 in float64.
 
-    `options` are fields of `ModelOptions`, of its `buckets` and of its mappings. `apart` puts
+    `options` are fields of `ModelOptions`, of `buckets` in it, and of its mappings. `apart` puts
     preconditioned units in separate buckets.
     """
     given = {"seed": 3, "sequence_length": 8, "dtype": torch.float64} | options

@@ -1,7 +1,7 @@
 """Layouts and modes of each model family, for docs/parallelism.md.
 
-A cell that the config checks refuse contains their sentence; tests/distributed/test_support.py
-trains every other cell on four ranks. `make pages` updates the page.
+If the config checks refuse a cell, it contains their sentence; tests/distributed/test_support.py
+trains all other cells on four ranks. `make pages` updates the page.
 """
 
 import re

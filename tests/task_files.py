@@ -11,8 +11,8 @@ WORDS = ["a", "matrix", "has", "rows", "columns", "of", "number", "one", "é", "
 def write_tasks(folder: Path, *, examples: int = 12, window: int = 32) -> dict[str, str]:
     """Write two tasks and return their files by name.
 
-    `words` contains two to five choices of several words, contexts that end in spaces or are empty,
-    and some longer than `window` tokens of words; `digits` contains choices of one character.
+    `words` contains two to five choices of several words; contexts may end in spaces, be empty, or
+    be longer than `window` tokens. `digits` contains choices of one character.
     """
     draw = random.Random(5)
 

@@ -1,4 +1,4 @@
-"""A tiny model of every family: the list that tests of families run over.
+"""A tiny model of every family, over which the tests of families run.
 
 A family with the layers of another needs no entry and uses the other's settings. `python -m
 tests.tiny_families` prints docs/models.md with an updated table of families.
@@ -34,7 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {
         "activation": "geglu",
         "query_pre_attn_scalar": 10,
-        # As large as the capped values, and shorter than the sequence, so that they have an effect.
+        # Caps as large as the values and windows shorter than the sequence, so that both have an
+        # effect.
         "attention_softcap": 1.0,
         "final_softcap": 0.5,
         "sliding_window": 5,

@@ -1,4 +1,4 @@
-"""Ten steps of torchtitan's own trainer with SSO, on its debug model, under torchrun on CPU ranks.
+"""Ten steps of torchtitan's trainer with SSO, on its debug model, under torchrun on CPU ranks.
 
 GPU-only parts of torchtitan 0.3 are replaced: the device's name and memory, its attention kernel,
 and FSDP's scaled sum, which gloo does not have.
@@ -23,7 +23,7 @@ HEAD = 16
 
 
 class Host:
-    """A CPU with the properties that torchtitan reads of a GPU."""
+    """A CPU with the GPU properties that torchtitan reads."""
 
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
@@ -44,14 +44,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
 
 def main(folder: str) -> None:
     """Train with a tokenizer in `folder`; check that every head is on its sphere."""
-    device.device_type, device.device_module = "cpu", Host()  # before others import them
+    device.device_type, device.device_module = "cpu", Host()  # before other modules import them
     from torchtitan.distributed import utils
     from torchtitan.hf_datasets import text_datasets
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     adapter = importlib.import_module("torchtitan_container")
-    utils.set_pg_timeouts = lambda **_: None  # of a later torch
+    utils.set_pg_timeouts = lambda **_: None  # names of a later torch
     FlexAttention._compiled_flex_attn = staticmethod(attention)
     texts = [{"text": path.read_text()} for path in sorted((ROOT / "docs").glob("*.md"))]
     text_datasets.DATASETS["docs"] = text_datasets.DatasetConfig(

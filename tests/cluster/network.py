@@ -36,8 +36,8 @@ mount --bind "$2/hosts" /etc/hosts
 
 
 def missing(more: Mapping[str, str] | None = None) -> str:
-    """Return why nodes are impossible here, '' if possible; `more` are further required
-    commands."""
+    """Return the reason why nodes are impossible here, '' if they are possible; `more` are further
+    required commands."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "nodes in namespaces need Linux and root"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -91,7 +91,7 @@ class Node:
     def _children(self) -> list[int]:
         process = self.process.pid
         assert self.process.poll() is None
-        # While it only runs setpriv or unshare, it has none.
+        # A process that still runs setpriv or unshare does not have it.
         text = Path(f"/proc/{process}/task/{process}/children").read_text()
         return [int(word) for word in text.split()]
 
@@ -203,7 +203,7 @@ class Network:
         """Cut a node's power: its link ends before its processes can report their end."""
         self.cut(name)
         self.nodes.pop(name).end()
-        # Its end of the link disappears only after a while.
+        # The node's end of the link disappears only after a while.
         self.head.run("ip", "link", "delete", name)
 
     def cut(self, name: str) -> None:

@@ -15,7 +15,7 @@ from training.checkpoint.checkpoints import steps as saved_steps
 
 STEPS, INTERVAL = 120, 10
 TIMEOUT = 60
-"""Seconds for which a rank waits for another."""
+"""Seconds for which a rank waits for another rank."""
 RUN = [
     *SMALL, "run.device=cpu", f"checkpoint.interval={INTERVAL}", f"train.steps={STEPS}",
     f"parallel.timeout_seconds={TIMEOUT}",
@@ -117,7 +117,7 @@ def test_slurms_signal_then_cancel_both_save(jobs):
     endless = ["train.steps=1000000", "checkpoint.interval=1000000", "stop.slurm_margin_seconds=0"]
     number = jobs.submit("stopped", "--signal=B:USR1@60", *endless, limit="2")
     folder = jobs.folder("stopped")
-    # It arrives up to a minute early, possibly before the ranks have started.
+    # The signal arrives up to a minute early, possibly before the ranks have started.
     until(lambda: jobs.cluster.job(number)["Restarts"] == "1", "the signal", 300)
     jobs.cluster.head.check("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     (saved,) = saved_steps(folder)
@@ -132,7 +132,7 @@ def test_slurms_signal_then_cancel_both_save(jobs):
     assert max(saved_steps(folder)) == last_step(folder) > saved + 3, printed
     assert not (folder / "STOP").exists()
     said = f"stopped by a signal after step {last_step(folder)} of 1000000"
-    # torchrun prints tracebacks of its own signal before it.
+    # Before this line torchrun prints tracebacks of its own signal.
     assert said in printed.splitlines()[-1]
 
     again = jobs.submit("stopped", *endless)

@@ -1,4 +1,5 @@
-"""A study as a SLURM array: its tasks share the runs, and the result equals one process's."""
+"""A study as a SLURM array: its tasks share the runs, and the result equals the result of one
+process."""
 
 import json
 import subprocess

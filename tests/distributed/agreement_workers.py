@@ -20,7 +20,7 @@ from training.step import StepResult, Trainer
 
 def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
     """Return the exit code of pretrain.py with this rank's overrides, and its errors. Other ranks
-    wait only briefly for this one, as no torchrun stops them."""
+    wait only briefly for this rank, as no torchrun stops them."""
     said = StringIO()
     mine = overrides[int(os.environ["RANK"])]
     with redirect_stderr(said), patch.object(errors, "PATIENCE", 0.5):

@@ -39,7 +39,7 @@ SETTINGS = [
 ]
 STRIDES = {"kill": 1, "error once": 2, "full disk": 4}
 """Actions, and the interval of the points at which they are tested."""
-ENTRIES = 8  # tensors of a file per point
+ENTRIES = 8  # number of a file's tensors per point
 
 ERRORS = {"full disk": errno.ENOSPC, "read-only": errno.EROFS}
 ONCE = {"error once": errno.EIO}
@@ -101,7 +101,7 @@ class Disk:
         if event not in EVENTS or (event == "open" and not arguments[2] & WRITES):
             return
         path = str(arguments[0])
-        if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:  # relative to a folder
+        if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:  # relative paths
             path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[1]}"), path)
         nameless = event == "open" and path == self.place
         if nameless or path.startswith(self.place + "/"):

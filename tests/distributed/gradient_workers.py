@@ -43,7 +43,7 @@ def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
         for name, whole in zip(("tokens", "labels"), tokens_of(SAMPLES, LENGTH, 60), strict=True)
     }
     for router in routers(model.chunks):
-        if router.earlier_load is not None:  # unequal, as equal shares give no gradient
+        if router.earlier_load is not None:  # unequal shares, as equal shares give no gradient
             router.earlier_load.copy_(torch.arange(len(router.earlier_load)).square())
     model.zero_gradients()
     figures = figures_of(model, batch)

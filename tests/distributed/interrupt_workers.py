@@ -10,7 +10,7 @@ from training.lifecycle.terminal import Interrupts
 
 def main(arguments: list[str], output: str) -> None:
     """Run pretrain.py's command line in a separate session; `output`, which appears when Ctrl-C is
-    handled, gets both streams."""
+    handled, receives both streams."""
     os.setsid()
     os.chdir(ROOT)
     interrupts = Interrupts()

@@ -135,7 +135,7 @@ def materialized(
 
 
 def in_graph(model: ParallelModel, groups: process_groups.Groups) -> dict[str, Tensor]:
-    """Yield the same for units with a piece on this rank, after the reduction."""
+    """Yield name and whole gradient of units with a piece on this rank, after the reduction."""
     loss = torch.zeros((), dtype=torch.float64)
     for effective in model.in_graph:
         out = effective(model.parameters[effective.units[0].parameter])

@@ -24,7 +24,7 @@ from spectral.rules import RULES, MomentumRule, Report, Stack
 from spectral.rules.base import Rule
 
 HIDDEN, INNER, HEADS = 12, 20, 3  # two ranks cut through the head in the middle
-ROWS = 5  # of a matrix that four ranks share unevenly: one has no part
+ROWS = 5  # four ranks share this matrix unevenly: one has no part
 TOKENS = 10
 BLOCKS = ["q_proj", "o_proj", "up", "down"]
 """Blocks with PC layers, if any."""
@@ -139,7 +139,7 @@ def optimizer_of(
 
 
 def rated(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one group per parameter of a group, with different rates and decays."""
+    """Split a group into one group per parameter, with different rates and decays."""
     group = {"lr": 2e-2, "weight_decay": 0.1, **group}
     own = []
     for i, pair in enumerate(group["params"]):
@@ -192,8 +192,8 @@ def counted(rule: str) -> Counter[tuple[int, ...]]:
 
 
 def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
-    """Return for each (how, rules, PC layers) by rule the weights after four steps, and the
-    matrices that this rank steps in the last."""
+    """Return, for each (how, rules, PC layers) and rule, the weights after four steps, and the
+    matrices that this rank steps in the last step."""
     found: list[dict[str, Any]] = []
     for how, rules, pc in cases:
         found.append({})
@@ -306,8 +306,8 @@ def merged(how: str) -> list[Any]:
 
 
 def rounded(rules: list[str]) -> list[list[float]]:
-    """Return for bfloat16 exchanges by each rule the relative distance of the weights' changes in
-    ten steps, the bytes, and whether mean squares are unchanged."""
+    """Return, for exchanges in bfloat16 under each rule, the relative error of the weights' changes
+    in ten steps, the bytes, and whether mean squares are unchanged."""
     return [rounded_by(rule) for rule in rules]
 
 
@@ -322,7 +322,7 @@ def rounded_by(rule: str) -> list[float]:
         train(model, optimizer, "fsdp", 1, 2)
         bytes_sent = torch.tensor(optimizer.sent_bytes - before)
         dist.all_reduce(bytes_sent)
-        if rule == "muon":  # sends what is not at its owner, and the update back
+        if rule == "muon":  # sends the parts that are not at their owner, and the updates back
             matrices = optimizer._matrices
             assert matrices is not None and matrices.placement.moved > 0
             width = 8 if dtype is None else 2

@@ -75,7 +75,7 @@ def test_data_that_differ_are_named(folder):
 
 
 def test_a_rank_with_an_error_of_its_own_names_itself(folder):
-    """The other ranks still wait for it; torchrun ends them."""
+    """The other ranks still wait for the ended rank; torchrun ends them."""
     with pytest.raises(AssertionError) as failed:
         on_two_ranks("ended", folder, overrides=[[], ["train.stepz=3"]])
     assert "rank 1 ended with 2" in str(failed.value)
@@ -85,7 +85,7 @@ def test_a_rank_with_an_error_of_its_own_names_itself(folder):
 
 @pytest.mark.slow
 def test_the_rank_that_hangs_is_named(folder):
-    """Every other rank names it a minute later, and so do the events of the run."""
+    """Every other rank, and the events of the run, name the hanging rank a minute later."""
     said = run_on_ranks(3, WORKERS, "with_a_hanging_rank", {"folder": str(folder)})
     for rank in (0, 2):
         assert f"failed on rank {rank}" in said[rank]
@@ -97,7 +97,8 @@ def test_the_rank_that_hangs_is_named(folder):
 
 
 def test_a_rank_that_fails_says_why_and_nobody_waits_for_it(folder):
-    """Over gloo the other ranks see its end immediately; over NCCL the watchdog ends them."""
+    """Over gloo the other ranks detect the end of a rank immediately; over NCCL the watchdog ends
+    them."""
     others, failed = on_two_ranks("with_a_failing_rank", folder)
     assert [failed[0], others[0]] == [1, 1]
     assert failed[1] == "error: out of memory: as on a GPU that is full\n"

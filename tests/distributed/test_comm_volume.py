@@ -1,4 +1,4 @@
-"""The planner's bytes equal those of the collectives and of the optimizer's state."""
+"""The planner's bytes equal the bytes of the collectives and of the optimizer's state."""
 
 import pytest
 

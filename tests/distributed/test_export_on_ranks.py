@@ -49,7 +49,7 @@ def test_transformers_computes_what_was_trained(name: str, folder: str) -> None:
     with torch.no_grad():
         logits = theirs(tokens).logits
     assert logits.shape[-1] == VOCABULARY
-    if name != PADDED:  # there the training loss also includes padding rows of the head
+    if name != PADDED:  # with padding rows of the head, which the training loss includes
         found = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         # Only the order of sums differs; losses are about 5.
         assert (found - losses).abs().max() < 1e-4

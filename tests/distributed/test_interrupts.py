@@ -239,7 +239,7 @@ LAUNCH = (
     ("signals", "seconds", "code", "expected"),
     [
         ([signal.SIGINT], "0", "0", 130),
-        ([signal.SIGINT, signal.SIGINT], "3600", "0", 130),  # it would not end by itself
+        ([signal.SIGINT, signal.SIGINT], "3600", "0", 130),  # the run would not end by itself
         ([signal.SIGTERM], "0", "0", 0),
         ([signal.SIGTERM], "0", "2", 2),
         ([signal.SIGHUP], "0", "0", 0),
@@ -263,7 +263,7 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
 
 @pytest.mark.parametrize(("ranks", "start"), [(1, [RANK]), (2, [LAUNCH, RANK])])
 def test_ctrl_c_is_heard_where_nobody_can_read_the_answer(ranks, start):
-    """For instance in `python pretrain.py ... 2>&1 | tee log`, where Ctrl-C also ends tee."""
+    """An example is `python pretrain.py ... 2>&1 | tee log`, where Ctrl-C also ends tee."""
     reader, writer = os.pipe()
     variables = {"RANK": "0", "WORLD_SIZE": "1", **environment()}
     process = subprocess.Popen(

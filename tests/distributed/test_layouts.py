@@ -51,7 +51,7 @@ DOCUMENTS = {
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("muon", WATCHED),
-    "tied": ("muon", WATCHED | TIED | {"train__batch_ramp": "[]"}),  # virtual stages need all
+    "tied": ("muon", WATCHED | TIED | {"train__batch_ramp": "[]"}),  # stages need all layers
     "tied, stepped by Muon": ("muon", TIED | {"optimizer__embedding__rule": "muon"}),
     "tied, PC layers": ("spectral_sphere", TIED | {"pc__level": 2}),
     "sphere": ("spectral_sphere", {}),
@@ -126,7 +126,7 @@ SLOW: list[Run] = [
 # over 20 steps at this learning rate, 5e-5 at a tenth of it.
 TOLERANCE, BF16_TOLERANCE = 1e-4, 5e-4
 
-# The same for weights: a rounding error that msign amplifies changes a weight by a share of its
+# Tolerance of weights: a rounding error that msign amplifies changes a weight by a share of its
 # update.
 WEIGHT_TOLERANCE = 1e-3
 
@@ -211,7 +211,7 @@ def compare(
             # Rounding errors of another order of sums are not amplified yet.
             assert result["norm"][0] == pytest.approx(expected["norm"][0], rel=1e-6)
         if changes == IN_GRAPH:
-            continue  # there the model does not multiply by the weight itself
+            continue  # the model does not multiply by this weight itself
         for unit, weight in result["initial"].items():
             assert torch.equal(weight, expected["initial"][unit]), unit
         for unit, weight in result["units"].items():

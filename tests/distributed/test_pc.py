@@ -15,7 +15,7 @@ from tests.token_files import write_token_set
 WORKERS = "tests.distributed.pc_workers"
 LAYOUTS: list[dict[str, int]] = [{}, {"tensor": 2}, {"pipeline": 2}]
 
-# float32 over two steps: another order of sums, amplified by msign in rare directions.
+# float32 over two steps: sums in another order, amplified by msign in rare directions.
 TOLERANCE = 1e-4
 
 

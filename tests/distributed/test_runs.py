@@ -158,7 +158,7 @@ def test_killed_while_saving(what, folder):
 
 
 def test_two_runs_in_one_folder(folder):
-    """The second run names the first and changes nothing."""
+    """The second run names the first run and changes nothing."""
     run_dir = folder / "held"
     holder = (
         "import sys, time; from training.lifecycle.run_folder import locked\n"
@@ -171,4 +171,4 @@ def test_two_runs_in_one_folder(folder):
             single(folder, "held")
         assert not (run_dir / "checkpoints").exists()
         process.kill()
-    assert len(single(folder, "held")) == 4  # the lock ended with its process
+    assert len(single(folder, "held")) == 4  # the lock has ended with its process

@@ -126,7 +126,7 @@ def test_sharded_queries_and_keys_are_clipped_as_whole_ones() -> None:
 
 
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
-    """They also skip the step of a matrix that its owner refuses, including decay."""
+    """All ranks also skip the step of a matrix that its owner refuses, including decay."""
     assert run_on_ranks(2, WORKERS, "skipped", {}) == 2 * [[True, 1, []]]
 
 

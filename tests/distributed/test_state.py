@@ -33,7 +33,7 @@ WEIGHT_TOLERANCE = 1e-3
 
 Results = dict[str, dict[str, Any]]
 
-# All launches count for the first test.
+# The time of all launches counts for the first test.
 pytestmark = pytest.mark.timeout(1800)
 
 

@@ -11,7 +11,7 @@ from tests.token_files import write_token_set
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 
 
-# Takes minutes, and an hour on a busy machine: make test-all runs it, make test does not.
+# This test takes minutes, and an hour on a busy machine, so only make test-all runs it.
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("everything_in", [None, "bf16"], ids=["its precision", "bf16"])

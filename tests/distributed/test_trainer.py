@@ -23,7 +23,7 @@ def test_the_trainer_shards_and_every_head_keeps_its_norm() -> None:
         if not key.endswith(FUSED):
             continue
         norms = torch.linalg.matrix_norm(weight.double().unflatten(0, (-1, HEAD)), 2)
-        # The sphere's radius is the root of rows over columns; power iteration is a little under.
+        # The sphere's radius is the root of rows over columns; power iteration gives slightly less.
         radius = (HEAD / WIDTH) ** 0.5
         assert len(norms) == len(weight) // HEAD
         torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=0.02, atol=0)

@@ -1,4 +1,5 @@
-"""The z-loss on any layout and in any micro-batches equals one process's by autograd."""
+"""The z-loss on any layout and in any micro-batches equals the z-loss of one process by
+autograd."""
 
 from typing import Any
 
@@ -28,7 +29,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture
 def expected(world: Groups) -> dict[str, Any]:
-    """Compute it by autograd from the logits of one process."""
+    """Compute the z-loss by autograd from the logits of one process."""
     model = parallel_model(
         tiny_model("gemma2"), world, assign_matrices("adamw"), sequence_length=LENGTH
     )

@@ -251,7 +251,7 @@ def units_after(
     assign = assign_matrices(**assigned)
     tiny = replace(TINY, tie_embeddings=tied, attention_bias="all" if tied else "none")
     parallel = parallel_model(tiny, layout_groups, assign, **(model or {}))
-    declared = parallel.units  # which the optimizer may cut
+    declared = parallel.units  # the optimizer may cut this option
     optimizer = build_optimizer(parallel, assign, **{"step_groups": 2, **(stepped or {})})
     tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
     share = 2.0 * (replicas.rank + 1) / (replicas.size + 1)  # 1 on average

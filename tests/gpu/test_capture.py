@@ -47,7 +47,7 @@ def test_a_step_does_not_wait_for_the_device(kind):
         fill(optimizer, turn)
         optimizer.step()
     fill(optimizer, 2)
-    with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+    with warnings.catch_warnings(action="ignore"):  # the warning that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()

@@ -8,7 +8,7 @@ from models.blocks.activation import ACTIVATIONS, with_one_gradient
 from models.blocks.self_attention import heads_gradients
 from spectral.kernels import heads
 
-# Of the whole gradient: one rounding, and in 16 bits turns that are rounded before.
+# Relative to the whole gradient: one rounding, and in 16 bits also rounded turns.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 

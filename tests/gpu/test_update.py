@@ -20,6 +20,6 @@ def test_a_replayed_update_is_the_launched_one(world, rule, pc):
             figures.append((norm.total, norm.coefficient, active))
         torch.testing.assert_close(*figures, rtol=1e-5, atol=0)
     (plain, _), (recorded, update) = cases
-    # bfloat16: a rounding apart where libraries choose other products under capture.
+    # bfloat16: results differ by a rounding if libraries choose other products under capture.
     torch.testing.assert_close(recorded.parameters, plain.parameters, rtol=2**-7, atol=1e-4)
     update.release()

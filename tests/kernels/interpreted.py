@@ -31,7 +31,7 @@ TILE = Tile(block=16, depth=16, warps=4, stages=2)
 # Rounding of the result relative to its largest entry. float32 sums in another order; float16 and
 # bfloat16 are rounded once at the end, and the interpreter truncates bfloat16.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}
-# Sizes off the tile grid on either side, one and several tiles, fewer columns than a tile.
+# Sizes that no tile divides, one and several tiles, and fewer columns than a tile.
 SHAPES = [(1, 1, 1), (1, 16, 16), (2, 17, 33), (1, 40, 5)]
 
 
@@ -57,8 +57,8 @@ def test_gram(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 def test_float32_by_three_tensor_core_products() -> None:
-    """The interpreter always multiplies in float32, so tests/gpu checks the precision. Here the
-    table may select it, and the routing table names it."""
+    """The interpreter always multiplies in float32, so tests/gpu checks the precision. The kernels'
+    table may select this kernel, and the dispatcher names it."""
     tile = replace(TILE, precision="tf32x3")
     x = stack(2, 17, 33, torch.float32)
     assert_close(symmetric.product(x, x, tile), kernels.gram(x.double()))

@@ -23,7 +23,7 @@ FAST = Tile(128, 64, 8, 4)
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one program can use on an H100 or H200."""
 ROWS, COLS = 2064, 2048
-"""Sizes of matrices: multiples of 16, as usual, but not of the tiles."""
+"""Sizes of matrices: multiples of 16, as is usual, but not of the tiles."""
 
 
 def calls() -> dict[str, Callable[[], object]]:

@@ -55,7 +55,7 @@ def compare(model: ModelConfig, folder: Path) -> None:
         if not each.buffer:
             expected = gradients.pop(each.name)
             found = each.take(parameters[each.parameter].grad)
-            # The few tokens do not choose every expert.
+            # Not every expert is chosen by these few tokens.
             assert expected.norm() > 0 or ".experts." in each.name, each.name
             assert (found - expected).norm() <= 1e-4 * expected.norm(), each.name
     assert not gradients

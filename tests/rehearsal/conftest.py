@@ -1,4 +1,4 @@
-"""Rehearsals of the tests: in forks of one process for all tests of a process of pytest."""
+"""Rehearsals in tests: forks of one process for all tests of a pytest process."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ from training.rehearsal.rank import Job, RankReport
 
 @pytest.fixture(scope="session")
 def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process for rehearsals, whose fork server they prepare: the fork server of this process may
-    be that of tests/launch.py, which has imported torch.
+    """A process whose fork server rehearsals prepare; the fork server of this process may belong to
+    tests/launch.py, which has imported torch.
 
     Skips with the reason without a C++ compiler.
     """
@@ -29,8 +29,8 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="session")
 def perform(apart: ProcessPoolExecutor) -> Iterator[Perform]:
-    """`processes.perform`, also of `rehearse`, of one job at a time where pytest is beside
-    itself."""
+    """`processes.perform`, also for `rehearse`; with several pytest processes it runs one job at a
+    time."""
     most = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
 
     def performed(jobs: Sequence[Job]) -> list[RankReport]:

@@ -32,7 +32,7 @@ class BrokenJob(Job):
 
 
 class ToldJob(Job):
-    """A rehearsal that writes the places which it states next to the folder of its run."""
+    """A rehearsal that writes its progress to a file next to the folder of its run."""
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
         """Rehearse it."""
@@ -82,7 +82,7 @@ SHAPE = {
     "monitors__interval": 0,
 }
 MONITORED = {"monitors__interval": 2}
-"""Changes under which a program looks at itself, which takes as long as all else it does."""
+"""Changes under which a program inspects itself, which takes as long as everything else."""
 
 
 def program(

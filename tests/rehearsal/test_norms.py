@@ -48,7 +48,7 @@ def test_a_norm_is_one_launch_each_way(gain, perform):
     assert forward.kernels == {"_fused_rms_norm": 1}
     assert backward.kernels == {"_fused_rms_norm_backward": 1}
     gains = 0 if gain is None else SIZE * 2
-    # It reads the gradient, the input and a number per row, and writes the input's gradient.
+    # Backward reads the gradient, the input and a number per row, and writes the input's gradient.
     assert backward.elementwise_bytes == 3 * X + SCALES + 2 * gains
 
 

@@ -97,7 +97,7 @@ def factorisations() -> None:
 
 def test_factorisations_are_far_slower_than_products(perform: Perform) -> None:
     report = called(perform, factorisations)
-    # At 5% of 67 TFLOP/s, and half of that at half the size.
+    # 5% of 67 TFLOP/s, and half of this at half the size.
     seconds = 90 * 512**3 / 3 / 3.35e12 + 90 * 256**3 / 3 / 1.675e12
     assert report.counts[0, "optimizer"].kernel_seconds == pytest.approx(seconds, rel=0.01)
     # The matrices' columns run in sequence, with many kernels per column.

@@ -152,7 +152,7 @@ GATED = MIXTURE | GROUPED | {"model__moe__shared_gate": True}
     [
         (2, "llama", "adamw", LARGE_BATCH, 0.05),
         (2, "llama", "muon", LARGE_BATCH, 0.05),
-        # Saved by norms of grouped queries and by gates: 6% of an 8B mixture's memory.
+        # Memory saved by norms of grouped queries and by gates: 6% for an 8B mixture.
         (1, "qwen3", "adamw", GROUPED, 0.02),
         (1, "moe", "adamw", GATED, 0.02),
     ],

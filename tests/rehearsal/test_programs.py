@@ -17,7 +17,7 @@ def plain(report, name):
 
 
 QUICK = {"gemma2", "adamw", "spectral_sphere", "PC layers"}
-"""Families, rules and options for every test run that no other test covers; others are slow."""
+"""Families, rules and options that no other test covers; all others are slow tests."""
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK, SETTINGS))
@@ -32,8 +32,8 @@ LAUNCHES = {
     "spectral_sphere": 541,
     "muon_plus_plus": 773,
 }
-"""Largest number of a rule's launches per step on a tiny Llama, 10% above the count; more would
-slow steps on small matrices."""
+"""Largest number of a rule's launches per step on a tiny Llama, 10% above the present number; more
+launches would slow down steps on small matrices."""
 PASSES = 410
 """Launches of the forward and backward pass of two layers, for two micro-batches."""
 
@@ -93,7 +93,7 @@ def test_compiled_parts_are_one_kernel_forward_and_few_backward(perform, tmp_pat
     for forward, backward, count in (
         ("swiglu", "swiglu_backward", calls),
         ("turned_heads", "heads_gradients", calls),
-        ("rms_norm", "rms_norm_backward", 2 * passes),  # the first and the last
+        ("rms_norm", "rms_norm_backward", 2 * passes),  # the first and the last layer
         ("normed_sum", "sum_gradients", 3 * passes),
     ):
         names = f"compiled_{forward}", f"compiled_{backward}"

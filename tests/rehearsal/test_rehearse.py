@@ -42,7 +42,7 @@ def rehearse(tmp_path, perform):
 
 def test_a_run_that_would_not_break(rehearse, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rehearsal, "Job", ToldJob)
-    # Rehearsals leave out samples of text.
+    # Rehearsals omit samples of text.
     samples = ("validation.samples_interval=2", "validation.samples_tokens=4")
     assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json"), *samples) == 0
     said, begun = capsys.readouterr()

@@ -28,7 +28,7 @@ LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_bat
 def test_a_run_would_not_break(
     family: str, layout: dict[str, int], perform: Perform, tmp_path: Path
 ) -> None:
-    """The host does not wait for the device either."""
+    """The host does not wait for the device."""
     config = program(tmp_path, 2, family, **MASKED, **layout, data__workers=0)
     sound(perform, config, 2, 1)
 
@@ -42,7 +42,7 @@ def step_flops(perform: Perform, config: Config) -> float:
 
 @pytest.mark.slow
 def test_flops_fall_as_the_plan_says(perform: Perform, tmp_path: Path) -> None:
-    """FLOPs of attention to hidden keys disappear; a few samples have other documents."""
+    """FLOPs of attention to masked keys disappear; a few samples have other documents."""
     mock = {"data__mock": True}
     crossed = program(tmp_path, 1, **LONG, **mock)
     masked = program(tmp_path, 1, **LONG, **mock | MASKED)

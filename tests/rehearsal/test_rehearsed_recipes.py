@@ -1,5 +1,5 @@
-"""One recipe per model at full size, on as many simulated GPUs as it names; tests of small recipes
-cover all recipes."""
+"""One recipe per model at full size, on the recipe's number of simulated GPUs; tests of small
+recipes cover all recipes."""
 
 import pytest
 

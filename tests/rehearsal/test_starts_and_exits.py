@@ -56,7 +56,7 @@ def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(perform, tmp_pat
 
 
 def one_dies() -> None:
-    """Fail unless the others end with a job that has no report."""
+    """Fail unless the other jobs end if one job has no report."""
     began = time.monotonic()
     with pytest.raises(RehearsalError, match="ended with 3: the last words"):
         processes.perform([TracedCall(time.sleep, (60,)), TracedCall(dies)], side_by_side=2)

@@ -1,4 +1,4 @@
-"""Orders of accesses from several streams."""
+"""The order of accesses from several streams."""
 
 import pytest
 

@@ -75,7 +75,7 @@ def queued(folder: Path) -> list[str]:
 
 MADE = "for i in {1..900}; do [ -e $RUN_DIR/STOP ] && break; sleep 0.1; done; [ -e $RUN_DIR/STOP ]"
 STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
-"""SLURM's signal, and a wait for the file, which starting ranks remove."""
+"""Test SLURM's signal, and the wait for the file, which starting ranks remove."""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ EVENT = json.dumps({"kind": "failed", "rank": 0, "absent": [], "text": "rank 1 {
     [
         (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo srun: error; exit 1", "rank 1 {left}"),
         (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo well; exit 0", None),
-        ("echo srun: error; exit 1", None),  # its last event is of an earlier start
+        ("echo srun: error; exit 1", None),  # the last event is from an earlier start
     ],
 )
 def test_why_a_run_failed_is_the_last_line(srun, last, folder):
@@ -195,7 +195,8 @@ def test_that_a_run_is_done_is_the_last_line_once(late, folder):
 
 
 def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
-    """It does so even if their end and its signal arrive together, as in some of these jobs."""
+    """The script does so even if their end and its signal arrive together, as in some of these
+    jobs."""
     event = EVENT.replace("failed", "stopped")
     cancel = "kill -TERM $PPID"
     ends = f"echo '{event}' >> $RUN_DIR/events.jsonl; {cancel}; exit 1"

@@ -45,7 +45,7 @@ class Chunk(nn.Module):
 
 
 def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
-    """Every head and both halves of the gated layer end on their own sphere."""
+    """Every head and both halves of the gated layer end on separate spheres."""
     megatron = adapter("megatron_registry")
     torch.manual_seed(0)
     chunk = Chunk()

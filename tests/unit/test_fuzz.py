@@ -93,7 +93,7 @@ PLACE = "{place}"
 """Placeholder of a case's own folder."""
 
 Command = tuple[Callable[[Sequence[str]], int], tuple[str, ...], str]
-"""A command, its right arguments, and the folder that it reads a copy of."""
+"""A command, valid arguments, and the folder of which it reads a copy."""
 COMMANDS: dict[str, Command] = {
     "verify a run": (verify, (PLACE,), "run"),
     "verify data": (verify, (PLACE,), "data"),
@@ -147,7 +147,7 @@ def called(command: Command, place: Path, seconds: float) -> Any:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_file_of_a_command(name: str, folders: Path) -> None:
-    """Its files are damaged one by one."""
+    """The command's files are damaged one by one."""
     command = COMMANDS[name]
     source = folders / command[2]
     names = [str(p.relative_to(source)) for p in sorted(source.rglob("*")) if p.is_file()]

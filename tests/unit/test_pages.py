@@ -26,7 +26,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     lines = re.sub(r"\\\n\s+", "", text).splitlines()
     found = []
     for line in lines:
-        line = re.sub(r'^(\s*)[A-Z]+="(.*)"$', r"\1\2", line)  # a command kept in a variable
+        line = re.sub(r'^(\s*)[A-Z]+="(.*)"$', r"\1\2", line)  # a command in a variable
         match = re.match(
             r"\s*(?:\S*python|torchrun|RUN_DIR)\b.*?\b(pretrain|scripts/[\w/]+)\.py(.*)", line
         )

@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_had_is_known(take) -> None:
 
 
 def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsys, refusal):
-    """The error names its place; only a new run has to change it."""
+    """The error names the key's place; only a new run must change the value."""
     data = prepare_text(tmp_path, "A line {i} of text, as long as it is.\n\n", 300)
     (folder / "base.yaml").write_text("base: config.yaml\nmodel: {vocab_size: 1000}\n")
     overlay = folder / "overlay.yaml"

@@ -97,7 +97,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for file in distribution(name).files or ()
         if file.parts[0] not in ("..", "__pycache__")
     }
-    for place in places:  # once each, as the packages of CUDA share a folder
+    for place in places:  # each once, as the packages of CUDA share a folder
         if place.exists():
             (packages / place.name).symlink_to(place)
     pip = [sys.executable, "-m", "pip", "--python", python]

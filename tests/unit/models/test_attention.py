@@ -1,4 +1,5 @@
-"""Attention, plain and with caps and windows, against attention on whole scores; its kernels."""
+"""Attention, plain and with caps and windows, against attention on whole scores; attention
+kernels."""
 
 from typing import Any
 
@@ -26,7 +27,7 @@ Problem = tuple[Tensor, Tensor, Tensor]
 
 
 def problem(s: int, t: int, groups: int = 2, dtype: torch.dtype = torch.float64) -> Problem:
-    """Return queries of 4 heads, keys and values whose scores have a standard deviation of 3."""
+    """Return queries of 4 heads, keys and values; the scores have a standard deviation of 3."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -184,8 +185,8 @@ def one_after_another(
     query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *most: int,
     scale: float, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute PyTorch's varlen_attn by its definition, document by document; queries are the last
-    of the keys."""
+    """Compute PyTorch's varlen_attn by its definition, document by document; queries have the last
+    positions."""
     assert options["window_size"] == (-1, 0)
     assert options["enable_gqa"] == (query.shape[1] != key.shape[1])
     ends = [each.tolist() for each in (queries, keys)]

@@ -15,14 +15,14 @@ from tests.tiny_families import tiny_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gains_around_one_keep_their_digits(dtype: torch.dtype) -> None:
     theirs = Gemma2RMSNorm(64).to(dtype)
-    torch.nn.init.normal_(theirs.weight, std=1e-3)  # bfloat16 cannot distinguish it from 1
+    torch.nn.init.normal_(theirs.weight, std=1e-3)  # bfloat16 cannot distinguish this gain from 1
     x = torch.randn(3, 64, dtype=dtype)
     ours = zero_centered_rms_norm(x, theirs.weight, theirs.eps)
     assert ours.dtype == dtype
     # The same float32 operations in another order, and one rounding to `dtype`.
     rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours, theirs(x), rtol=rounding, atol=0)
-    assert dtype == torch.float32 or (ours != theirs(x)).sum() < 4  # of 192 near a tie
+    assert dtype == torch.float32 or (ours != theirs(x)).sum() < 4  # 192 values near a tie
 
 
 def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:

@@ -68,12 +68,12 @@ def test_the_models_weight_has_the_mapped_singular_values(world):
 
 
 def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
-    """The run equals one with masters bit for bit, and only stores W, gamma, u, v and states."""
+    """The run equals a run with masters bit for bit, and stores only W, gamma, u, v and states."""
     runs = {}
     for apart in (False, True):
         model, optimizer = built(world, PCConfig(level=4), dtype=torch.bfloat16, apart=apart)
         for _ in range(3):
-            loss_of(model, train=True)  # not clipped, as the norm sums over buckets, which differ
+            loss_of(model, train=True)  # unclipped, as the norm sums over buckets, which differ
             optimizer.step(1.0, torch.tensor(True))
         runs[apart] = memory(model, optimizer), optimizer.memory_bytes()
     torch.testing.assert_close(runs[True][0], runs[False][0], rtol=0, atol=0)
@@ -89,7 +89,8 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_gammas_gradient_is_summed_over_tensor_ranks_where_its_layers_is(sequence_parallel):
-    """A cut layer's gradient is whole on every rank, a replicated one's is of a rank's tokens."""
+    """The gradient of a cut layer is whole on every rank; the gradient of a replicated layer covers
+    a rank's tokens."""
     pc = PCConfig(level=4, evaluator="in_graph", blocks=["q_a", "v_b", "o"])
     units = with_gammas(all_units(tiny_model("deepseek"), tensor_size=2), pc)
     summed = {u.name: u.summed_over_tensor(sequence_parallel) for u in units}

@@ -31,7 +31,7 @@ PUBLISHED = {
 
 
 def model_of(name: str) -> ModelConfig:
-    """Return a model with the positions of a published one."""
+    """Return a model with the rotary positions of a published model."""
     size, base, scaling = PUBLISHED[name]
     return ModelConfig(
         layers=1, hidden=4 * size, heads=4, ffn=8, vocab_size=9, rope_base=base,
@@ -84,7 +84,7 @@ def test_frequencies_are_those_of_the_papers_and_of_transformers(name, world, tm
     assert ours.scale == pytest.approx(factor, rel=1e-12) == pytest.approx(scale, rel=1e-12)
     cos, rest, _, sin = ours(5)[:, 0, 0].double().chunk(4, -1)
     angles = torch.arange(5.0)[:, None] * expected
-    # Angles of a few turns, in float32.
+    # Tolerance of angles of a few turns in float32.
     torch.testing.assert_close(cos, scale * angles.cos(), rtol=0, atol=2e-6)
     torch.testing.assert_close(sin, scale * angles.sin(), rtol=0, atol=2e-6)
     assert torch.equal(cos, rest)

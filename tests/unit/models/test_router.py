@@ -22,7 +22,7 @@ def test_routed_scale_is_that_of_the_paper():
 def test_routed_scale_of_even_gates_is_closed_form():
     assert routed_scale(4, 4, 1) == pytest.approx(sqrt(4), rel=0.1)
     assert routed_scale(8, 2, 0) == 1.0
-    # One expert keeps its score, the largest sigmoid of 512 normal logits, about 0.95.
+    # A single expert keeps its score, the largest sigmoid of 512 normal logits, about 0.95.
     assert routed_scale(512, 1, 1) == pytest.approx(1 / 0.95, abs=0.01)
 
 

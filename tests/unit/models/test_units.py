@@ -1,4 +1,4 @@
-"""Units: their views alias the parameter, cover it, and split it as an unfused model would."""
+"""Units: views that alias the parameter, cover it, and split it as an unfused model would."""
 
 from dataclasses import replace
 from itertools import product
@@ -176,8 +176,8 @@ def test_model_size_counts_a_known_mixture():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_of_a_token_are_those_of_the_products(name, world):
-    """PyTorch's plain attention also computes hidden scores: a token sees the whole sequence, the
-    mean number of keys in a sequence of twice the length."""
+    """PyTorch's plain attention also computes masked scores: each token attends to the whole
+    sequence, the mean number of keys in a sequence of twice the length."""
     model = replace(MODELS[name], attention_softcap=None, sliding_window=None)
     chunk, _ = drawn(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -19,7 +19,7 @@ from tests.tiny_families import tiny_model
 from training.step import mean_loss
 
 Z = 0.3
-"""A coefficient with gradients as large as the loss's."""
+"""A coefficient whose gradients are as large as the gradients of the loss."""
 
 
 def by_autograd(logits: Tensor, labels: Tensor, z_loss: float = Z) -> Tensor:

@@ -65,7 +65,7 @@ def test_a_recipe_fits_its_machine_and_survives_writing(name: str, tmp_path: Pat
     roles = FAMILIES[config.model.family].roles(config.model, config.optimizer.qkv_units, True)
     for role in {"embedding", "head", "gain", "router"} & set(roles):
         assert settings(role).rule == "adamw"
-    # Models that stay on their spheres, as in the SSO paper, begin there.
+    # Models that stay on their spheres, as in the SSO paper, begin on these spheres.
     if settings("o").rule in ON_SPHERES or name.startswith(("qwen3_1.7b", "deepnet", "moe_8b")):
         init = config.model.init
         assert (init.spectral, init.radius, init.radius_scaler) == (True, "spectral_mup", 1.0)
@@ -150,7 +150,8 @@ def test_roles_are_those_of_the_units(name: str, keys: list[str], units: str, sp
 
 
 def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
-    """It has 1008 modules with these radii: q, k, v 0.25, o 1, gate and up 1.732, down 0.577."""
+    """The model has 1008 modules with these radii: q, k, v 0.25, o 1, gate and up 1.732, down
+    0.577."""
     model = recipe("qwen3_1.7b_sso").model
     matrices = [u for u in all_units(model) if u.is_matrix and u.role not in ("embedding", "head")]
     assert len(matrices) == 36 * 28 and model.padded_vocab == 100_352

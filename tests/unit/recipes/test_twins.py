@@ -12,7 +12,7 @@ from tests.commands import output_of
 from tests.launch import environment
 from training.report.metrics import read_metrics
 
-# make test-all trains every recipe; make test does not.
+# make test-all trains every recipe, make test only some.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 TWINS = [

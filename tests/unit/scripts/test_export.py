@@ -151,7 +151,7 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
         assert generate([str(source), "A matrix", "--tokens", "8"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("A matrix") and texts == texts[:1] * 3
-    assert generate([str(out), "A matrix"]) == 0  # as much as fits
+    assert generate([str(out), "A matrix"]) == 0  # as many tokens as fit
     assert "--tokens must be at most" in refusal(generate([str(out), "A matrix", "--tokens", "40"]))
     assert generate([str(out), "A matrix " * 40]) == 2
     assert "the prompt must be shorter than the model's" in capsys.readouterr().err

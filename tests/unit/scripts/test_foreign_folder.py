@@ -143,7 +143,7 @@ def test_an_index_of_another_form_is_named(content, tmp_path):
 
 
 def test_a_pipe_is_not_read(tmp_path):
-    """Opening it would block forever."""
+    """Opening a pipe would block forever."""
     (tmp_path / "source").mkdir()
     os.mkfifo(tmp_path / "source" / "tokenizer.json")
     assert copy_tokenizer(tmp_path / "source", tmp_path) == {}

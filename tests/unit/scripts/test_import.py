@@ -271,7 +271,7 @@ def test_the_section_of_the_model_is_written_from_config_json(
     (source / "config.json").write_text(json.dumps(written))
     line = ["import", str(source), str(run), "--config", str(other), "--write-config", str(new)]
     monkeypatch.chdir(tmp_path)
-    Path("runs/imported").mkdir(parents=True)  # a run in this folder would be continued
+    Path("runs/imported").mkdir(parents=True)  # with this folder, a run would continue
     assert main(line) == 0
     said = capsys.readouterr().out
     assert f"--config {new} run.dir=runs/imported.1 checkpoint.initialize_from=" in said
@@ -371,7 +371,7 @@ def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, refusal) 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "config"])
 def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path) -> None:
-    """Versions of transformers store that share under different keys."""
+    """Versions of transformers store this share under different keys."""
     wanted = model_settings(load_config(config_in(tmp_path, tokens, **MOE)).model)
     assert differences(wanted, wanted) == []
     found = dict(wanted)

@@ -32,7 +32,8 @@ KILLS = 50
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
-    """Choose what forks have imported, unless another file of this process has started them."""
+    """Choose the modules that forks import, unless another file of this process has started the
+    server."""
     FORKS.set_forkserver_preload(["training.run", "transformers", "tokenizers", "tests.frozen"])
 
 

@@ -105,7 +105,7 @@ def test_a_dry_run_prints_commands_hours_and_numbers(capsys: pytest.CaptureFixtu
 
 
 def ends_higher(*names: str) -> Callable[..., list[bool | None]]:
-    """Return whether figures end higher in the second run than in the first."""
+    """Return whether figures end higher in the second run than in the first run."""
     return lambda one, two: [getattr(one, n).last < getattr(two, n).last for n in names]
 
 

@@ -246,7 +246,7 @@ def test_killed_shards_and_a_killed_join_go_on(
 def test_shards_encode_little_more_than_their_shares(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This includes partial documents; the join encodes the rest."""
+    """The shares include partial documents; the join encodes the rest."""
     options = [f"one={inputs}/one.jsonl", f"--tokenizer={inputs}/tokenizer.json", "--workers=1"]
     options += ["--tokens", "5000", "--output", str(tmp_path / "out")]
     for number in (1, 2, 3):
@@ -282,7 +282,7 @@ def test_a_file_of_the_hub_that_fails_is_read_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Reading continues after its last row; a permanent failure is an error."""
-    failures = [3, 0, 5]  # rows before an error, of each reading
+    failures = [3, 0, 5]  # number of rows before an error, for each reading
 
     class Stream:
         def shard(self, *, num_shards: int, index: int) -> Iterator[dict[str, object]]:
@@ -401,7 +401,7 @@ def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
 def test_parts_of_a_set_count_their_tokens_alone_and_its_held_out_documents_together(
     limit: int | None, inputs: Path, tmp_path: Path
 ) -> None:
-    """Of two sets, each begins at its first document. Of each seven documents, the fourth is held
+    """Both sets begin at their first document, and the fourth of every seven documents is held
     out."""
     tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))
     portions, read = [], []

@@ -81,7 +81,7 @@ def test_a_wrong_number_fails(
 def test_a_wrong_published_number_fails_at_the_published_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Shapes that do not have the numbers of the published ones take their place.
+    # Shapes without published numbers replace the published shapes.
     shapes = ((16, 8, 32), (20, 10, 40), (32, 16, 64), (40, 20, 80), (64, 32, 128))
     monkeypatch.setattr(pi_bound.experiment, "__kwdefaults__", {"shapes": shapes})
     result = perform("pi_bound", tmp_path, seed=None, small=False, suffix=".svg")
@@ -111,7 +111,7 @@ def root_of(measure: Function) -> Function:
 
 
 def swapped(measure: Function) -> Wrong:
-    """Use `measure` instead of the right one."""
+    """Use `measure` instead of the right measure."""
     return lambda right: measure
 
 

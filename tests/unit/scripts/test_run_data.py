@@ -31,7 +31,8 @@ def test_time_is_that_of_steps_not_of_lines() -> None:
 
 
 def test_monitored_steps_have_their_own_tokens() -> None:
-    """This holds between logged steps and after the last, where a ramp has another batch."""
+    """Their tokens are right between logged steps and after the last step, where a ramp has another
+    batch."""
     monitors = [{"step": step, "tokens": tokens} for step, tokens in ((4, 8), (8, 40), (12, 72))]
     run = replace(run_of({"step": 10, "progress/tokens": 56}), monitors=monitors)
     assert [run.tokens(line) for line in monitors] == [8, 40, 72]

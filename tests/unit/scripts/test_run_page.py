@@ -74,7 +74,8 @@ def test_curves_are_what_was_logged(folder):
 
 
 def test_one_monitored_step_is_drawn(folder, tmp_path):
-    """It is drawn as bars and points: a curve or an area of one step would be empty."""
+    """The step is drawn as bars and points, because a curve or an area of one step would be
+    empty."""
     copy = shutil.copytree(folder / "pc", tmp_path / "run")
     for name, lines in (("metrics", 2), ("monitors", 1)):
         path = copy / f"{name}.jsonl"
@@ -96,7 +97,7 @@ def test_one_monitored_step_is_drawn(folder, tmp_path):
 
 
 def ids(page: str) -> list[str]:
-    """Return the ids of a page."""
+    """Return the ids of the elements of a page."""
     return re.findall(r'\bid="([^"]+)"', page)
 
 

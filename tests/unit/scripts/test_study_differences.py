@@ -101,7 +101,7 @@ def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
 
 
 def test_the_screen_and_the_table_say_so(tmp_path, capsys):
-    """They name the differences before the first run."""
+    """The screen and the table name the differences before the first run."""
     path = tmp_path / "study.yaml"
     variants = {"AdamW": {"config": ADAMW}, "SSO": {"config": SSO, "against": "AdamW"}}
     path.write_text(yaml.safe_dump({"title": "t", "seeds": [1], "variants": variants}))

@@ -37,8 +37,7 @@ BEST = {"a": 0.04, "b": 0.01}
 
 
 def landscape(trained: list):
-    """Return losses of an invented landscape: convex in the rate, w = 0.1 helps, and 0.08 fails for
-    b."""
+    """Return invented losses: convex in the rate, lower with w = 0.1, and failed for b at 0.08."""
 
     def train(runs):
         runs = list(runs)
@@ -102,7 +101,7 @@ def test_a_stage_multiplies_what_was_tuned_elsewhere():
 
 @pytest.mark.parametrize("tuned", [*permutations("xyz")], ids="".join)
 def test_the_best_are_those_with_the_losses_of_what_they_were_tuned_as(tuned):
-    """This holds even if a variant has the name of another variant of that study."""
+    """A variant may have the name of another variant of that study."""
     losses = {"x": 2.0, "y": 1.0, "z": 3.0}
     content = {
         "variants": {name: {"against": None, "search": {}} for name in losses},

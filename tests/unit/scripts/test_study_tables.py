@@ -49,7 +49,7 @@ def test_differences_are_paired_by_seed():
         ([2.1, 3.1, 4.11], "higher"),
         ([1.999, 3.001, 4.0], "level"),
         ([1.9, 3.1, 4.0], "cannot tell"),
-        ([1.98, 2.98, 3.999], "cannot tell"),  # -0.013, -0.040 to +0.014: one end is too far
+        ([1.98, 2.98, 3.999], "cannot tell"),  # -0.013, -0.040 to +0.014: one end is too far from 0
     ],
 )
 def test_only_a_narrow_interval_around_0_is_level(b, verdict):
@@ -96,7 +96,7 @@ def searched(chosen):
     ],
 )
 def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended):
-    """This holds for the variant itself and for variants that are compared with it."""
+    """The refusal includes variants that are compared with the variant."""
     results = searched({"a": a, "b": b})
     assert grid_ends(results) == ended
     verdict = comparison(results)["verdict"][1]

@@ -64,7 +64,8 @@ def test_files_that_are_not_regular_are_named_and_the_rest_is_read(run_dir, caps
 
 
 def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
-    """Steps are missing as after a power failure. The interval changes where the run continues."""
+    """Steps are missing as after a power failure. The interval changes at the step where the run
+    continues."""
     keys = {"checkpoint__interval": 4, "validation__samples": 2, "train__steps": 12}
     keys["train__micro_batch"] = 8
     keys |= {"monitors__interval": 2}

@@ -37,7 +37,7 @@ def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(kind
         assert operations == reference
     assert places() == first
     assert optimizer.skipped_steps == 1
-    # The first step's reports existed before counting began.
+    # The reports of the first step existed before counting began.
     (held, _), *later = held_and_peak_bytes(step, 3)
     assert later[0] == later[1] and later[0][0] == held
 

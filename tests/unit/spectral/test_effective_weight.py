@@ -101,7 +101,7 @@ def test_published_figures() -> None:
     x = torch.tensor([0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 0.9, 1, 1.08, 1.1], dtype=torch.float64)
     level4 = [0.0362, 0.1801, 0.3534, 0.6553, 0.8695, 1.0202, 0.9948, 1.0042, 1, 0.9993, 1.0078]
     level2 = {0.01: 0.0208, 0.1: 0.2067, 0.3: 0.5819, 0.5: 0.8536, 0.8: 1.0087, 1: 1, 1.1: 1.0064}
-    # Printed with four decimals.
+    # The paper prints four decimals.
     assert evaluate(x, 4).tolist() == pytest.approx(level4, abs=5.1e-5)
     points = torch.tensor(list(level2), dtype=torch.float64)
     assert evaluate(points, 2).tolist() == pytest.approx(list(level2.values()), abs=5.1e-5)

@@ -63,7 +63,7 @@ def stepped(rule: Rule) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 ELSEWHERE = {
-    ("spectral_sphere", "early_exit"),  # if the first root is exact, there is nothing to save
+    ("spectral_sphere", "early_exit"),  # with an exact first root, there is nothing to save
     ("muon_plus_plus", "max_evaluations"),
     ("muon_plus_plus", "correlation_rescale"),
     ("muon_plus_plus", "correlation_threshold"),

@@ -477,12 +477,13 @@ def test_a_state_that_is_not_finite_is_not_loaded(rule: str, bad: float) -> None
             other.load_state_dict(saved)
         assert same(other.state_dict(), before), value
     average = torch.tensor([bad])
-    optimizer.state[parameters_of(optimizer)[0]]["average"] = average  # is not a rule's entry
+    optimizer.state[parameters_of(optimizer)[0]]["average"] = average  # not an entry of the rule
     other.load_state_dict(optimizer.state_dict())
 
 
 def test_hooks_of_a_load_see_and_change_what_is_loaded() -> None:
-    """A pre-hook may replace the state, for instance its names; a post-hook sees all of it."""
+    """A pre-hook may replace the state, for instance its names; a post-hook receives all of the
+    state."""
     optimizer, other = made("spectral_sphere"), made("spectral_sphere")
     optimizer.step()
     saved = optimizer.state_dict()

@@ -89,7 +89,7 @@ def test_a_step_of_the_library_asks_for_ieee_and_the_forward_pass_for_what_was_s
 
 @pytest.mark.parametrize("way", WAYS)
 def test_threads_that_overlap_leave_the_process_as_it_was(way: str) -> None:
-    """The first to enter is the first to leave."""
+    """The thread that enters first leaves first."""
     WAYS[way]()
     before, barrier, left, inside = state(), Barrier(2, timeout=60), Event(), list[bool]()
 

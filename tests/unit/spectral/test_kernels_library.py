@@ -54,7 +54,7 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def test_products_through_float32_are_rounded_once(
     slow: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test holds on any CPU; float64 represents every sum of 16-bit products."""
+    """The test is valid on any CPU, as float64 represents every sum of 16-bit products."""
     monkeypatch.setattr(library, "SLOW_ON_CPU", {slow})
     for dtype in (torch.bfloat16, torch.float16):
         a, b = drawn(3, 33, 40, dtype=dtype), drawn(3, 40, 33, dtype=dtype)

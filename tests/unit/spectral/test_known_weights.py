@@ -1,7 +1,7 @@
-"""What `split_parameters` reads off a model without an example, by kinds of weights.
+"""Results of `split_parameters` without an example, by kinds of weights.
 
-Every answer is held against plain slices of the weight: a step on it equals the steps of the
-slices, each a parameter of an optimizer of its own.
+Every result is compared with plain slices of the weight: a step on the weight equals the steps of
+the slices, each of which is a parameter of a separate optimizer.
 """
 
 import functools
@@ -40,7 +40,8 @@ def grouped_linear(inputs: int, outputs: int, groups: int) -> nn.Module:
 
 
 def attention(width: int = 8, make: Any = linear, **says: Any) -> nn.Module:
-    """Attention whose module says `says`, of projections called `q_proj` and so on."""
+    """Attention whose module has the attributes `says`, with projections named `q_proj` and so
+    on."""
     names = ("q_proj", "k_proj", "v_proj")
     layers = {name: make(width, width) for name in names}
     return holder("Attention", **layers, o_proj=make(width, width), **says)
@@ -251,7 +252,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], list[Ten
         "experts.gate_up_proj",
         lambda w: [e[:, j::2].T for e in w for j in (0, 1)],
     ),
-    # What is plainly one matrix
+    # Weights that are plainly one matrix
     "feed-forward": (
         lambda: holder("Mlp", fc1=linear(8, 32), fc2=linear(32, 8)),
         "fc1.weight",
@@ -296,7 +297,7 @@ def test_a_step_equals_the_steps_of_the_pieces(name: str) -> None:
 
 
 def test_every_piece_is_a_matrix_of_the_case() -> None:
-    """So that a case of slices that coincide with one matrix is seen."""
+    """Otherwise slices that coincide with one matrix would remain undetected."""
     for name, (build, weight, pieces) in CASES.items():
         model = build()
         (row,) = [row for row in split_parameters(model).rows if row.name == weight]
@@ -354,7 +355,7 @@ ELEMENTWISE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def named_head(getter: str) -> nn.Module:
-    """A model, in another, that names its head by a method."""
+    """A model that names its head by a method, inside another model."""
     model: nn.Module = type("Named", (nn.Module,), {getter: lambda self: self.out})()
     model.out = linear(6, 9)
     return holder(backbone=model, neck=linear(6, 6))
@@ -379,7 +380,7 @@ class Geglu(nn.Module):
 
 
 class Parts(nn.Module):
-    """Two convolutions, each of a half of the channels, as SKNet and ShuffleNet have them."""
+    """Two convolutions, each of half of the channels, as in SKNet and ShuffleNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +400,7 @@ class OwnParts(Parts):
 
 
 class Coupling(nn.Module):
-    """A flow whose scales and shifts are as many as the inputs of the next layer."""
+    """A flow with as many scales and shifts as the next layer has inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +413,7 @@ class Coupling(nn.Module):
 
 
 def wrapped(module: nn.Module) -> nn.Module:
-    """Return a module whose forward pass is another function, as hooks of accelerate make it."""
+    """Return a module whose forward pass is another function, as with hooks of accelerate."""
     forward = module.forward
     module.forward = functools.wraps(forward)(lambda *arguments: forward(*arguments))
     return module
@@ -557,7 +558,7 @@ def test_flattened_parameters_are_refused(flattened: Callable[[], nn.Module]) ->
 
 def test_a_shard_of_a_flat_weight_is_refused() -> None:
     model = nn.Sequential(linear(4, 4), linear(4, 4))
-    model[1].weight = parameter(8)  # as FSDP1 with use_orig_params leaves it
+    model[1].weight = parameter(8)  # as after FSDP1 with use_orig_params
     with pytest.raises(ValueError, match=r"1.weight has shape \(8,\)"):
         split_parameters(model)
 
@@ -588,7 +589,7 @@ def test_a_size_that_the_config_alone_says_divides_no_other_layer() -> None:
 
 
 class Block(nn.Module):
-    """One of the layers of a model."""
+    """A layer of a model."""
 
     def __init__(self, **members: Any) -> None:
         super().__init__()
@@ -605,7 +606,7 @@ class MLP(nn.Module):
 
 
 def trunk(*heads: tuple[str, nn.Module], **block: Any) -> nn.Module:
-    """A model of two layers, with `block` in them, and of heads, which follow them."""
+    """A model of two layers that contain `block`, followed by heads."""
     blocks = nn.ModuleList([Block(**block) for _ in range(2)])
     return holder(patches=nn.Conv2d(3, 8, 2), blocks=blocks, norm=nn.LayerNorm(8), **dict(heads))
 
@@ -675,7 +676,7 @@ def test_fused_heads_of_other_sizes_are_refused() -> None:
 
 
 def test_a_layer_that_is_called_a_head_and_has_a_later_one_is_no_head() -> None:
-    """As `conv_head` of MobileNet, and the hidden layer of a BERT-like head."""
+    """Examples are `conv_head` of MobileNet, and the hidden layer of a BERT-like head."""
     top = {"conv_head": nn.Conv2d(8, 20, 1), "classifier": linear(20, 5)}
     inner = {"lm_head": holder(dense=linear(8, 8), norm=nn.LayerNorm(8)), "decoder": linear(8, 40)}
     cases = ((top, "conv_head", "classifier"), (inner, "lm_head.dense", "decoder"))
@@ -702,7 +703,8 @@ def test_the_only_linear_layer_after_another_module_is_a_head(body: nn.Module) -
 
 
 def test_one_output_a_head_is_a_gate() -> None:
-    """As in gated delta networks; others of this size may be biases of positions, as in Swin v2."""
+    """An example is a gated delta network; other layers of this size may be position biases, as in
+    Swin v2."""
     attention = holder("Attention", num_v_heads=4, gate=linear(8, 4))
     rows = {row.name: row.rule for row in split_parameters(trunk(attention=attention)).rows}
     assert rows["blocks.0.attention.gate.weight"] == "spectral"
@@ -718,7 +720,7 @@ def test_one_output_a_head_is_a_gate() -> None:
         trunk(shared_keys=linear(8, 2)),
         trunk(("shift_and_scale", linear(8, 16)), ("last", linear(8, 3))),
         trunk(("boxes", nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)]))),
-        holder(context=linear(8, 10), update=Block(), mix=linear(13, 8)),  # 10 of what takes 13
+        holder(context=linear(8, 10), update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
     ],
 )
 def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:

@@ -78,7 +78,7 @@ def test_every_entry_of_adamuons_first_update_has_the_root_mean_square_of_adams(
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
-    """Compare with a step without decay, and with a step that decays everything."""
+    """Compare with a step without decay, and with a step that decays every entry."""
     start = torch.randn(2, 12, 30)
     start[0, 0] = 0
     none, _ = stepped(MuonRule(), start, lr=lr)

@@ -137,7 +137,7 @@ def test_groups_that_differ_in_their_rate_are_stepped_each_with_its_own(
     for i, (x, y) in enumerate(zip(together, apart, strict=True)):
         # float64: products of a batch and of a single matrix differ by rounding alone.
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
-        assert x.grad is not None and torch.equal(x.grad, grads[1][i])  # left as it is
+        assert x.grad is not None and torch.equal(x.grad, grads[1][i])  # unchanged
 
 
 def test_groups_that_differ_in_more_than_their_rate_do_not() -> None:
@@ -204,7 +204,7 @@ def test_splitting_parameters() -> None:
     assert [p.shape for p in split.matrices] == [(32, 16), (16, 32)]
     assert [tuple(p.shape) for p in split.others] == [(20, 16), (20, 16), (16,), (20,)]
     assert [group.get("weight_decay") for group in split] == [None, None, 0.0]
-    net[4].weight = net[0].weight  # tied: the embedding's side wins, once
+    net[4].weight = net[0].weight  # tied: it appears once, as an embedding
     split = split_parameters(net)
     assert all(p is not net[0].weight for p in split.matrices)
     assert sum(p is net[0].weight for p in split.others) == 1
@@ -245,7 +245,7 @@ def test_mistakes_are_errors(
             SpectralOptimizer([{"params": [weight], **of}])
         else:
             SpectralOptimizer([weight], **of)
-    if where == "optimizer" and error is TypeError and "units" not in of:  # that no group uses
+    if where == "optimizer" and error is TypeError and "units" not in of:  # in no group
         with pytest.raises(error, match=message):
             SpectralOptimizer([{"params": [weight], "rule": "adamw", "lr": 0.1}], **of)
 
@@ -334,7 +334,7 @@ def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
         net[0].weight.data[0].mul_(2)
     elif how == "cast":
         net.bfloat16()
-    elif how == "state":  # of an optimizer without masters
+    elif how == "state":  # the state of an optimizer without masters
         alone = SpectralOptimizer(split_parameters(net), rule=rule, master_weights=False)
         optimizer.load_state_dict(alone.state_dict())
     else:
@@ -350,7 +350,7 @@ def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
-    ("before", "after", "atol"),  # roundings of weights below 8
+    ("before", "after", "atol"),  # rounding errors of weights below 8
     [("float32", "float64", 2e-6), ("float64", "float32", 2e-6), ("float32", "bfloat16", 0.1)],
 )
 def test_the_state_follows_weights_that_are_cast(

@@ -72,7 +72,7 @@ def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
 
 @pytest.mark.parametrize("key", ["use_muon", "algorithm"])
 def test_a_group_of_another_library_is_refused(key: str) -> None:
-    """Otherwise Muon would step it at AdamW's rate."""
+    """If it were accepted, Muon would step it at AdamW's rate."""
     group = {"params": [weight(2, 2)], key: False}
     with pytest.raises(TypeError, match=f"'{key}' chooses no rule here; give the group rule="):
         Muon([group])

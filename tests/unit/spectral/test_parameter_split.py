@@ -181,7 +181,7 @@ def test_an_unknown_fused_weight_is_refused(name: str) -> None:
     ("outputs", "back", "fused"), [(16, 8, True), (24, 8, True), (8, 8, False)]
 )
 def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: bool) -> None:
-    """It works under any name: the gated layer `Wi` of ModernBERT is fused, the plain layer of T5
+    """The name does not matter: the gated layer `Wi` of ModernBERT is fused, the plain layer of T5
     is not."""
     block = nn.ModuleDict(
         {"wi": nn.Linear(6, outputs), "wo": nn.Sequential(nn.Linear(back, 6), nn.Dropout())}
@@ -194,7 +194,7 @@ def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: 
         return
     with pytest.raises(ValueError, match="wi.weight looks like .*takes its"):
         split_parameters(block)
-    block["next"] = nn.Linear(outputs, 6)  # takes all of them
+    block["next"] = nn.Linear(outputs, 6)  # uses all outputs
     split_parameters(block)
 
 

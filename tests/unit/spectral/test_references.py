@@ -16,7 +16,8 @@ EXACT = {"steps": 16}
 """Steps after which msign is exact, as the solvers of tangent directions stop at a tolerance."""
 SOLVED = {**EXACT, "tolerance": 1e-12, "max_evaluations": 60}
 TOLERANCE = 1e-9
-"""Covers another order of sums through the polynomials, and iterated singular vectors."""
+"""The tolerance covers another order of sums through the polynomials, and iterated singular
+vectors."""
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("adamw", {}),
     ("adamw", {"beta1": 0.5, "beta2": 0.7, "epsilon": 1e-3}),

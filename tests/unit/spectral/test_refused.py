@@ -88,8 +88,8 @@ def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> Non
         count = advance(CASES[case], weight, state, range(at, 3), place, poison)
         # Other units take their normal steps; products of stacks are unchanged.
         assert torch.equal(weight[::2], healthy(case, 3)[0][::2]) and count[::2].sum() == 0
-        # What the direction is made of is seen to be wrong. A weight that no norm is taken of, and
-        # what is not read or is a count, are not: the run's own checks find the former.
+        # Wrong inputs of the direction are detected. Other wrong values are not: counts, unread
+        # entries, and weights without a norm, which the run's checks detect.
         seen = place in ("gradient", "momentum", "u", "v", "second_u", "second_v", "variance")
         if seen and poison != 1e30 and place != "variance":
             assert count[1] > 0, (place, at)
@@ -135,7 +135,7 @@ def stepped_around(rule: Rule, place: str | None) -> tuple[Tensor, Tensor]:
         {"gradient": grad, **state}[place][1].view(-1)[0] = torch.nan
         report = take_step(rule, weight, grad, state, lr=1e-2, **rates)
         assert report["refused"].tolist() == [0, 1, 0], place
-        state |= means  # gradients' means keep a NaN
+        state |= means  # means of gradients keep a NaN
     report = take_step(rule, weight, gradient(2), state, lr=1e-2, **rates)
     assert not report["refused"].any(), place
     return start, weight[1]
@@ -143,7 +143,7 @@ def stepped_around(rule: Rule, place: str | None) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_refused_step_leaves_no_trace_in_the_state(case: str) -> None:
-    """Singular vectors that are lost are found again."""
+    """Lost singular vectors are computed again."""
     rule = CASES[case]
     state = rule.init_state(torch.ones(BATCH, ROWS, COLS))
     vectors = [name for name in ("u", "second_v") if name in state]

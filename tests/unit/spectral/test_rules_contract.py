@@ -57,7 +57,7 @@ def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, R
 
 @ALL
 def test_plans_count_the_work_of_every_rule(name: str) -> None:
-    """Plans leave out the work of a rule of whole matrices without `cost`, and say so."""
+    """Plans omit the work of a rule of whole matrices without `cost`, and state this."""
     assert RULES[name].costs_are_counted() is (name != "normalized")
     uncounted = type("Own", (MomentumRule,), {"update": RULES["muon"].update})
     assert not uncounted.costs_are_counted() and MsignRule.costs_are_counted()

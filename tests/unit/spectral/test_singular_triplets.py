@@ -42,9 +42,9 @@ def errors(w: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> tuple[float, floa
     [(128, 128), (64, 512), (512, 64), (512, 512), (1, 1), (1, 9), (9, 1), (2, 2), (3, 50)],
 )
 def test_cold_start_on_gaussian_weights(shape: tuple[int, int]) -> None:
-    """This is the hardest case: gaps near 1% and less. A hundred cold power iterations leave errors
-    up to 3e-3 and vectors nearly orthogonal to the true ones; the block Krylov start is accurate to
-    rounding."""
+    """Gaussian weights, with gaps near 1% and less, are the hardest case. A hundred cold power
+    iterations leave errors up to 3e-3 and vectors nearly orthogonal to the true ones; the block
+    Krylov start is accurate to rounding."""
     w = gaussian(3, *shape)
     relative, overlap = errors(w, cold_start(w))
     assert relative < 2e-6  # a few units of float32 rounding
@@ -59,8 +59,8 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
     rows: int, cols: int, rivals: int, sigma_bound: float, overlap_bound: float
 ) -> None:
     """Singular values within 4% of each other alternate at the top, in fixed directions. An
-    iteration from only the top vector, an exact singular vector, finds the next one too late. With
-    more rivals than cached vectors, one may be a step late."""
+    iteration from only the top vector, an exact singular vector, finds the next vector too late.
+    With more rivals than cached vectors, a rival may be found a step late."""
     steps = 300
     generator = torch.Generator().manual_seed(0)
     left, right = (
@@ -74,8 +74,8 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
     values[:, :rivals] += 0.02 * torch.sin((0.02 + 0.05 * rate) * time + 6.28 * phase)
 
     def worst(krylov_steps: int, nearby: Tensor | None) -> tuple[float, float]:
-        """Return the largest error of sigma, and the smallest overlap where the top value is 0.1%
-        apart."""
+        """Return the largest error of sigma, and the smallest overlap if the top value is separated
+        by 0.1%."""
         sigma_error, overlap = 0.0, 1.0
         cached = torch.zeros(1, rows)
         for now in values:

@@ -203,7 +203,7 @@ def test_counterexample_beyond_the_usual_bracket() -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", [(1, 8), (8, 24), (24, 8), (300, 310)])
 def test_momentum_along_theta_has_no_direction(sign: float, shape: tuple[int, int]) -> None:
-    """Nothing is left to orthogonalise: the step is zero and reported, not noise."""
+    """Nothing remains to orthogonalise, so the step is zero and reported instead of noise."""
     u, v = (
         unit(gaussian(shape[0], 1, seed=3)).mT.float(),
         unit(gaussian(shape[1], 1, seed=4)).mT.float(),
@@ -237,7 +237,8 @@ def test_nan_is_reported_not_hidden() -> None:
 def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its inner product is NaN; the next evaluation, in the middle of the bracket, replaces it."""
+    """The inner product of the first guess is NaN; the next evaluation, in the middle of the
+    bracket, replaces it."""
     problem = [x.double() for x in problems(gaussian, 8, 12, (0.5,))]
     expected = solve_multiplier(*problem, max_evaluations=12)
 

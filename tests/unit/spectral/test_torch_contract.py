@@ -137,7 +137,7 @@ def test_a_copy_has_all_attributes_and_steps_by_itself(kind: Kind) -> None:
         twin = copied(optimizer)
         public = {name for name in vars(optimizer) if not name.startswith("_")}
         assert public <= vars(twin).keys() and type(twin) is type(optimizer)
-        twin.defaults.pop("differentiable", None)  # torch adds it to a copy
+        twin.defaults.pop("differentiable", None)  # torch adds this key to a copy
         assert twin.defaults == optimizer.defaults and repr(twin) == repr(optimizer)
         before = copy.deepcopy(optimizer.state_dict())
         first = train(twin)

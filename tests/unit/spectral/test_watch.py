@@ -180,7 +180,7 @@ def mixture_by_sums(m: Any, x: Tensor) -> Any:
 
 
 def gated_streams(m: Any, x: Tensor) -> Any:
-    """Mix three streams with a gate of its own for each of their entries."""
+    """Mix three streams with a separate gate for each entry."""
     gates = m.up(m.down(x).relu()).sigmoid().unflatten(-1, (3, 4))
     return m.head((gates * x.unflatten(-1, (3, 4))).mean(-2))
 
@@ -761,7 +761,7 @@ class Nested(nn.Module):
         hidden = self.first(x) + torch.randn(4, generator=self.generators[0])
         for tensor in (self.caches[0], self.caches[1][0], self.named["tensors"][0]):
             tensor.add_(1)
-        assert self.shared[0].all()  # it is still the same tensor
+        assert self.shared[0].all()  # the tensor is still the same object
         self.named["counts"]["calls"] += 1
         self.array += self.generators[1].random() + self.generators[2].random()
         return x + self.second(hidden.relu())
@@ -780,7 +780,8 @@ def test_a_pass_leaves_what_is_in_containers_and_generators_as_it_was() -> None:
 
 
 class Elements(TorchDispatchMode):
-    """A mode that counts the elements that operations write, including inner modes."""
+    """A mode that counts the elements that operations write, including operations of inner
+    modes."""
 
     def __init__(self) -> None:
         super().__init__()

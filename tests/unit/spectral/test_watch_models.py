@@ -1,4 +1,4 @@
-"""The watch's matrices in models of transformers, against the rows of heads and gates.
+"""The detected matrices in models of transformers, against the rows of heads and gates.
 
 Changing the rows of one matrix must change exactly one head of the queries, keys and values that
 reach attention, which are captured at transformers' attention interface.

@@ -6,8 +6,8 @@ state the reasons; an unlisted difference, or an error other than a ValueError a
 - Changing the rows of one matrix must change one head of the queries, keys and values that the
 model passes to attention.
 
-Prints how many models of each library are right by comparison, refused or not watchable, and which.
-SWEEP=llama,vit sweeps only these.
+Prints the number and the names of each library's models that are right by comparison, refused, or
+not watchable. SWEEP=llama,vit sweeps only these.
 """
 
 import importlib
@@ -64,7 +64,7 @@ ACCEPTED = {
     r"jetmoe .*experts.* changes": "an expert, which is the head of tokens that choose it so",
     r"rvt.* ": "the class token, which is no convolution's, is a query of each head",
 }
-"""Differences between names and the watch, by model and weight, and why they stay."""
+"""Accepted differences between names and the watch, by model and weight, with the reason."""
 
 
 def tiny(config_class: Any, sizes: dict[str, Any]) -> Any:
@@ -224,7 +224,7 @@ def torchvision_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, An
 
 
 def vit_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
-    """Return vit_pytorch's models with the constructor of its first."""
+    """Return vit_pytorch's models, with the constructor of its first model."""
     package = pytest.importorskip("vit_pytorch")
     common = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 2}
     common |= {"heads": 4, "mlp_dim": 48, "dim_head": 8}
@@ -275,7 +275,7 @@ SMALL = re.compile(
 )
 """Names of timm's small models."""
 CAPTURED_AT_LEAST = {"transformers": 100, "diffusers": 1}
-"""Smallest number of models with compared heads, for a library with as many."""
+"""Smallest number of models with compared heads, for a library with that many models."""
 
 
 def run(model: nn.Module, example: Any) -> None:

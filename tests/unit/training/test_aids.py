@@ -61,7 +61,7 @@ def check_equal(folder: Path, name: str = "run") -> None:
 
 @pytest.mark.parametrize("size", [0, 10, 12, 17, 30])
 def test_lines_that_the_disk_refuses_are_written_with_the_next(size, tmp_path, capsys):
-    """This includes the rest of a partly written line."""
+    """They include the rest of a partly written line."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st')  # as after a killed run
     with closing(LogFile(path)) as log:
@@ -94,7 +94,7 @@ def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):
 
 
 def test_plain_values_on_a_full_disk_are_an_error_of_the_system(tmp_path):
-    """torch's own writer would raise a RuntimeError."""
+    """torch's writer would raise a RuntimeError."""
     with largest_file(1000), pytest.raises(OSError, match="too large"):
         write_plain(tmp_path / "rng.pt", [torch.zeros(10_000)])
 
@@ -204,7 +204,7 @@ def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeyp
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_run_whose_folder_was_moved_makes_no_new_one(replaced, run, tmp_path):
-    """It does not remove a checkpoint either."""
+    """The run removes no checkpoint."""
 
     def move(step: int, result: StepResult) -> None:
         if step == 5:
@@ -234,7 +234,7 @@ def test_a_run_writes_through_no_link(run, tmp_path):
 
 
 def test_a_run_that_could_not_save_does_not_begin(run, tmp_path):
-    """Rather than at its first save, hours later."""
+    """It ends at once instead of at its first save, hours later."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("precious")
     taken: list[int] = []

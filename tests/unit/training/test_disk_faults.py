@@ -43,7 +43,7 @@ CHANGING = (("-[0-9a-f]{8}(?=/|$)", ""), (r"\.writing-\d+", ".writing"), (r"step
 """Parts of paths that differ between saves and between runs."""
 
 PERIOD = 150
-"""Calls of a kind, more than a save makes, which is tried twice."""
+"""Number of calls of a kind, more than two attempts of a save make."""
 
 Case = tuple[str, int, str, bool]
 """Kind, number and path of a call, and whether training has begun."""
@@ -96,7 +96,7 @@ class Runs:
         saved = max(steps(run_dir) if run_dir.exists() else [], default=0)
         if expected is not None and (code != expected or saved < END):
             yield f"was ended with {code}: {said}"
-        elif code and taken - saved > (2 * INTERVAL if always else 0):  # one save was running
+        elif code and taken - saved > (2 * INTERVAL if always else 0):  # a save was running
             yield f"lost {taken - saved} steps: {said}"
         if code or saved < END:
             again, said = self.disk.run(name, self.arguments)
@@ -151,7 +151,8 @@ def test_what_fails_costs_no_more_than_the_table_says(kind, always, runs):
 @pytest.mark.parametrize("number", range(30, PERIOD, 30))
 @pytest.mark.parametrize("kind", ["write", "stat"])
 def test_calls_that_fail_now_and_then_cost_nothing(kind, number, runs):
-    """Calls between the first and the last one to a path, which only these kinds have many of."""
+    """Calls between the first and the last call to a path; only these kinds have many such
+    calls."""
     fault = Fault(kind, number, ERRORS[kind], PERIOD)
     assert list(runs.problems_of(f"{kind}{number} and later", fault, 0)) == []
 
@@ -162,7 +163,8 @@ def stall(said: str) -> float:
 
 
 def test_ranks_wait_for_no_slow_disk(disk, runs):
-    """A sync takes 3 s, a save has 15 syncs; only at the end the run waits for its last save."""
+    """A sync takes 3 s, and a save has 15 syncs; the run waits only at its end, for its last
+    save."""
     seconds = 3.0
     began = time.monotonic()
     code, said = disk.run(

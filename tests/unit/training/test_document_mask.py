@@ -101,7 +101,8 @@ def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) ->
 
 
 def test_a_batch_without_counted_tokens_is_no_step(folder: str, world: Groups) -> None:
-    """Its mean loss is undefined, so it is skipped, counted and named like any nonfinite step."""
+    """The mean loss is undefined, so the step is skipped, counted and named like any nonfinite
+    step."""
     config = tiny_config(folder, "adamw", **MASKED)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
@@ -181,7 +182,7 @@ def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
     assert metrics is not None
     assert metrics["val/walk/loss"] == pytest.approx(expected, rel=1e-6)
     assert validation[0].counted_tokens == int(whole["counted"].sum())
-    for samples in (1, *range(75, 90)):  # some end where a document begins
+    for samples in (1, *range(75, 90)):  # some sequences end where a document begins
         part = ValidationData(
             "walk",
             f"{folder}/tokens",

@@ -31,7 +31,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     assert planned["fits"] is True and "\nfits: " in printed
     room = 0.95 * planned["device_memory_bytes"]
     assert all(stage["memory"]["total"] <= room for stage in planned["stages"])
-    # Steps of a ramp are shorter with their batches, but for the optimizer.
+    # Steps of a ramp are shorter in proportion to their batches, except for the optimizer.
     full = config.train.samples() / config.train.global_batch
     full += planned["monitors"]["share"] * config.train.steps
     hours = full * planned["step_seconds"] * planned["gpus"] / 3600

@@ -52,8 +52,8 @@ def config_of(folder: Path, **keys: Any) -> Any:
 
 
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, capsys):
-    """Steps 6 and 7 are not finite; steps 5, 6, ... are repeated without the samples of the two (40
-    to 55)."""
+    """Steps 6 and 7 are not finite; steps 5, 6, ... are repeated without the samples of steps 6 and
+    7 (40 to 55)."""
     monitors = {"monitors__interval": 1, "monitors__groups": "[weights]"}
     config = config_of(folder, spikes__rewinds=1, **monitors)
     data, _ = build_data(config)
@@ -85,7 +85,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     assert all(line["train/loss"] is not None for line in lines)
     assert checkpoints.steps(folder / "run") == [2, 4, 6, 8, 10]
     assert "step 6 is not saved: " in printed and " is not finite" in printed
-    # Checkpoints contain it: the next start leaves them out as well.
+    # Checkpoints contain the range, so the next start leaves out these samples as well.
     progress = read_checkpoint(folder / "run").meta["progress"]
     assert progress["left_out"] == [[40, 56]] and progress["sample"] == 8 * 12
 
@@ -103,7 +103,7 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, pois
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisoned):
-    """The run does not end as if it were complete either."""
+    """The run must not end as if it were complete."""
     poisoned(10)
     with pytest.raises(CheckpointError, match="the last step, 10, could not be saved: its"):
         train(config_of(folder), world)
@@ -152,7 +152,7 @@ def test_a_spike_is_what_lies_above_the_last_losses():
             taken.append(loss.item())
         spikes += expected
     assert 2 < spikes < 40
-    for window in (16, 4, 20):  # of a run that goes on with another one, too
+    for window in (16, 4, 20):  # also for a run that continues with another weight
         again = SpikeDetector(2.0, window, torch.device("cpu"))
         again.restore(detector.losses.tolist())
         assert again.losses[-16:].tolist() == taken[-min(window, 16) :]
@@ -207,7 +207,7 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
 
 
 def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(folder, world, monkeypatch):
-    """A file from before the start does not."""
+    """An older STOP file does not stop the run."""
     (folder / "run").mkdir()
     (folder / "run" / "STOP").touch()
     os.utime(folder / "run" / "STOP", (time.time() - 60, time.time() - 60))
@@ -245,7 +245,7 @@ def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world):
 
 
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
-    """It is interrupted, and the next start repeats it."""
+    """The evaluation is interrupted, and the next start repeats it."""
     keys = {"validation__interval": 3, "validation__samples": 40}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
@@ -284,7 +284,7 @@ def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
 
 
 def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatch, capsys):
-    """They are removed after a later save, including half-removed ones."""
+    """A later save removes these checkpoints, including half-removed ones."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -312,8 +312,8 @@ TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | 
 
 
 def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> None:
-    """Its lock, which it holds over its saves, was removed by hand, and the other run created
-    one."""
+    """The lock that the run holds during its saves was removed by hand, and the other run created a
+    new lock."""
     lock, taken = folder / "run" / "lock", []
 
     def take(step: int, result: StepResult) -> None:

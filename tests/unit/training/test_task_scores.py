@@ -157,8 +157,8 @@ def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
 
 @pytest.mark.slow
 def test_another_file_is_another_task(keys, world, tmp_path, capsys):
-    """A run refuses to continue with it, as with other validation data; tasks may be added or
-    removed."""
+    """A run refuses to continue with a changed task, as with changed validation data; tasks may be
+    added or removed."""
     first = {k: v for k, v in keys.items() if not k.endswith("digits")}
     train(tiny_config(str(tmp_path), "adamw", **first, train__exit_step=3), world)
     capsys.readouterr()
@@ -235,7 +235,7 @@ def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
 
 
 def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
-    """It counts padded sequences, and reports missing files or a missing tokenizer."""
+    """The plan counts padded sequences, and reports missing files or a missing tokenizer."""
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     files = write_tasks(tmp_path)
     config = tiny_config(str(tmp_path), **keys, **task_keys(files, tasks__interval=10))
@@ -272,8 +272,7 @@ def test_the_files_of_recipes_are_tasks(root):
 
 
 def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
-    """With a tokenizer of the same size in its place, tasks and bytes would belong to other
-    text."""
+    """With another tokenizer of the same size, tasks and bytes would belong to other text."""
     data = shutil.copytree(tokens, tmp_path / "data")
     file = data / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -317,7 +316,7 @@ def test_only_the_first_examples_are_scored(tokens, tmp_path):
 
 
 def test_scoring_twice_gives_the_same(keys: dict[str, Any], world: Groups, tmp_path: Path) -> None:
-    """The tokens per pass do not matter."""
+    """The number of tokens per pass does not matter."""
     config = tiny_config(str(tmp_path), "adamw", **keys)
     trainer = build_trainer(config, world, *build_data(config))
     requests = build_tasks(config)[0].requests

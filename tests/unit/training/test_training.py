@@ -58,8 +58,8 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, ca
 
 @pytest.mark.parametrize(("interval", "chosen"), [("null", 100), ("2", 2), ("0", 0)])
 def test_a_run_says_how_often_it_is_monitored(interval, chosen, folder, world, capsys):
-    """It prints the interval in its first lines, and as a number in its events, which verify a
-    log."""
+    """The run states the interval in its first lines, and as a number in its events, against which
+    a log is verified."""
     keys = {"monitors__interval": interval, "train__exit_step": 1}
     train(tiny_config(folder, "adamw", **keys), world)
     started = lines(folder, "events.jsonl")[0]
@@ -128,8 +128,8 @@ def test_validation_is_the_mean_over_every_window(folder, world):
 
 
 def test_a_z_loss_is_a_figure_of_its_own(folder, world):
-    """It changes the weights; `train/loss` and validation equal those of the same weights without
-    it."""
+    """The z-loss changes the weights; `train/loss` and validation equal the values of the same
+    weights without a z-loss."""
     first, steps = {}, {}
     for z_loss in (0.0, 0.1):
         config = tiny_config(
@@ -246,7 +246,7 @@ def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folde
 
 
 def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
-    """Test the first steps of a warm-up, whose rates all differ."""
+    """Test the first steps of a warm-up, in which all rates differ."""
     peaks_of = enumerate(GROUPS, 1)
     keys: dict[str, Any] = {f"optimizer__{group}__lr": 0.01 * i for i, group in peaks_of}
     keys |= {"schedule__warmup_steps": 3, "train__steps": 6, "log__interval": 1}

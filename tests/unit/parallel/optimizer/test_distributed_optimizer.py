@@ -1,7 +1,7 @@
 """The distributed optimizer's step, as required for a CUDA graph, in one process.
 
-It is a fixed sequence of operations on fixed memory that never reads a value on the host. The tests
-of several ranks are in tests/distributed.
+A step is a fixed sequence of operations on fixed memory that never reads a value on the host. The
+tests of several ranks are in tests/distributed.
 """
 
 import pytest
@@ -133,6 +133,6 @@ def test_a_replay_counts_the_bytes_that_it_sends(world):
     update._done[0].total.fill_(-1)  # a replay writes to the memory of the recorded call
     update._done[1].logical_not_()
     assert norm.total >= 0 and active
-    update._captured = lambda: False  # the result of a replay, without running anything
+    update._captured = lambda: False  # set the result of a replay without running anything
     update(1.0, torch.tensor(True))
     assert model.comm_volume["all-gather"] == 16

@@ -51,7 +51,7 @@ def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tor
 
 
 class Planned(Units):
-    """Units that are not stepped."""
+    """Units without a step."""
 
     def take(self, part: slice) -> NoReturn:
         raise NotImplementedError

@@ -48,12 +48,12 @@ def test_every_recipe_is_spread_within_the_limits(name, data):
     assert stage.parameters == sum(unit.numel for unit in units)
     assert stage.padding <= 0.01 * stage.parameters
     assert stage.buckets >= layers / 2
-    own = stage.sent["reduce-scatter"] + stage.sent["all-gather"]  # all that AdamW sends
+    own = stage.sent["reduce-scatter"] + stage.sent["all-gather"]  # AdamW sends nothing else
     assert own == pytest.approx(stage.sent_adamw, rel=0.01)  # without padding
     assert stage.sent_ratio <= (1.10 if data == 8 else 1.02)
     assert stage.state_max <= 1.01 * stage.state_mean
     costliest = max(assign(unit).cost(unit.shape) for unit in units)
-    # 2% may be lost to avoid moving matrices.
+    # Balance may lose 2% to avoid moving matrices.
     assert stage.load_max <= 1.02 * 4 / 3 * max(stage.load_mean, costliest)
     if stage.load_mean >= 4 * costliest:
         assert stage.imbalance <= 1.05
@@ -158,7 +158,7 @@ LAYOUTS: list[dict[str, int]] = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_elements_of_a_stage_are_those_of_its_units(name, layout):
-    """The search of layouts counts them without units, as a bound of what plans need."""
+    """The layout search counts elements without units, as a lower bound of a plan's memory."""
     inputs = PlanInputs(**layout)
     shape = replace(ten_tokens(replace(MODELS[name], layers=4)), inputs=inputs)
     for stage in range(inputs.pipeline):

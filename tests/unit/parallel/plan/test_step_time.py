@@ -41,7 +41,8 @@ def test_bytes_of_each_axis_by_hand():
     assert sent(shape(data=1)) == {}
     tokens, width = 256, 256
     # Two blocks per layer: forward an all-gather and a reduce-scatter; backward both again, and the
-    # gathered inputs once more. Embedding: both ways; head: gathered, again, and scattered.
+    # gathered inputs once more. The embedding is scattered and gathered; the head's inputs are
+    # gathered twice, and their gradients scattered.
     whole = 4 * 2 * 5 + 2 + 3
     tensor = sent(shape(data=1, tensor=2, sequence_parallel=True))
     assert tensor == {"tensor activations": 4 * whole * tokens * width * 2 // 2}
@@ -79,7 +80,7 @@ def leaving(group, *, ring):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
-    """Count over pairs: neighbours in a ring (also for stages), or all pairs of a group."""
+    """Count pairs of ranks: neighbours in a ring (also for stages), or all pairs of a group."""
     kinds = set()
     for traffic in activation_traffic(shape(MIXTURE, **layout), 0):
         ranks = [i * traffic.links.stride for i in range(traffic.links.size)]

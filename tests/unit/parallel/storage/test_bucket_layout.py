@@ -117,8 +117,9 @@ def test_spans_are_the_unit_as_its_view_orders_it(case):
 
 @pytest.mark.parametrize("ranks", [1, 4, 6])
 def test_small_parameters_leave_matrices_aligned(ranks):
-    """Gammas in the graph, one number per unit, must not shift later parameters off 16 bytes:
-    kernels that read eight 16-bit numbers at a time would refuse or read one at a time."""
+    """Gammas in the graph, one number per unit, must not shift later parameters off 16-byte
+    boundaries: kernels that read eight 16-bit numbers at a time would refuse them or read single
+    numbers."""
     model = ModelConfig(
         layers=3, hidden=64, heads=3, kv_heads=3, head_dim=16, ffn=96, vocab_size=80
     )

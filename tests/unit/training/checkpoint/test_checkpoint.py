@@ -244,7 +244,7 @@ QUICK = (
     "a file is missing", "meta.json is a FIFO", "empty", "a weight is not finite",
     "a state is not finite",
 )  # fmt: skip
-"""One damage of each kind; the others, to other files, are slow."""
+"""One damage of each kind; the cases for other files are slow."""
 
 
 @pytest.mark.parametrize("quick", slow_but([True], [True, False]))
@@ -347,7 +347,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, tmp_path):
-    """It is not skipped in favour of an earlier one, unlike a broken checkpoint."""
+    """Unlike a broken checkpoint, it is not skipped in favour of an earlier checkpoint."""
     folder = saved / "step_00000004"
     config = (folder / "config.yaml").read_text()
     forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())

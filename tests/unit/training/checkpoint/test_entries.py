@@ -149,7 +149,7 @@ def with_value(info: CheckpointInfo, place: str, value: Any) -> CheckpointInfo:
 
 
 def test_entries_that_earlier_versions_saved_of_sso_are_left_out(folder, world, monkeypatch):
-    """These are the last step's multiplier and slope, which no step read."""
+    """The entries are the last step's multiplier and slope, which no step read."""
     config = tiny_config(folder, checkpoint__interval=2, train__exit_step=2)
     begin = SpectralSphereRule.init_state
     with monkeypatch.context() as patch:

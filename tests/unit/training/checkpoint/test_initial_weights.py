@@ -88,7 +88,7 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
     with pytest.raises(ResumeError, match=r"got other ffn was 96, is 64; set these"):
         train(configured("new", model__ffn=64, **source), world)
-    # The draw of weights has no effect.
+    # The initial draw has no effect.
     assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None
     begin = configured("new", data__tokenizer=str(tmp_path / "y"), **source)
     with pytest.raises(ResumeError, match=r"another tokenizer: sha256 was .*allow_change="):

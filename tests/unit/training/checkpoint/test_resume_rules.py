@@ -49,14 +49,15 @@ def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path)
 
 
 def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
-    """It is a difference although all its keys are at their defaults."""
+    """A new section counts as a difference although all its keys are at their defaults."""
     before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
     found = differences(settings(before), settings(now), ())
     assert list(found) == ["model"] and "pc.level was absent, is 2" in found["model"]
 
 
 def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
-    """Test a dtype and sizes by value or by default, and a set with a date or with new hashes."""
+    """Test a dtype and sizes given by value or by default, and a set with a date or with new
+    hashes."""
     keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
     before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
     assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}
@@ -177,7 +178,7 @@ def schema() -> list[dict[str, Any]]:
 
 
 def others(name: str, value: Any) -> list[Any]:
-    """Return values of which one may take the place of that of a key."""
+    """Return possible replacements of a key's value."""
     named = json.dumps([part.get("properties", {}).get(name) for part in schema()])
     words = [json.loads(word) for word in re.findall(r'"const": ("\w+")', named)]
     for listed in re.findall(r'"enum": (\[.*?\])', named):

@@ -63,7 +63,7 @@ def equal(folder: str, one: str, other: str, steps: int = 12) -> None:
     lines, others = (metrics_of(Path(folder) / name) for name in (one, other))
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line in (*lines, *others):
-        del line["progress/pct"]  # of `train.steps`, which manually cut runs change
+        del line["progress/pct"]  # this depends on `train.steps`, which manually cut runs change
     assert lines == others
     states = [state_of(Path(folder) / name, steps) for name in (one, other)]
     assert same_state(*states) == []

@@ -1,4 +1,4 @@
-"""Files that describe the planned GPU are read as configs are: all problems at once."""
+"""Files that describe the planned GPU are read like configs, with all problems at once."""
 
 from pathlib import Path
 

@@ -42,7 +42,7 @@ def test_nothing_in_a_saved_config_refers_to_anything(tmp_path: Path, value: str
 
 @pytest.mark.parametrize("base", ["/proc/kmsg", "/proc/self/environ", "/sys/kernel/notes"])
 def test_a_base_that_the_kernel_makes_is_not_read(base: str, tmp_path: Path) -> None:
-    """This holds through a link too; reading /proc/kmsg waits for the next message."""
+    """Links to such files are refused too; reading /proc/kmsg would wait for the next message."""
     (tmp_path / "link.yaml").symlink_to(base)
     for name in (base, "link.yaml"):
         (tmp_path / "config.yaml").write_text(f"base: {name}\n")

@@ -88,7 +88,7 @@ def test_a_key_with_an_effect_may_be_changed(minimal: Path, overrides: list[str]
 
 
 def test_what_an_earlier_version_let_pass_can_still_be_read(minimal: Path) -> None:
-    """Otherwise its checkpoints could neither be continued nor exported."""
+    """If it were refused, the version's checkpoints could neither be continued nor exported."""
     config = load_config(minimal)
     minimal.write_text(to_yaml(config).replace("std: 0.02\n", "std: 0.03\n", 1))
     assert problems(minimal)[0].startswith("model.init.std must keep its default 0.02")

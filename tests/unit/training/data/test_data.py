@@ -50,7 +50,8 @@ GOLDEN_ORDER = [918, 24, 522, 555, 854, 436, 485, 51]
 
 @pytest.mark.parametrize("weights", [[1.0], [0.6, 0.3, 0.1], [5, 1e-3, 2, 2, 2], [1 / 3] * 3])
 def test_blend_follows_the_evenly_spaced_order(weights: list[float]) -> None:
-    """It equals a slow reference in exact fractions, in which the most overdue set is next."""
+    """The blend equals a slow reference in exact fractions, in which the most overdue set is
+    next."""
     blend = build_blend({str(i): weight for i, weight in enumerate(weights)})
     quotas = [int(quota) for quota in blend.quotas]
     assert sum(quotas) == BLEND_PERIOD

@@ -35,7 +35,7 @@ def write(prefix: Path, documents: list[list[int]]) -> Path:
 
 
 def expected_firsts(documents: list[list[int]], window: int) -> list[int]:
-    """Return for each token the start of its document in the window, 0 if it is earlier."""
+    """Return, for each token, the start of its document in the window, 0 for an earlier start."""
     document_of = [i for i, lengths in enumerate(documents) for _ in range(sum(lengths))]
     begin = window * LENGTH
     found = []
@@ -145,7 +145,7 @@ def test_documents_out_of_order_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_path: Path) -> None:
-    """This holds for any number of windows: the last target may be a first token."""
+    """Test any number of windows, because the last target may be a first token."""
     prefix = write(tmp_path / "set", SETS[name])
     document_of = [i for i, lengths in enumerate(SETS[name]) for _ in range(sum(lengths))]
     lengths = torch.arange(200, dtype=torch.int32)

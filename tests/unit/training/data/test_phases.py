@@ -84,7 +84,7 @@ def test_each_set_goes_on_at_its_count_and_stops_change_nothing(
     )
 
     stopped: Read = []
-    for until in (5, 11, 15, 22):  # in phases of several sets, and where one begins
+    for until in (5, 11, 15, 22):  # in phases of several sets, and where a phase begins
         stopped += start(until, FIRST, **COMMON)
         read = checkpoints.read_checkpoint(tmp_path / "run").meta["progress"]["read"]
         assert {k: v["samples"] for k, v in read.items() if v["samples"]} == Counter(

@@ -85,7 +85,7 @@ def test_missing_or_foreign_tokenizer_is_one_clear_error(tmp_path: Path) -> None
 def test_an_empty_normalizer_changes_nothing(
     byte_level: Path, tmp_path: Path, sequence: list[dict[str, object]]
 ) -> None:
-    """DeepSeek's tokenizer has one."""
+    """DeepSeek's tokenizer has such a step."""
     normalizer = {"type": "Sequence", "normalizers": sequence}
     lengths = token_byte_lengths(edited(byte_level, tmp_path, normalizer=normalizer))
     assert torch.equal(lengths, token_byte_lengths(byte_level))
@@ -125,7 +125,7 @@ def test_bytes_of_the_windows_that_were_read_are_counted(
 
 
 def test_a_tokenizer_that_the_kernel_makes_is_not_read():
-    """Reading it waits for the next message of the kernel."""
+    """Reading the file would wait for the next message of the kernel."""
     with pytest.raises(DataError, match="Not a file on a disk"):
         token_byte_lengths("/proc/kmsg")
     with pytest.raises(DataError, match="Not a file on a disk"):

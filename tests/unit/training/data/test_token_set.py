@@ -209,7 +209,7 @@ def test_each_block_is_hashed_once(prepared: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hashes, "block_hash", lambda content: calls.append(content))
     for index in range(len(tokens)):
         tokens.window(index)
-    assert calls == []  # the set has fewer blocks than the start compares
+    assert calls == []  # the set has fewer blocks than are compared at the start
 
 
 def test_no_block_is_read_beyond_the_bytes_that_are_asked_for(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
 def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(
     tmp_path: Path, workers: int
 ) -> None:
-    """This holds without an entry in the manifest, and in a prefetching process."""
+    """Test this without an entry in the manifest, and in a prefetching process."""
     tokens = np.arange(100, dtype=np.uint16) % 50
     tokens[40] = 77
     prefix = write_stream(tmp_path / "set", tokens)
@@ -307,7 +307,7 @@ def test_verify_names_what_is_damaged(prepared, damage, said, capsys):
 
 @pytest.mark.parametrize("place", [0, 500, -1])
 def test_a_negative_id_is_found_at_the_start(tmp_path: Path, place: int) -> None:
-    """The scan of a set without a manifest finds it, before its window is read."""
+    """The scan of a set without a manifest finds the id before its window is read."""
     tokens = np.arange(1000, dtype=np.int32) % 50
     tokens[place] = -7
     token_set = TokenSet("a", write_stream(tmp_path / "a", tokens), 8)

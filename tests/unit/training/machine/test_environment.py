@@ -50,7 +50,7 @@ def test_what_the_user_has_set_stays(tmp_path):
 def test_the_compiler_starts_as_many_workers_as_were_set(tmp_path, monkeypatch):
     """The compiler has read its environment before the run sets it."""
     monkeypatch.setattr(inductor, "compile_threads", 32)
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")  # so that it is put back
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "")  # so that the variable is restored
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     prepare(tiny_config(str(tmp_path)))

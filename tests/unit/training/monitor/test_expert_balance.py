@@ -97,7 +97,7 @@ def test_a_step_that_is_not_taken_leaves_the_load(folder: str, world: Groups) ->
 
 def imbalance(logits: Tensor, load_of: Tensor | None = None) -> Tensor:
     """Return experts times the sum over experts of (share of the load) x (mean score), of logits
-    `[tokens, experts]`; 1 for an equal load. The load is from the logits `load_of`."""
+    `[tokens, experts]`; 1 for an equal load. The load comes from the logits `load_of`."""
     source = logits if load_of is None else load_of
     chosen = source.sigmoid().topk(2, dim=1).indices
     share = torch.bincount(chosen.flatten(), minlength=4) / chosen.numel()

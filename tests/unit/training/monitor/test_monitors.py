@@ -423,7 +423,7 @@ def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator
         checkpoint__interval=3,
         train__exit_step=4,
     )
-    with without_eigensolvers():  # whose norm has no error to see
+    with without_eigensolvers():  # the norm of this has no error
         train(config, world)
     saved = state_of(Path(folder) / "run", 3)
     (line,) = lines(folder)

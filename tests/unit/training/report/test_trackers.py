@@ -20,7 +20,7 @@ class Recorder:
         self.runs: list[dict[str, Any]] = []
 
     def init(self, **settings: Any) -> SimpleNamespace:
-        """Start a run of wandb."""
+        """Start a run in wandb."""
         run: dict[str, Any] = {**settings, "logged": [], "axes": {}, "finished": False}
         self.runs.append(run)
         return SimpleNamespace(
