@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from scripts.preflight import copy_check, over_ranks, start
+from scripts.preflight import checks, copy_check, over_ranks, start
 
 
-def with_faults(wrong: int, slow: int) -> tuple[list[str], list[str]]:
-    """Copy memory on all ranks; one rank changes a number and one is slower."""
+def with_faults(wrong: int, slow: int) -> tuple[list[str], list[str], dict[str, float]]:
+    """Copy memory on all ranks; one rank changes a number and one is slower. Also return the amount
+    of every check of 3 MB."""
     device = start()
     check = copy_check(device, 1 << 12)
     rank = dist.get_rank()
@@ -21,5 +22,6 @@ def with_faults(wrong: int, slow: int) -> tuple[list[str], list[str]]:
             check.result[7] += 1
 
     row = over_ranks(replace(check, run=run), device)
+    amounts = {each.name: each.amount for each in checks(device, 3_000_000)}
     dist.destroy_process_group()
-    return row.wrong, row.slow
+    return row.wrong, row.slow, amounts

@@ -5,6 +5,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.commands import output_of, torchrun
 from tests.launch import run_on_ranks
 
@@ -26,8 +28,20 @@ def test_every_check_of_sound_ranks_is_right(root: Path, tmp_path: Path) -> None
     assert all(0 < row["slowest"] <= row["median"] and not row["wrong"] for row in rows)
 
 
-def test_wrong_and_slow_ranks_are_named() -> None:
-    module = "tests.distributed.preflight_workers"
-    for wrong, slow in run_on_ranks(3, module, "with_faults", {"wrong": 1, "slow": 2}):
+def test_wrong_and_slow_ranks_are_named_and_rates_count_what_a_rank_sends() -> None:
+    """In a ring of n ranks it sends (n - 1) / n of the size, and twice that for a sum."""
+    module, arguments = "tests.distributed.preflight_workers", {"wrong": 1, "slow": 2}
+    expected = {
+        "product, float32": 2e-12 * 1024**3,
+        "memory, read and written": 6e-3,
+        "link, within a node, 1 further": 3e-3,
+        "link, within a node, 2 further": 3e-3,
+        "all-reduce": 4e-3,
+        "reduce-scatter": 2e-3,
+        "all-gather": 2e-3,
+        "all-to-all": 2e-3,
+    }
+    for wrong, slow, amounts in run_on_ranks(3, module, "with_faults", arguments):
         assert [name.split(" (")[0] for name in wrong] == ["rank 1"]
         assert [name.split(" (")[0] for name in slow] == ["rank 2"]
+        assert amounts == pytest.approx(expected)

@@ -1,24 +1,27 @@
 """The benchmarks of one process run on small models, and their figures are consistent."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from models.families import model_size
 from scripts.bench import steps, train
+from scripts.bench.measure import in_turn
 from tests.commands import output_of, torchrun
 from tests.launch import environment
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.config import load_config
 
-pytestmark = pytest.mark.slow
-
 SET = "2x16x24,1x32x16"
 
 
+@pytest.mark.slow
 def test_every_optimizer_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "steps.json"
     assert (
@@ -31,6 +34,7 @@ def test_every_optimizer_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert steps.main(["--device", "cuda"]) == 2
 
 
+@pytest.mark.slow
 def test_matrices_of_a_recipe_are_stepped_by_its_settings(tmp_path: Path) -> None:
     recipe, file = ROOT / "configs/tiny_sso.yaml", tmp_path / "steps.json"
     options = ["--config", str(recipe), "--shares", "1", "2", "--repeats", "1", "--device", "cpu"]
@@ -47,6 +51,7 @@ def test_matrices_of_a_recipe_are_stepped_by_its_settings(tmp_path: Path) -> Non
     assert whole / 2 <= half < 0.6 * whole
 
 
+@pytest.mark.slow
 def test_ranks_that_share_weights_send_what_the_exchange_needs(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     output_of(
@@ -63,6 +68,7 @@ def test_ranks_that_share_weights_send_what_the_exchange_needs(tmp_path: Path) -
     assert times["muon, equal"]["bytes"] == elements * 2
 
 
+@pytest.mark.slow
 def test_the_speed_of_training_is_that_of_its_phases(folder: str, tmp_path: Path) -> None:
     config, out = tiny_config(folder), tmp_path / "out.json"
     steps = ["--steps", "2", "--peak-flops", "1e9", "--json", str(out)]
@@ -78,3 +84,44 @@ def test_the_speed_of_training_is_that_of_its_phases(folder: str, tmp_path: Path
         assert result["phase_seconds"][phase] > 0, phase
     assert sum(result["phase_seconds"].values()) <= 1.01 * result["seconds_per_step"]
     assert not (tmp_path / "run").exists()
+
+
+def test_figures_over_ranks_are_those_of_the_slowest_and_fullest(folder: str) -> None:
+    """Phases are means; the mean of two ranks is neither rank's."""
+    config = tiny_config(folder)
+    trainer = SimpleNamespace(config=config, data=SimpleNamespace(attended_length=lambda: 32))
+    sides = {}
+    for side, slower in ((train.CONFIG, 1), ("variant", 1.5)):
+        ranks = [
+            dict.fromkeys(train.PHASES, 0.0)
+            | {"forward": 0.25 * rank, "optimizer": 0.5 * slower, "step": rank * slower}
+            | {"peak_bytes": 70 // rank, "optimizer_bytes": rank << 20}
+            for rank in (1, 2)
+        ]
+        sides[side] = train.summary(trainer, ranks, 1e9)
+    found = sides[train.CONFIG]
+    flops = model_size(config.model, 32).flops_per_token
+    assert found["seconds_per_step"] == 2 and found["tokens_per_step"] == 8 * 32
+    assert found["tokens_per_second"] == 128 and found["tokens_per_second_per_device"] == 64
+    assert found["mfu"] == pytest.approx(64 * flops / 1e9) and found["flops_per_token"] == flops
+    assert (found["peak_memory_bytes"], found["optimizer_bytes"]) == (70, 2 << 20)
+    assert found["phase_seconds"]["forward"] == 0.375
+    assert found["phase_shares"]["optimizer"] == pytest.approx(0.5 / 0.875)
+    # The update is 0.5 s of a step of 0.875 s, and 0.75 s in the variant.
+    first, other = train.compared(sides)
+    assert (first["x"], first["x by update"], first["step (ms)"]) == (1, 1, 875)
+    assert other["update (ms)"] == 750 and other["masters and state (MiB)"] == 2
+    assert [other["x"], other["x by update"]] == pytest.approx([1.125 / 0.875] * 2)
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    """Compared with the peak that the kernel states, in KiB."""
+    (stated,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert train.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(stated), rel=0.1)
+
+
+def test_sides_take_turns_after_the_warm_up() -> None:
+    calls: list[str] = []
+    sides = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
+    assert in_turn(sides, rounds=2, warm_up=1) == {"a": [3, 5], "b": [4, 6]}
+    assert calls == [*"ababab"]

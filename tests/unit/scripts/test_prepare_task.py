@@ -61,6 +61,22 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 """Rows of each format, including text that readers change."""
 
+LETTERS = "Question: What is it?\nA. rows\nB. a [b] c\nC. columns\nD. d\nE. e\nAnswer:"
+ENDINGS = ["it.", " slowly, with care.", " fast", "ends. it."]
+EXAMPLES: dict[str, list[list[Any]]] = {
+    "arc": [["Question: What has a matrix?\nAnswer:", LABELLED["text"], 2]],
+    "boolq": [["A matrix.\nQuestion: is it a matrix?\nAnswer:", ["no", "yes"], 1]],
+    "commonsense_qa": [[LETTERS, list("ABCDE"), 3]],
+    "hellaswag": [["Baking : A man bakes. bread. He eats", ENDINGS, 2]],
+    "openbookqa": [["A matrix has", LABELLED["text"], 1]],
+    "piqa": [["Question: Invert it\nAnswer:", ["Divide.", "Solve {{x}}."], 0]],
+    "sciq": [
+        ["A matrix has rows.\nQuestion: What has rows?\nAnswer:", [*"abc", "a matrix"], 3],
+        ["\nQuestion: What?\nAnswer:", [*"abcd"], 3],
+    ],
+}
+"""The examples of these rows in lm-eval, with which a slow test compares them."""
+
 
 def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str:
     """Write rows and return the file's name."""
@@ -81,7 +97,7 @@ def with_lm_eval() -> Path:
 
 
 @pytest.mark.slow
-def test_examples_are_those_of_lm_eval(tmp_path):
+def test_the_examples_here_are_those_of_lm_eval(tmp_path):
     python = with_lm_eval()
     for name, rows in ROWS.items():
         written(tmp_path, rows, name)
@@ -89,12 +105,14 @@ def test_examples_are_those_of_lm_eval(tmp_path):
     environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout.splitlines()[-1])
-    assert theirs.keys() == FORMATS.keys() - {"plain"}
-    for name in theirs:
-        source = str(tmp_path / f"{name}.jsonl")
-        ours = [[each.context, each.choices, each.answer] for each in examples(source, name)]
-        assert ours == theirs[name], name
+    assert json.loads(done.stdout.splitlines()[-1]) == EXAMPLES
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_format_has_the_examples_of_lm_eval(name, tmp_path):
+    assert EXAMPLES.keys() == FORMATS.keys() - {"plain"}
+    found = examples(written(tmp_path, ROWS[name]), name)
+    assert [[each.context, each.choices, each.answer] for each in found] == EXAMPLES[name]
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +216,7 @@ def test_rows_become_examples(tmp_path, capsys):
     arc = written(tmp_path, ROWS["arc"])
     output = tmp_path / "tasks" / "arc.jsonl"
     assert main([arc, "--format", "arc", "--output", str(output)]) == 0
-    assert json_lines(output) == [
-        {
-            "context": "Question: What has a matrix?\nAnswer:",
-            "choices": LABELLED["text"],
-            "answer": 2,
-        }
-    ]
+    assert [[*line.values()] for line in json_lines(output)] == EXAMPLES["arc"]
     assert "1 example, 5 choices, 0.200 by chance" in capsys.readouterr().out
     compressed = tmp_path / "rows.jsonl.gz"
     compressed.write_bytes(gzip.compress((json.dumps(plain) + "\n").encode() * 3))
@@ -214,7 +226,7 @@ def test_rows_become_examples(tmp_path, capsys):
     table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS["hellaswag"])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
     found = list(examples(str(tmp_path / "rows.parquet"), "hellaswag"))
-    assert found[0].context == "Baking : A man bakes. bread. He eats" and found[0].answer == 2
+    assert [found[0].context, found[0].choices, found[0].answer] == EXAMPLES["hellaswag"][0]
 
 
 @pytest.mark.parametrize(

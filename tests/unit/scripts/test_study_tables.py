@@ -4,10 +4,20 @@ import json
 import math
 from statistics import mean, stdev
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from scripts.studies.tables import comparison, grid_ends, loss_by, markdown, tables, tokens_to_loss
+from scripts.studies.tables import (
+    T_95,
+    comparison,
+    grid_ends,
+    loss_by,
+    markdown,
+    paired,
+    tables,
+    tokens_to_loss,
+)
 from tests.paths import ROOT
 from tests.run_results import json_lines
 
@@ -120,6 +130,26 @@ def test_tokens_to_a_loss_are_found_on_the_curve():
     assert list(frame["tokens"]) == pytest.approx([1.0, 2**0.5])
     beyond = study([3.0, 3.0], [1.9, 1.9], points=points, curve={"variant": "a"})
     assert pd.isna(tokens_to_loss(beyond, comparison(beyond))["tokens"][1])
+
+
+@pytest.mark.parametrize("seeds", range(2, 12))
+def test_intervals_are_students_for_every_number_of_seeds(seeds):
+    """Its density, integrated over the interval, is 0.95; above 10 seeds the interval is wider."""
+    degrees = min(seeds, 10) - 1
+    x = np.linspace(-T_95[degrees - 1], T_95[degrees - 1], 100_001)
+    scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / (degrees * math.pi) ** 0.5
+    density = scale * (1 + x**2 / degrees) ** (-(degrees + 1) / 2)
+    assert np.trapezoid(density, x) == pytest.approx(0.95, abs=5e-5)  # three decimals of T_95
+    losses = [2.5 + 0.001 * i for i in range(seeds)]
+    half = T_95[degrees - 1] * stdev(losses) / seeds**0.5
+    line = paired(pd.Series(losses))
+    assert (line["low"], line["high"]) == pytest.approx((mean(losses) - half, mean(losses) + half))
+    curve = {"curve": {"variant": "a"}, "points": [{"share": 2**i, "losses": [3.0 - i] * seeds}
+                                                   for i in (-1, 1)]}  # fmt: skip
+    results = study([3.0] * seeds, losses, **curve)
+    _, found = tokens_to_loss(results, comparison(results)).to_dict("records")
+    ends = [2 ** (3 - loss) for loss in (mean(losses) + half, mean(losses) - half)]
+    assert [found["low"], found["high"]] == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
