@@ -1,13 +1,15 @@
 """Figures of runs from their lines: time by steps, and the order of runs."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.plots.compare import BITS, LOSS, measure
+from scripts.plots.compare import BITS, LOSS, Compared, measure
 from scripts.plots.run_data import RunData
+from scripts.plots.run_page import data_use, key_figures
 
 
 def run_of(*lines: dict[str, Any], vocabulary: int = 100) -> RunData:
@@ -59,3 +61,59 @@ def test_runs_are_ordered_by_what_all_have(bits, vocabularies, expected) -> None
 def test_a_run_that_has_not_validated_does_not_decide_what_orders_the_others() -> None:
     validated = run_of({"step": 1, "val/loss": 3.0, "val/bpb": 1.0})
     assert measure([validated, run_of({"step": 1}, vocabulary=200)]) == BITS
+
+
+def test_every_card_of_a_run_is_its_figure() -> None:
+    """The last validation is not the best; medians, sums and last values differ."""
+    lines = [
+        {"step": 10, "train/loss": 5.0, "val/loss": 4.0, "perf/tokens_per_sec": 1e3},
+        {"step": 20, "train/loss": 3.0, "val/loss": 2.0, "perf/tokens_per_sec": 5e3},
+        {"step": 40, "train/loss": 3.5, "val/loss": 2.5, "perf/tokens_per_sec": 4e3},
+    ]
+    for line, seconds in zip(lines, (1.0, 2.0, 4.0), strict=True):
+        line |= {"progress/tokens": 100 * line["step"], "perf/step_time_s": seconds}
+        line |= {"perf/mfu": 40 + seconds, "moe/max_vio": seconds / 8}
+        line["optim/skipped_steps"] = seconds
+    assert dict(key_figures(run_of(*lines))) == {
+        "training loss": "3.5000",
+        "validation loss": "2.5000",
+        "best validation": "2.0000",
+        "tokens": "4k",
+        "tokens / second": "4k",
+        "time of stepping": "0:01:50",
+        "MFU": "44.0",
+        "MaxVio": "0.50",
+        "skipped steps": "4",
+    }
+
+
+def test_runs_are_ordered_by_their_last_validation_then_by_their_training_loss() -> None:
+    runs = {
+        name: run_of(*({"step": i} | line for i, line in enumerate(lines, 1)))
+        for name, lines in {
+            "untouched": [],
+            "not validated": [{"train/loss": 9.0}, {"train/loss": 0.5}],
+            "rises": [{"val/loss": 1.0}, {"val/loss": 2.5, "train/loss": 1.0}],
+            "falls": [{"val/loss": 3.0}, {"val/loss": 2.0, "train/loss": 2.0}],
+        }.items()
+    }
+    order = sorted(runs, key=lambda name: Compared(runs[name], [], *LOSS).rank)
+    assert order == ["falls", "rises", "not validated", "untouched"]
+
+
+def test_the_table_of_sets_is_the_use_of_each(tmp_path: Path) -> None:
+    sets = [{"name": "web", "tokens": 9_000, "epochs": 0.25}]
+    sets += [{"name": "books", "tokens": 4_000, "epochs": 2.5}]
+    phases = [{"after_steps": 0, "shares": {"web": 1.0}}]
+    phases += [{"after_steps": 30, "shares": {"web": 0.25, "books": 0.75}}]
+    (tmp_path / "data.json").write_text(json.dumps({"sets": sets, "phases": phases}))
+    counted = {"step": 40, "data/web/tokens": 5_000, "data/books/tokens": 1_000}
+    earlier = {"step": 20, "data/web/tokens": 3_000}
+    run = replace(run_of(earlier, counted, {"step": 41, "val/loss": 1.0}), folder=tmp_path)
+    assert data_use(run) == {
+        "header": ["set", "from step 1", "from step 31", "tokens read", "tokens in all", "epochs"],
+        "rows": [
+            ["web", "100.0%", "25.0%", "5,000", "9,000", "0.25"],
+            ["books", "0.0%", "75.0%", "1,000", "4,000", "2.50"],
+        ],
+    }

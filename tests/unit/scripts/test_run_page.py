@@ -6,8 +6,12 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, median
 
+import numpy as np
 import pytest
 
 from parallel.comm import groups as process_groups
@@ -58,19 +62,176 @@ def folder(shared_folder):
     return folder
 
 
-def test_curves_are_what_was_logged(folder):
+def test_time_is_that_of_steps(folder):
     run = read_run(folder / "pc")
-    logged = json_lines(folder / "pc" / "metrics.jsonl")
-    tokens, time = curves.loss([run]).axes
-    losses = [line["train/loss"] for line in logged]
-    assert list(tokens.lines[0].get_ydata()) == losses
-    assert list(tokens.lines[0].get_xdata()) == [256 * (i + 1) for i in range(6)]
-    seconds = sum(line["perf/step_time_s"] for line in logged)
+    _, time = curves.loss([run]).axes
+    seconds = sum(line["perf/step_time_s"] for line in run.metrics)
     assert time.lines[0].get_xdata()[-1] == pytest.approx(seconds)
     assert time.get_xlabel() == "seconds of training steps"
-    drawn = {line.get_label(): line for line in curves.condition_numbers([run]).axes[0].lines}
-    means = [m["monitor/effective_condition_number/o"] for m in logged if m["step"] % 2 == 0]
-    assert list(drawn["o, PC(W)"].get_ydata()) == means
+
+
+Curve = tuple[str, list[float]]
+"""A text in the label of a curve or the title of its panel, and its values."""
+
+
+def logged(*names: str) -> Callable[[RunData], Iterator[Curve]]:
+    """Return a function from a run to its values of metrics."""
+
+    def of(run: RunData) -> Iterator[Curve]:
+        for name in names:
+            yield "", [line[name] for line in run.metrics if name in line]
+
+    return of
+
+
+def by_role(run: RunData, figure: str, of: Callable[[list], float] = fmean) -> Iterator[Curve]:
+    """Yield `of` the matrices' values of a monitored figure in each monitored step."""
+    for role in {unit["role"] for unit in run.monitors[0]["units"].values() if unit["layer"] == 0}:
+        steps = [
+            [u[figure] for u in line["units"].values() if u["role"] == role and figure in u]
+            for line in run.monitors
+        ]
+        if all(steps):
+            yield role, [of(values) for values in steps]
+
+
+def weights(run: RunData, of: Callable[[list], float]) -> Iterator[Curve]:
+    """Yield `of` the deciles of each role's weights; those of PC layers are those of PC(W)."""
+    effective = dict(by_role(run, "effective_quantiles", of))
+    assert {*effective} == {"o", "gate", "up", "down"}
+    yield from (dict(by_role(run, "quantiles", of)) | effective).items()
+
+
+def decile(i: int) -> Callable[[list], float]:
+    """Return a function from matrices' deciles to the mean of decile `i`."""
+    return lambda rows: fmean(row[i] for row in rows)
+
+
+def ranks(run: RunData) -> Iterator[Curve]:
+    """Yield the deciles of the first and the last monitored step."""
+    curves = [dict(weights(run, decile(i))) for i in range(11)]
+    for role in curves[0]:
+        for step in (0, -1):
+            yield role, [each[role][step] for each in curves]
+
+
+def shares(run: RunData) -> Iterator[Curve]:
+    """Yield the share of values in each of 30 parts of the range of the last monitored step."""
+    curves = [dict(weights(run, decile(i))) for i in range(11)]
+    for role in curves[0]:
+        values = [each[role][-1] for each in curves]
+        edges = np.linspace(0, values[-1], 31)
+        below = np.interp(edges, values, np.linspace(0, 1, 11), left=0, right=1)
+        yield role, np.diff(below).tolist()
+
+
+def conditions(run: RunData) -> Iterator[Curve]:
+    for role, kind in {"q": "", "o": "effective_", "down": "effective_"}.items():
+        name = f"monitor/{kind}condition_number/{role}"
+        yield role, [line[name] for line in run.metrics if name in line]
+    yield from logged("monitor/condition_number/geometric_mean")(run)
+
+
+def blocks(run: RunData, figure: str) -> Iterator[Curve]:
+    """Yield a figure of each block over the monitored steps."""
+    for place in ("0", "1"):
+        yield "", [line["blocks"][place][figure] for line in run.monitors]
+
+
+def logits(run: RunData) -> Iterator[Curve]:
+    each = [values for _, values in blocks(run, "max_attention_logit")]
+    yield from (("", values) for values in each)
+    yield run.name, [max(values) for values in zip(*each, strict=True)]
+
+
+def signals(run: RunData) -> Iterator[Curve]:
+    for what in ("gradient", "update"):
+        for name, title in (("snr", "SNR"), ("top_share", "TopShare"), ("alignment", "alignment")):
+            metric = f"monitor/{what}_{name}/q"
+            values = [line[metric] for line in run.metrics if metric in line]
+            yield f"{title}, of {what}s q", values
+    # The least share of one direction: of two micro-batches' gradients, and of three updates.
+    yield "TopShare, of gradients", [1.0, 1.0]
+    yield "TopShare, of updates", [1 / 2, 1 / 2]
+
+
+def norms(run: RunData) -> Iterator[Curve]:
+    yield from by_role(run, "pc_norm_error", median)
+    for _, values in by_role(run, "pc_norm_error", max):
+        yield "", values
+
+
+def cells(figure: str) -> Callable[[RunData], Iterator[Curve]]:
+    """Return a function from a run to the rows of a map of layers by roles."""
+
+    def of(run: RunData) -> Iterator[Curve]:
+        units = run.monitors[-1]["units"].values()
+        for layer in (0, 1):
+            rows = [
+                [u[figure] for u in units if (u["role"], u["layer"]) == (role, layer)]
+                for role in ("q", "k", "v", "o", "gate", "up", "down")
+            ]
+            yield "", [fmean(row) for row in rows]
+
+    return of
+
+
+SHOWN: dict[str, Callable[[RunData], Iterator[Curve]]] = {
+    "loss": logged("train/loss", "val/loss"),
+    "tasks": logged("task/words/acc", "task/words/acc_norm"),
+    "learning_rates": logged(*(f"lr/{group}" for group in ("matrix", "embedding", "scalar"))),
+    "gradient_norm": logged("optim/grad_norm"),
+    "evolution": lambda run: weights(run, decile(5)),
+    "spectra": shares,
+    "quantiles": ranks,
+    "momentum": lambda run: by_role(run, "momentum_quantiles", decile(5)),
+    "update": lambda run: by_role(run, "update_quantiles", decile(5)),
+    "condition_numbers": conditions,
+    "tracked_norms": norms,
+    "residual": lambda run: blocks(run, "residual_rms"),
+    "attention_logits": logits,
+    "signal": signals,
+    "rule_reports": logged("monitor/rule_gap/q"),
+    "stable_rank": cells("stable_rank"),
+    "nuclear_rank": cells("gradient_nuclear_rank"),
+    "criterion": cells("criterion_ratio"),
+    "maxvio": logged("moe/max_vio"),
+    "penalty": logged("penalty/loss_ratio"),
+    "z_loss": logged("train/z_loss"),
+}
+"""Curves of each figure, from the lines of the run."""
+
+
+def drawn(figure) -> Iterator[Curve]:
+    """Yield the curves, histograms and rows of maps in a figure."""
+    for axis in figure.axes:
+        for line in axis.lines:
+            if axis.get_xlabel() == "tokens" and len(line.get_xdata()) > 2:
+                assert {*line.get_xdata()} <= {256 * step for step in range(1, 7)}
+            yield f"{axis.get_title()} {line.get_label()}", list(line.get_ydata())
+        for patch in axis.patches:
+            yield axis.get_title(), patch.get_data().values.tolist()
+        for image in axis.images:
+            powers = any("log2" in each.get_ylabel() for each in figure.axes)
+            yield from (("", list(2.0**row if powers else row)) for row in image.get_array())
+
+
+@pytest.mark.parametrize("kind", FIGURES, ids=lambda kind: kind.name)
+def test_every_figure_shows_what_was_logged(kind, folder):
+    run = read_run(folder / "pc")
+    more = {"task/words/acc": 0.5, "task/words/acc_norm": 0.25, "moe/max_vio": 3.0}
+    more["monitor/rule_gap/q"] = 2.0
+    lines = [line | {k: v / line["step"] for k, v in more.items()} for line in run.metrics]
+    run = replace(run, metrics=lines)
+    there = list(drawn(kind.draw(run)))
+    expected = list(SHOWN[kind.name](run))
+    assert expected and {*SHOWN} == {each.name for each in FIGURES}
+    for name, values in expected:
+        assert values, name
+        assert any(
+            name in label and len(ys) == len(values) and ys == pytest.approx(values)
+            for label, ys in there
+        ), (name, values)
 
 
 def test_one_monitored_step_is_drawn(folder, tmp_path):

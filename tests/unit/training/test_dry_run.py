@@ -3,6 +3,7 @@ accepts."""
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,79 @@ from tests.small_recipes import every_recipe
 from training.config import load_config
 
 SCREEN = 60
+
+MEMORY = {
+    "weights": "weights", "gradients": "gradients", "master weights": "master",
+    "optimizer state": "state", "activations (estimate)": "activations",
+    "optimizer buffers (estimate)": "buffers", "total": "total",
+}  # fmt: skip
+"""Rows of the memory of a rank, and their keys in the JSON file."""
+
+
+def sections(printed: str) -> dict[str, dict[str, list[str]]]:
+    """Return the cells of a plan's rows, by section and the row's first cell."""
+    content: dict[str, dict[str, list[str]]] = {}
+    for line in printed.splitlines():
+        if line.startswith("== "):
+            rows = content[line.removeprefix("== ")] = {}
+        else:
+            name, *cells = re.split(r"  +", line.strip())
+            rows[name] = cells
+    return content
+
+
+def numbers(cells: list[str]) -> list[float]:
+    """Return all numbers in cells; `%` and units are left out."""
+    texts = re.findall(r"[\d,]*\d(?:\.\d+)?(?:e[+-]\d+)?", " ".join(cells))
+    return [float(text.replace(",", "")) for text in texts]
+
+
+def check_figures(printed: str, planned: dict[str, Any]) -> None:
+    """Check every figure per rank and of a step on the screen, in its unit, against the JSON."""
+    shown = sections(printed)
+    memory, sent = shown["memory per rank (GiB)"], next(
+        rows for name, rows in shown.items() if name.startswith("sent per step (MiB)")
+    )  # fmt: skip
+    names = memory.pop("stage (* needs most)", ["0"])
+    stages = [planned["stages"][int(name.rstrip("*"))] for name in names]
+    sent.pop("stage (* needs most)", None)
+    assert {"weights", "total"} <= memory.keys()
+    for name, cells in memory.items():
+        sizes = [each["memory"][MEMORY[name]] / 2**30 for each in stages]
+        assert numbers(cells) == pytest.approx(sizes, abs=0.0051), name
+    ratios = sent.pop("optimizer's, over AdamW with ZeRO-1")
+    expected = [each["sent_max"] / max(1, each["sent_adamw"]) for each in stages]
+    assert numbers(ratios) == pytest.approx(expected, abs=1e-4)
+    sums = {"all": "sent", "of these to other nodes": "sent_across_nodes"}
+    for name, cells in sent.items():
+        if name in sums:
+            sizes = [sum(each[sums[name]].values()) for each in stages]
+        elif name == "all others":
+            sizes = [sum(v for k, v in each["sent"].items() if k not in sent) for each in stages]
+        else:
+            sizes = [each["sent"].get(name, 0) for each in stages]
+        assert numbers(cells) == pytest.approx([size / 2**20 for size in sizes], abs=0.051), name
+    balance, step = shown["largest rank over the mean"], shown["step, modelled"]
+    for name, kind in {"load of the rules": "load", "masters and state": "state"}.items():
+        expected = [each[f"{kind}_max"] / max(1, each[f"{kind}_mean"]) for each in stages]
+        assert numbers(balance[name]) == pytest.approx([x or 1 for x in expected], abs=1e-3), name
+    total, *parts = numbers(step["seconds"])
+    assert total == pytest.approx(planned["step_seconds"], rel=1e-3)
+    assert sum(parts) == pytest.approx(sum(planned["time"].values()), rel=5e-3)
+    rate, mfu, peak = numbers(step["rate"])
+    assert rate == pytest.approx(planned["tokens"] / planned["step_seconds"], abs=1)
+    top = planned["device"]["peak"][planned["operands"]]
+    assert peak == pytest.approx(top / 1e12, abs=1)
+    flops = planned["model_flops"] / planned["step_seconds"]
+    assert mfu == pytest.approx(100 * flops / top, abs=0.051)
+    days, hours, *_ = numbers(step["time of the run"])
+    assert hours == pytest.approx(planned["gpu_hours"], abs=0.51)
+    assert days == pytest.approx(planned["gpu_hours"] / planned["gpus"] / 24, abs=0.0051)
+    interval, share, each, next_to, *_ = numbers(step["monitors"])
+    monitors = planned["monitors"]
+    assert (interval, each) == (monitors["interval"], pytest.approx(monitors["seconds"], rel=5e-3))
+    assert share == pytest.approx(100 * monitors["share"], abs=0.051)
+    assert next_to == pytest.approx(planned["step_seconds"], rel=5e-3)
 
 
 @pytest.mark.parametrize("name", every_recipe())
@@ -29,6 +103,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     planned = json.loads(written.read_text())
     assert planned["gpus"] == config.plan.gpus
     assert planned["fits"] is True and "\nfits: " in printed
+    check_figures(printed, planned)
     room = 0.95 * planned["device_memory_bytes"]
     assert all(stage["memory"]["total"] <= room for stage in planned["stages"])
     # Steps of a ramp are shorter in proportion to their batches, except for the optimizer.
@@ -63,8 +138,14 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
     assert len(columns) == 13
     for line in layouts:
         assert all(line[start - 1] == " " != line[start] for start in columns[1:])
-    assert pretrain.main(["--config", written, "--dry-run"]) == 0
-    printed = capsys.readouterr().out
+    plan = tmp_path / "plan.json"
+    assert pretrain.main(["--config", written, "--dry-run", "--json", str(plan)]) == 0
+    printed, planned = capsys.readouterr().out, json.loads(plan.read_text())
+    best = dict(zip(re.split(r"  +", header), re.split(r"  +", layouts[0]), strict=True))
+    total = max(stage["memory"]["total"] for stage in planned["stages"])
+    found = [float(best[name].rstrip("%")) for name in ("step s", "MFU", "GiB")]
+    expected = [planned["step_seconds"], 100 * planned["mfu"], total / 2**30]
+    assert found == [pytest.approx(value, abs=0.051) for value in expected]
     assert "NVIDIA A100" in printed and "4 ranks (" in printed and "fits: " in printed
     mine = load_config(written)
     assert mine.run.name == "1e5" and mine.model.vocab_size == 512

@@ -13,7 +13,7 @@ from training.config import check, load_config
 from training.errors import ConfigError
 from training.planning.layout_search import Layouts, best_layouts, changed, legal_layouts
 from training.planning.plan_commands import fit
-from training.planning.remedies import combined, remedies
+from training.planning.remedies import combined, remedies, remedy_table
 
 KEYS = ["model.vocab_size=4096", "train.precision=bf16", "train.sequence_length=1024"]
 SMALL = ["model.hidden=256", "model.heads=8", "model.kv_heads=4"]
@@ -63,6 +63,16 @@ def test_remedies_say_what_fits():
     assert all(each.plan.memory.total < before.memory.total for each in found)
     seconds = [each.plan.time.total for each in found]
     assert seconds == sorted(seconds)
+    # Every change saves memory; times are relative to the run as it is.
+    rows = {line.split()[0]: line.split() for line in remedy_table(layouts, before).splitlines()}
+    for each in found:
+        name = " ".join(f"{key}={value}" for key, value in each.changes.items())
+        saved = (each.plan.memory.total - before.memory.total) / 2**30
+        slower = 100 * (each.plan.time.total / before.time.total - 1)
+        figures = [float(text.rstrip("%")) for text in rows[name][1:3]]
+        assert rows[name][1].startswith("-")
+        assert figures == pytest.approx([saved, slower], abs=0.051)
+        assert rows[name][3:] == ["fits"] * each.plan.fits
     together = combined(layouts, found)
     assert together is not None and together.plan.fits
     assert combined(layouts_of("tiny_sso", 4, memory_bytes=1000), found[:0]) is None

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from training.report.console import console_line
 from training.report.metrics import MetricsWriter, performance
 
 
@@ -62,3 +63,15 @@ def test_performance_of_a_known_case() -> None:
         }
     )
     assert "perf/mfu" not in performance(tokens=1, seconds=1.0, **figures | {"peak": None})
+
+
+def test_the_console_states_every_figure_in_its_unit() -> None:
+    figures = {
+        "train/loss": 4.26062, "lr/matrix": 2e-3, "optim/grad_norm": 0.8612,
+        "perf/tokens_per_sec": 12430.4, "perf/step_time_s": 0.3304, "perf/mfu": 41.26,
+        "progress/eta_s": 3725.0, "optim/skipped_steps": 2,
+    }  # fmt: skip
+    assert console_line(figures, step=30, total_steps=300) == (
+        "step  30/300 | loss 4.2606 | lr 2.00e-03 | grad 0.861 | 12,430 tok/s | 330 ms | "
+        "mfu 41.3% | eta 1:02:05 | skipped 2"
+    )
