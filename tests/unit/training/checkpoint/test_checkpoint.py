@@ -21,7 +21,7 @@ from parallel.checkpoint.state_writer import file_facts
 from parallel.comm import groups as process_groups
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, RULES, tiny_config
-from tests.run_results import metrics_of, same_state, state_of
+from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.slow_cases import slow_but
 from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import BrokenCheckpointError, read_checkpoint
@@ -118,6 +118,22 @@ def test_retention(run, tmp_path, keep_every, kept):
         "latest",
         *(f"step_{step:08d}" for step in kept),
     ]
+
+
+def test_only_whole_checkpoints_count_as_kept(saved):
+    damage_size(saved / "step_00000004")
+    assert checkpoints.retire(saved.parent, keep_last=1, keep_every=None) == []
+    assert checkpoints.steps(saved.parent) == [2, 4]
+
+
+def test_a_resumed_run_counts_on_and_warns_of_new_events_alone(run, saved, halfway):
+    earlier = {"unconverged": 5.0, "refused": 3.0}
+    reseal(saved / "step_00000002", lambda meta: meta["trainer"]["spectral"].update(earlier))
+    run()
+    last = metrics_of(saved.parent)[-1]
+    assert (last["spectral/unconverged"], last["optim/refused"]) == (5, 3)
+    events = json_lines(saved.parent / "events.jsonl")
+    assert not any("since the last report" in event["text"] for event in events)
 
 
 def test_a_broken_newest_checkpoint_is_not_passed_over_in_silence(saved, capsys):

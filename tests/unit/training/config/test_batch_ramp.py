@@ -1,6 +1,7 @@
 """A batch ramp, with any stops, equals a run that is cut by hand where its batch grows."""
 
 import json
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,24 @@ def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
         expected = min(1.0, end / warm) if tokens < warm else 1 - (tokens - warm) / (total - warm)
         assert step_factor(step, tokens, config, schedule) == pytest.approx(expected, rel=1e-12)
         tokens = end
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.6, 0.75, 0.8, 0.9, 0.95])
+def test_decay_begins_after_the_first_step_that_reaches_its_tokens(fraction: float) -> None:
+    """The ends of steps are in none, one or both stages of a ramp, on and off its borders."""
+    ramp = (RampStage(batch=3, until_steps=6), RampStage(batch=5, until_steps=11))
+    config = TrainConfig(
+        steps=20, global_batch=8, micro_batch=1, sequence_length=32, batch_ramp=ramp
+    )
+    schedule = ScheduleConfig(kind="wsd", cooldown_fraction=fraction, unit="tokens")
+    before = [0, *accumulate([3] * 6 + [5] * 5 + [8] * 9)]
+    left = before[-1] - round(fraction * before[-1] / 8) * 8
+    start = next(step for step, samples in enumerate(before) if samples >= left)
+    assert schedule.decay_start(config) == start
+    factors = [step_factor(i, n * 32, config, schedule) for i, n in enumerate(before[:-1])]
+    assert {*factors[:start]} == {1.0} and all(factor < 1 for factor in factors[start + 1 :])
+    by_steps = ScheduleConfig(kind="wsd", cooldown_fraction=fraction)
+    assert by_steps.decay_start(config) == 20 - round(20 * fraction)
 
 
 def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
