@@ -1,6 +1,7 @@
 """`pretrain.py --rehearse`: exit codes, the report, and its JSON."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,20 @@ def test_a_run_that_would_not_break(rehearse, tmp_path, monkeypatch, capsys):
     assert report["modelled_seconds"] > 0 and report["stream_order_findings"] == 0
     parts = ["forward_backward", "optimizer", "monitors", "validation", "checkpoint"]
     assert list(report["phases"]) == parts
-    for counts in report["phases"].values():
+    for name, counts in report["phases"].items():
         assert counts.keys() >= FIGURES and counts["launches"] > 0
+        (line,) = (line.split() for line in said.splitlines() if line.startswith(f"{name} "))
+        figures = [
+            counts["peak_memory_bytes"] / 2**30, counts["launches"], counts["triton_launches"],
+            counts["collectives"], counts["collective_bytes"] / 2**20, counts["host_reads"],
+            counts["synchronizations"], 1e3 * counts["modelled_seconds"],
+        ]  # fmt: skip
+        shown = [float(text.replace(",", "")) for text in line[1:]]
+        assert shown == pytest.approx(figures, abs=0.051)
+    step = re.search(r"a step takes (\S+) ms, planned (\S+); MFU (\S+)%", said)
+    figures = [1e3 * report["modelled_seconds"], 1e3 * report["planned_seconds"]]
+    assert [float(x) for x in step.groups()[:2]] == pytest.approx(figures, rel=1e-3)
+    assert float(step[3]) == pytest.approx(100 * report["mfu"], abs=0.051)
     plain = report["phases"]["optimizer"]
     assert plain["host_reads"] == plain["synchronizations"] == 0 < plain["collective_bytes"]
 
