@@ -14,8 +14,10 @@ import pandas as pd
 
 from scripts.plots.run_data import Line, RunData, read_run
 from scripts.studies.description import read_study
+from scripts.studies.records import Record, RecordBook
 from scripts.studies.tables import comparison
-from training.config import load_config, load_saved_config
+from scripts.studies.trainer import Run
+from training.config import Config, load_config, load_saved_config
 from training.errors import InputError
 from training.json_file import read_json
 
@@ -45,7 +47,7 @@ class Measure:
             OVER is least, median, mean or largest. FIGURE is one of docs/monitors.md, or
             `quantile_P`, that of P percent of the singular values over the largest, of PC(W) in
             PC layers
-    study   folder of a study, which has no series
+    study   folder of the results of a study; series are read from the runs of each of its seeds
     seeds   of each run: its folder has one for each, `seed_1` and so on; empty = one run, with the
             recipe's seed
     """
@@ -56,8 +58,8 @@ class Measure:
     seeds: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.study is not None and (self.series or self.seeds):
-            raise ValueError("series and seeds must be empty with study")
+        if self.study is not None and self.seeds:
+            raise ValueError("seeds must be empty with study")
         for name, text in self.series.items():
             words = text.split()
             if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):
@@ -121,15 +123,38 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     rows = {row["variant"]: row for row in results["rows"]}
     table = comparison(results).astype(object).where(lambda frame: frame.notna(), None)
     lines = {line["variant"]: line for line in table.to_dict("records")}
-    return {
-        name: {
+    book, content = RecordBook(file.parent), {}
+    for name, variant in what.runs.items():
+        keys = rows[variant]["runs"]
+        content[name] = {
             "command": command,
-            "runs_sha256": rows[variant]["runs"],
+            "runs_sha256": keys,
             "losses": rows[variant]["losses"],
             **lines[variant],
         }
-        for name, variant in what.runs.items()
-    }
+        if what.series:
+            output = ROOT / shlex.split(command)[3]
+            records = zip(results["seeds"], keys, strict=True)
+            content[name]["seeds"] = {
+                str(seed): {"series": trained_series(book[key], output, what.series)}
+                for seed, key in records
+            }
+    return content
+
+
+def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> dict[str, Series]:
+    """Return the series of a run of a study, whose folder is in `output`.
+
+    Raises InputError if the folder is not the run of the record.
+    """
+    name, *overrides = record.settings
+    folder = output / Run(record.label, name, tuple(overrides)).folder
+    check_config(folder, f"the study in {output} again", ROOT / name, overrides)
+    run = read_run(folder)
+    losses = [line["val/loss"] for line in run.metrics if "val/loss" in line]
+    if losses[-1:] != [record.loss]:
+        raise InputError(f"{folder} must have the loss of its record, {record.loss}, got {losses}")
+    return {key: series_of(run, text) for key, text in series.items()}
 
 
 def study_command(what: Measure, commands: Sequence[str]) -> str:
@@ -161,14 +186,7 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
     import_engine()
     from training.checkpoint.checkpoints import read_checkpoint
 
-    config, saved = load_config(*arguments(command)), folder / "config.yaml"
-    if not saved.is_file():
-        raise InputError(f"{folder} must be a finished run: run {command}")
-    expected, actual = asdict(config), asdict(load_saved_config(saved))
-    # The run has taken the size of the vocabulary from its data.
-    expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
-    if expected != actual:
-        raise InputError(f"{folder} must have its command's config: remove it and run {command}")
+    config, saved = check_config(folder, command, *arguments(command)), folder / "config.yaml"
     checkpoint = read_checkpoint(folder)
     last = config.train.last
     if checkpoint.step != last:
@@ -178,6 +196,20 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
         "versions": checkpoint.meta["versions"],
         "steps": last,
     }
+
+
+def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str]) -> Config:
+    """Return the config of a file and overrides; raise InputError if `folder` has no or another."""
+    config, saved = load_config(file, overrides), folder / "config.yaml"
+    if not saved.is_file():
+        raise InputError(f"{folder} must be a finished run: run {command}")
+    expected, actual = asdict(config), asdict(load_saved_config(saved))
+    # The run has taken the size of the vocabulary from its data; its folder may have been moved.
+    expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
+    expected["run"]["dir"] = actual["run"]["dir"]
+    if expected != actual:
+        raise InputError(f"{folder} must have its command's config: remove it and run {command}")
+    return config
 
 
 def series_of(run: RunData, text: str) -> Series:
@@ -216,7 +248,7 @@ def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Return a row for each series of each run and seed, or for each variant of a study.
+    """Return a row for each variant of a study, and for each series of each run and seed.
 
     `early` is the mean of the first fifth of the steps, `settled` of the second half.
     """
@@ -225,7 +257,8 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
         if "losses" in run:
             figures = ("loss", "error", "difference", "difference_error", "low", "high")
             lines.append({"run": name} | {key: run.get(key) for key in figures})
-            continue
+            if "seeds" not in run:
+                continue
         for seed, results in runs_of(run).items():
             for series, values in results["series"].items():
                 line = {"run": name, "seed": seed, "series": series}

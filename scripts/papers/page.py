@@ -24,13 +24,13 @@ def figure_file(paper: str, key: str) -> Path:
 
 
 def draw(item: Item) -> Figure:
-    """Draw the results in the file of a measured item: its series, or the losses of its study."""
+    """Draw the results in the file of a measured item: its series, else the losses of its study."""
     assert item.measure is not None and item.file is not None
     results = read_json(ROOT / item.file)
-    if item.measure.study is not None:
-        figure = draw_study(results)
-    else:
+    if item.measure.series:
         figure = draw_series(results, item.measure.series)
+    else:
+        figure = draw_study(results)
     figure.suptitle(item.shows, fontsize=11, wrap=True)
     return figure
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,15 @@ from scripts import plot, reproduce, study
 from scripts.paper import main
 from scripts.papers.catalogue import full_command, key_of, read_catalogue, read_hours
 from scripts.papers.item_commands import commands, plotting
-from scripts.papers.measured import Measure, measure, statistics_of
+from scripts.papers.measured import Measure, measure, statistics_of, trained_series
 from scripts.studies.description import read_study
+from scripts.studies.records import Record
+from scripts.studies.trainer import summary
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from training.config import check, load_config
+from training.errors import InputError
 from training.run import train
 
 PAPERS = read_catalogue()
@@ -184,6 +188,15 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("sso", "figure_5"): lambda one, half, two: [above(half)],
     ("sso", "figure_6"): lambda mup, align, kaiming: [above(align), above(kaiming)],
     ("sso", "figure_7"): lambda heads, fused: [above(fused)],
+    ("sso", "figure_9"): lambda adamw, muon, muon_sphere, sso: [
+        below(muon_sphere),
+        below(sso),
+        *[
+            sphere.maxvio.settled < other.maxvio.settled
+            for sphere in (muon_sphere, sso)
+            for other in (adamw, muon)
+        ],
+    ],
     ("sso", "figure_11"): lambda adamw, muon, muon_sphere, sso: [
         higher for other in (adamw, muon) for higher in ends_higher("rms", "absmax")(sso, other)
     ],
@@ -259,10 +272,9 @@ class Figures:
     """The statistics of a run's series, or a study's results of a variant, by name."""
 
     def __init__(self, run: dict[str, Any]) -> None:
-        if "series" in run:
-            for series, values in run["series"].items():
-                setattr(self, series, SimpleNamespace(**statistics_of(values)))
-        else:
+        for series, values in run.get("series", {}).items():
+            setattr(self, series, SimpleNamespace(**statistics_of(values)))
+        if "losses" in run:
             self.loss = SimpleNamespace(mean=run["loss"], error=run["error"])
             ends = {"low": run["low"], "high": run["high"]}
             self.difference = SimpleNamespace(mean=run["difference"], **ends)
@@ -272,12 +284,12 @@ def verdict(statement: Callable[..., list[bool | None]], content: dict[str, Any]
     """Return the status of a statement: it must hold in every seed, or fail in every seed, of at
     least three, or by intervals over as many seeds. None is undecided."""
     runs = [*content.values()]
-    if "losses" in runs[0]:
-        seeds, held = len(runs[0]["losses"]), [statement(*map(Figures, runs))]
-    else:
-        named = [*runs[0].get("seeds", {})]
+    if "seeds" in runs[0]:
+        named = [*runs[0]["seeds"]]
         seeds = len(named)
-        held = [statement(*[Figures(run["seeds"][seed]) for run in runs]) for seed in named]
+        held = [statement(*[Figures(run | run["seeds"][seed]) for run in runs]) for seed in named]
+    else:
+        seeds, held = len(runs[0].get("losses", [])), [statement(*map(Figures, runs))]
     if seeds < 3:
         return "cannot tell"
     if all(map(all, held)):
@@ -416,8 +428,15 @@ def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> 
         Measure(runs=runs, series=texts, seeds=seeds), [f"{command} run.dir={folder}/all"]
     )
     assert [*many["a"]["seeds"]] == ["7", "8"]
-    assert many["a"]["seeds"]["8"]["series"] == found["series"]
     series = found["series"]
+    assert many["a"]["seeds"]["8"]["series"] == series
+    settings = [f"{folder}/config.yaml", *overrides.split()]
+    figures = summary(Path(folder) / "run")
+    record = Record("key", "run", settings, False, 1.0, figures, {})
+    assert trained_series(record, Path(folder), texts) == series
+    for change in ({"figures": figures | {"loss": 1.0}}, {"settings": [*settings, "seed=5"]}):
+        with pytest.raises(InputError, match="must have"):
+            trained_series(replace(record, **change), Path(folder), texts)
     assert [*series["loss"]] == [1, 2, 3]
     assert series["mean"] == series["mean of all"]
     assert series["largest"] == series["largest of all"]
