@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .batching import copy_all_, grouped
-from .device_values import are_finite, surely_finite
+from .device_values import are_finite, is_known, surely_finite
 from .division import Division
 from .ieee_products import ieee_products
 from .local_part import gradients_of, is_dtensor, local_gradient, local_of, placed_like
@@ -156,10 +156,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _reset_figures(self) -> None:
         # Figures of the last step per chunk of equal parameters, and 0-d counts on their devices.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
-        self.skipped_steps = torch.zeros((), dtype=torch.int64)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         # The matrices that several ranks share, created when they are first needed.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
+        self._present = 0  # hash of the parameters that had gradients at the last step
         self._snapshot: Snapshot | None = None  # of the last step
         self._kinds: dict[Tensor, Kind] = {}
         self._names: dict[Tensor, str] = {}
@@ -323,8 +324,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._initialise(group)
         forget(self.state, {p: self._kinds[p] for p in self._kinds.keys() - kinds.keys()})
         now = Snapshot(self.param_groups, self.state)
-        if self._ranks is None:
-            self._ranks = self._all_ranks(now.parameters)
+        self._ranks = self._all_ranks(now.parameters)
         if before is None or before.forms != now.forms:
             self._matrices = None
         shared = [m[:3] for m in members_of(self.param_groups) if self._is_shared(*m[:2])]
@@ -439,7 +439,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         parameters = listed_in(self.param_groups, "params")
         ranks, sound = self._all_ranks(parameters), problem is None
         if ranks is not None:
-            sound, _ = ranks.agree(sound, 0, local_of(parameters[0]).device)
+            flag = torch.tensor(sound, device=local_of(parameters[0]).device)
+            sound = bool(ranks.agree(flag)[0])
         if not sound:
             raise ValueError(problem or "another rank cannot load its part of the state")
 
@@ -497,16 +498,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         ]
         for members, report in zip(shapes, step_units(rule, stepped), strict=True):
             self.last_reports.append(([unit.parameter for unit in members], report))
-
-    def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: list[Tensor]) -> None:
-        finite = not grads or surely_finite(grads) or bool(are_finite(grads))
-        if self._ranks is not None:
-            present = hash(tuple(p.grad is not None for p in parameters))
-            finite, same = self._ranks.agree(finite, present, parameters[0].device)
-            if not same:
-                raise ValueError("all ranks must have gradients of the same parameters")
-        if not finite:
-            raise FloatingPointError("a gradient is not finite; nothing was updated")
 
     def _step_adamw(
         self, rule: AdamWRule, group: dict[str, Any], columns: Columns, active: Tensor | None
@@ -568,15 +559,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
-        if self.defaults["nonfinite"] == "raise":
-            self._raise_unless_finite(parameters, grads)
-            return None
         if not grads and self._ranks is None:
             return None
+        raises = self.defaults["nonfinite"] == "raise"
         device = local_of(parameters[0]).device
-        finite = are_finite(grads, device)
+        if raises and grads and surely_finite(grads):
+            finite = torch.ones((), dtype=torch.bool, device=device)
+        else:
+            finite = are_finite(grads, device)
         if self._ranks is not None:
-            finite = self._ranks.all_true(finite)
+            present = hash(tuple(p.grad is not None for p in parameters))
+            finite, same = self._ranks.agree(finite, present)
+            # Ranks that differ would exchange other matrices, so a rank that changes waits.
+            waits = raises or present != self._present or is_known(same)
+            if waits and not same:
+                raise ValueError("all ranks must have gradients of the same parameters")
+            self._present = present
+        if raises:
+            if not finite:
+                raise FloatingPointError("a gradient is not finite; nothing was updated")
+            return None
         if self.skipped_steps.device != device:  # at the first step only
             self.skipped_steps = self.skipped_steps.to(device)
         self.skipped_steps.add_(~finite)

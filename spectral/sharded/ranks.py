@@ -39,22 +39,16 @@ class RankGroup:
         dist.all_to_all_single(received, send, receive_counts, send_counts, group=self.group)
         return received
 
-    def all_true(self, flag: Tensor) -> Tensor:
-        """Return whether `flag`, a 0-d bool, is true on every rank."""
-        value = flag.to(torch.int32)
-        dist.all_reduce(value, dist.ReduceOp.MIN, group=self.group)
-        return value > 0
-
-    def agree(self, flag: bool, value: int, device: torch.device) -> tuple[bool, bool]:
-        """Return whether `flag` is true on every rank, and whether every rank passes the same
-        `value`; waits for the device."""
-        figures = torch.tensor([flag, value, -value], dtype=torch.int64, device=device)
+    def agree(self, flag: Tensor, value: int = 0) -> tuple[Tensor, Tensor]:
+        """Return whether `flag`, a 0-d bool, is true on every rank, and whether every rank passes
+        the same `value`, both 0-d on the device of `flag`."""
+        numbers = [torch.full_like(flag, x, dtype=torch.int64) for x in (value, -value)]
+        figures = torch.stack([flag.long(), *numbers])
         dist.all_reduce(figures, dist.ReduceOp.MIN, group=self.group)
-        least, smallest, largest = figures.tolist()
+        least, smallest, largest = figures.unbind()
         return least > 0, smallest == -largest
 
 
-@functools.cache
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of all ranks of a device mesh; every member calls this together."""
     if mesh.ndim == 1:
@@ -64,9 +58,15 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     world: dist.ProcessGroup | None = dist.group.WORLD
     if world is not None and ranks == list(range(dist.get_world_size())):
         return world
+    return _group_among(tuple(ranks), world)
+
+
+@functools.cache
+def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a new group of some ranks, one per default group, which a program may make again."""
     group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if group is None:
-        raise RuntimeError(f"this rank is not a member of the device mesh {mesh}")
+        raise RuntimeError(f"this rank is not one of the ranks {ranks} of a device mesh")
     return group
 
 

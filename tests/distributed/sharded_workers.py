@@ -2,6 +2,7 @@
 others."""
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -251,17 +252,40 @@ def refusals() -> list[str]:
     partial = DTensor.from_local(matrix, line, [Partial()], run_check=False)
     attempt(nn.Parameter(partial))
     attempt(nn.Parameter(distribute_tensor(torch.ones(4), line)))
-    model = build("fsdp")
-    optimizer = optimizer_of(model, "muon")
-    train(model, optimizer, "fsdp", 0, 1)
-    for missing in ([next(model.parameters())], [*model.parameters()]):  # one, and then all
-        for parameter in missing if dist.get_rank() == 0 else ():
-            parameter.grad = None
-        try:
-            optimizer.step()
-        except ValueError as error:
-            said.append(str(error))
+    for nonfinite in ("raise", "skip"):
+        model = build("fsdp")
+        optimizer = optimizer_of(model, "muon", nonfinite=nonfinite)
+        train(model, optimizer, "fsdp", 0, 1)
+        for missing in ([next(model.parameters())], [*model.parameters()]):  # one, and then all
+            for parameter in missing if dist.get_rank() == 0 else ():
+                parameter.grad = None
+            try:
+                optimizer.step()
+            except ValueError as error:
+                said.append(str(error))
     return said
+
+
+def restarted(folder: str) -> list[bool]:
+    """Return whether a step after the process group was destroyed and made again is the same."""
+    found = []
+    for how in ("fsdp", "hsdp"):
+        weights = []
+        for attempt in range(2):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            store = dist.FileStore(f"{folder}/{how}{attempt}", int(os.environ["WORLD_SIZE"]))
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+            )
+            model = build(how)
+            train(model, optimizer_of(model, "muon"), how, 0, 1)
+            weights.append(whole(model))
+        found.append(all(map(torch.equal, weights[0].values(), weights[1].values())))
+    return found
 
 
 def unfit(how: str, rules: list[str]) -> list[list[str]]:

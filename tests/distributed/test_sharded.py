@@ -96,7 +96,12 @@ def test_wrong_use_is_one_clear_error() -> None:
         assert "must be on one device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
         assert "at least 2 dimensions, got shape (4,)" in vector
-        assert gradients == 2 * ["all ranks must have gradients of the same parameters"]
+        assert gradients == 4 * ["all ranks must have gradients of the same parameters"]
+
+
+def test_a_process_group_may_be_destroyed_and_made_again(tmp_path: Path) -> None:
+    shared = {"folder": str(tmp_path)}
+    assert run_on_ranks(2, WORKERS, "restarted", shared) == 2 * [[True, True]]
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed() -> None:
