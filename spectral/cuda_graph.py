@@ -10,8 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .local_part import is_dtensor
 from .optimizer import SpectralOptimizer
-from .parameter_state import rule_of
+from .options import rename_
+from .parameter_state import MASTER, entry_names, rule_of
 
 WARM_UP = 2
 """Number of ordinary calls before the recording: libraries, kernels and communicators initialise
@@ -85,7 +87,8 @@ class CapturedStep:
         step = CapturedStep(optimizer)
 
     Change learning rates by `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
-    gradients by `zero_grad(set_to_none=False)`. The graph fixes all other fields of the groups.
+    gradients by `zero_grad(set_to_none=False)`. All other fields of the groups must stay as they
+    are, and parameters and state where they are: after `load_state_dict`, call `release`.
     """
 
     def __init__(self, optimizer: SpectralOptimizer) -> None:
@@ -98,25 +101,47 @@ class CapturedStep:
         self.optimizer = optimizer
         device = optimizer.param_groups[0]["params"][0].device
         self._captured = CapturedCall(lambda: optimizer.step(), device)
-        self._gradients: list[int] | None = None
+        self._first: dict[str, object] | None = None  # what must stay from the first step on
 
     def __call__(self) -> None:
-        """Take one step; raises RuntimeError if gradients have moved since the first one."""
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        places = [0 if p.grad is None else p.grad.data_ptr() for p in parameters]
-        if self._gradients is None:
-            self._gradients = places
-        elif self._gradients != places:
-            raise RuntimeError(
-                "gradients must stay where they are from the first captured step on; clear them by "
-                "zero_grad(set_to_none=False)"
-            )
+        """Take one step; raises RuntimeError if something that a graph repeats has changed."""
+        fixed = self._fixed()
+        self._first = self._first or fixed
+        for name, value in fixed.items():
+            if value != self._first.get(name):
+                raise RuntimeError(
+                    f"{name} must not move or change after the first captured step: clear "
+                    "gradients by zero_grad(set_to_none=False), or start again by release()"
+                )
         self._captured()
 
+    def _fixed(self) -> dict[str, object]:
+        """Return what a graph repeats: the addresses of tensors, and the values of fields."""
+        fixed: dict[str, object] = {}
+        for i, group in enumerate(self.optimizer.param_groups):
+            rename_(group["rule"], group)  # values written by a scheduler
+            rule, parameters = rule_of(group), group["params"]
+            states = [self.optimizer.state[p] for p in parameters]
+            values = {
+                "parameters": parameters,
+                "gradients": [p.grad for p in parameters],
+                "states": [s.get(name) for s in states for name in (*entry_names(rule), MASTER)],
+                "rates and fields": [group["lr"], group["weight_decay"], rule],
+            }
+            fixed |= {f"{name} of group {i}": [*map(_place, x)] for name, x in values.items()}
+        return fixed
+
     def release(self) -> None:
-        """Free the graph; gradients may have moved at the next call."""
+        """Free the graph; everything may have changed at the next call."""
         self._captured.release()
-        self._gradients = None
+        self._first = None
+
+
+def _place(value: object) -> object:
+    """Return the address of a tensor, and any other value as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value.to_local() if is_dtensor(value) else value).data_ptr()
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:

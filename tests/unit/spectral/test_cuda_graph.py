@@ -1,5 +1,7 @@
 """Steps of the one-process optimizers under the conditions of a CUDA graph, without a GPU."""
 
+import copy
+
 import pytest
 import torch
 
@@ -56,12 +58,27 @@ def test_it_follows_the_learning_rate_and_is_the_step(kind=Muon):
     torch.testing.assert_close(parameters(captured), parameters(plain), rtol=0, atol=0)
 
 
-def test_gradients_that_moved_are_an_error():
+CHANGES = {
+    "gradients": lambda optimizer, p: setattr(p, "grad", torch.zeros_like(p)),
+    "parameters": lambda optimizer, p: setattr(p, "data", p.detach().clone()),
+    # A copy, as entries of the parameter's dtype are loaded without one.
+    "states": lambda optimizer, p: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "rates": lambda optimizer, p: optimizer.param_groups[0].update(lr=torch.tensor(0.1)),
+    "rates and": lambda optimizer, p: optimizer.param_groups[0].update(weight_decay=0.2),
+    "rates and fields": lambda optimizer, p: optimizer.param_groups[0].update(momentum=0.8),
+}
+"""What a replayed graph would not see."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_graph_would_not_see_is_an_error(name):
     optimizer = library_optimizer(Muon)
     step = CapturedStep(optimizer)
     step()
-    parameters(optimizer)[0].grad = torch.zeros(8, 12)
-    with pytest.raises(RuntimeError, match="gradients must stay where they are"):
+    optimizer.state[parameters(optimizer)[0]]["of another program"] = torch.ones(1)
+    step()
+    CHANGES[name](optimizer, parameters(optimizer)[0])
+    with pytest.raises(RuntimeError, match=f"{name}.* of group 0 must not move or change"):
         step()
     step.release()
     step()
