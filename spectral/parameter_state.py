@@ -86,7 +86,11 @@ def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
 
 
 def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> None:
-    """Adapt a state to its parameter, which other code may have written, cast or replaced."""
+    """Adapt a state to its parameter, which other code may have written, cast, moved or
+    replaced."""
+    for name in state.keys() & {*entry_names(rule), MASTER}:
+        if state[name].device != parameter.device:
+            state[name] = state[name].to(parameter.device)
     half = parameter.dtype in HALF
     if half and MASTER in state:
         follow_weight(parameter, state[MASTER])

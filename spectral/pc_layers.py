@@ -116,7 +116,7 @@ class DividedWeight(EffectiveWeight):
         """Return the polynomial's coefficients, so that the state of another polynomial is
         refused."""
         level = self.preconditioners[0].level
-        return torch.tensor([c for stage in stages(level) for c in stage])
+        return torch.tensor([c for stage in stages(level) for c in stage], device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError for coefficients that differ by more than rounding to 16 bits."""

@@ -156,7 +156,7 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
     """Return the largest image of a singular value in [0, 1] under the steps; 1 without steps."""
-    s = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    s = torch.linspace(0, 1, 20_001, dtype=torch.float64, device="cpu")
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))
     return float(s.max())

@@ -61,8 +61,8 @@ class Snapshot:
         placements = (
             [p.placements for p in self.parameters if is_dtensor(p)] if self.sharded else []
         )
-        dtypes = [p.dtype for p in self.parameters]
-        return [p.shape for p in self.parameters], [*kinds, *placements, *dtypes]
+        types = [(p.dtype, p.device) for p in self.parameters]
+        return [p.shape for p in self.parameters], [*kinds, *placements, *types]
 
     def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> bool:
         """Return whether nothing has changed. No tensor is read."""

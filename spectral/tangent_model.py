@@ -115,14 +115,14 @@ def partial_fractions(
     2.5e-5 for polar_express, 7e-4 for polar_express_upstream; schedules that oscillate are
     smoothed.
     """
-    small = torch.logspace(-7, -4.5, 200, dtype=torch.float64)
-    s = torch.cat((small, torch.logspace(-4.5, 0, 1500, dtype=torch.float64)))
+    logspace = partial(torch.logspace, dtype=torch.float64, device="cpu")
+    s = torch.cat((logspace(-7, -4.5, 200), logspace(-4.5, 0, 1500)))
     value = s
     for a, b, c in steps:
         value = value * (a + value.square() * (b + c * value.square()))
-    t = torch.logspace(-5.5, 0.5, NODES, dtype=torch.float64)
+    t = logspace(-5.5, 0.5, NODES)
     basis = t * s[:, None] / (s[:, None].square() + t.square())
-    gram = basis.mT @ basis / len(s) + RIDGE * torch.eye(NODES, dtype=torch.float64)
+    gram = basis.mT @ basis / len(s) + RIDGE * torch.eye(NODES, device="cpu").to(t)
     residues = t * torch.linalg.solve(gram, basis.mT @ value / len(s))
     return tuple(residues.tolist()), tuple(t.tolist())
 

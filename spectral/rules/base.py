@@ -222,7 +222,7 @@ def class_problems(kind: type[Rule]) -> Iterator[str]:
     for field in fields(kind):
         if field.default is MISSING and field.default_factory is MISSING:
             yield f"must have a default for its field {field.name}"
-    weight = torch.zeros(2, 3, 4)
+    weight = torch.zeros(2, 3, 4, device="cpu")
     state = kind().init_state(weight)
     shapes = dict.fromkeys(state, weight.shape[:1]) | dict.fromkeys(
         kind.elementwise_state, weight.shape

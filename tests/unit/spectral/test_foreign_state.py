@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Parameter
 
 from spectral import AdamW, Muon, SpectralOptimizer, SpectralSphere, split_parameters
+from spectral.device_values import constant
+from spectral.polar import largest_value, restart_steps
 from spectral.rules import RULES
+from spectral.tangent_model import partial_fractions
 
 EVERY_RULE = pytest.mark.parametrize("rule", RULES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -322,6 +325,38 @@ def test_a_step_sees_what_others_replace(change: str, rule: str) -> None:
     if change == "list":
         replaced.param_groups[0]["params"] = [*parameters_of(replaced)]
     assert all(map(torch.equal, stepped(replaced), stepped(in_place)))
+
+
+@DTYPES
+@EVERY_RULE
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_state_follows_a_model_to_another_device(
+    rule: str, dtype: torch.dtype, steps: int
+) -> None:
+    """As in `Muon(model.parameters())` before `model.to(device)`; "meta" stands for the device."""
+    optimizer = made(rule, dtype, nonfinite="skip")  # which reads no value
+    stepped(optimizer, steps)
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
+        torch.utils.swap_tensors(parameter, Parameter(parameter.detach().to("meta")))
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert {t.device.type for s in optimizer.state.values() for t in s.values()} <= {"meta"}
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_step_does_not_depend_on_the_default_device(rule: str, nonfinite: str) -> None:
+    plain, optimizer = made(rule, nonfinite=nonfinite), made(rule)
+    for cached in (largest_value, restart_steps, partial_fractions, constant):
+        cached.cache_clear()
+    with torch.device("meta"):
+        optimizer = SpectralOptimizer(
+            parameters_of(optimizer), rule=rule, lr=1e-2, nonfinite=nonfinite
+        )
+        found = stepped(optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(map(torch.equal, found, stepped(plain)))
 
 
 @EVERY_RULE
