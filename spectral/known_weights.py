@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from types import CodeType
 
 from torch import nn
 
@@ -40,8 +41,8 @@ FUSED = re.compile(
 )
 """Parts of the names of weights that contain several matrices, without underscores."""
 FILLERS = re.compile(
-    r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv|dense|pos|b|up|w"
-    r"|c|weight|project)(?=_|$)|_"
+    r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv(?!_attn)|dense|pos"
+    r"|b|up|w|c|weight|project)(?=_|$)|_"
 )
 """Additional parts of the names of attention projections."""
 PROJECTIONS = {
@@ -78,8 +79,10 @@ ATTENTION = re.compile(
 )
 """Names of layers next to attention projections that are not divided by heads: output, gates,
 ranks."""
-PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow"}
+PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu"}
 """Functions that split a tensor."""
+AXES = {"view", "reshape", "unflatten", "rearrange", "scaled_dot_product_attention", "..."}
+"""Functions, and an index, that may divide a layer's outputs."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 """Names that adapters insert between a layer's name and the parameter's name."""
 
@@ -236,12 +239,11 @@ class KnownWeights:
     def _contained(self, weight: Weight, outputs: int) -> str:
         """Return a sign that a layer which no name divides contains several matrices, or ""."""
         around = weight.around
-        if isinstance(weight.module, CONVOLUTIONS):
-            cutter = self.cutter
-        else:
-            last = [x.module for x in self.layers.within(around) if x.multiplies][-1:]
-            spared = ATTENTION.search(weight.own_name) or weight.module in last
-            cutter = kind_of(around) if not spared and _takes_apart(around) else ""
+        last = [x.module for x in self.layers.within(around) if x.multiplies][-1:]
+        spared = ATTENTION.search(weight.own_name) or weight.module in last
+        cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
+        if not (cutter or spared) and _takes_apart(around, PARTS | AXES):
+            cutter = kind_of(around)
         if cutter:
             return f"{cutter} takes channels apart"
         for name, other in around.named_parameters(recurse=False):
@@ -353,23 +355,28 @@ def _inputs(weight: Weight, outputs: int) -> int:
 def _cutter(model: nn.Module) -> str:
     """Return the class of a module with convolutions that splits a tensor, "" if there is none."""
     for module in model.modules():
-        if any(isinstance(m, CONVOLUTIONS) for m in module.modules()) and _takes_apart(module):
+        convolves = any(isinstance(m, CONVOLUTIONS) for m in module.modules())
+        if convolves and _takes_apart(module, PARTS):
             return kind_of(module)
     return ""
 
 
-def _takes_apart(module: nn.Module) -> bool:
-    """Return whether a module's forward pass, or a function that it calls, splits a tensor."""
+def _takes_apart(module: nn.Module, parts: set[str]) -> bool:
+    """Return whether a module's forward pass, or a function that it calls, uses one of `parts`."""
     forward = inspect.unwrap(module.forward)
-    names = _words(forward).difference(name for name, _ in module.named_children())
-    known = getattr(forward, "__globals__", {})
-    called = [getattr(type(module), name, None) or known.get(name) for name in names]
-    return bool(PARTS & names.union(*map(_words, called)))
+    code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    inner = [const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType)]
+    names = _words(code, *inner).difference(name for name, _ in module.named_children())
+    called = (getattr(type(module), name, None) or known.get(name) for name in names)
+    return bool(parts & names.union(_words(*(getattr(f, "__code__", None) for f in called))))
 
 
-def _words(function: object) -> set[str]:
-    """Return the names in the code of a function."""
-    return {*getattr(getattr(function, "__code__", None), "co_names", ())}
+def _words(*codes: CodeType | None) -> set[str]:
+    """Return the names in the code of functions, and "..." if it indexes with it."""
+    words = set[str]()
+    for code in filter(None, codes):
+        words.update(code.co_names, ["..."] if Ellipsis in code.co_consts else [])
+    return words
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from spectral import Muon, split_parameters
 
@@ -480,6 +481,10 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: named("q_proj k_proj mixed o_proj", num_heads=2),
         "mixed.weight looks like .*next to projections of heads",
     ),
+    "a convolution of keys that queries scale": (
+        lambda: named("query key value key_conv_attn_layer", num_heads=2),
+        "key_conv_attn_layer.weight looks like .*next to projections of heads",
+    ),
     "unequal parts": (
         lambda: holder(inner=linear(8, 7), rank=linear(3, 8), out=linear(8, 8)),
         "inner.weight looks like .*takes its 7",
@@ -522,6 +527,60 @@ def test_what_nothing_says_is_refused(name: str) -> None:
         split_parameters(build())
     advice = ["example=", "units=", "elementwise="]
     assert [word for word in advice if word in str(error.value)] == advice
+
+
+class Branch(nn.Module):
+    """A layer whose outputs, as many as the model is wide, are halves or heads."""
+
+    def __init__(self, layer: Callable[[int, int], nn.Module] = linear, inner: int = 8) -> None:
+        super().__init__()
+        self.wide, self.out = layer(8, 8), layer(inner, 8)
+
+
+class Glu(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return self.out(F.glu(self.wide(x)))
+
+
+class Slices(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.wide(x)[..., :4] * self.wide(x)[..., 4:])
+
+
+class Heads(Branch):
+    def forward(self, x: Tensor) -> Any:
+        q = self.wide(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+        return self.out((q @ q.mT @ q).transpose(1, 2).flatten(2))
+
+
+class HeadsInALoop(Branch):
+    def forward(self, x: Tensor) -> Any:
+        q, k = (layer(x).unflatten(-1, (2, 4)) for layer in (self.wide, self.wide))
+        return self.out((q * k).flatten(2))
+
+
+class Positions(Branch):
+    def forward(self, x: Tensor) -> Any:
+        q = self.wide(x).reshape(len(x), 2, 4, -1)
+        return self.out((q @ q.mT @ q).reshape(x.shape))
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda: Glu(inner=4),
+        lambda: Slices(inner=4),
+        Heads,
+        HeadsInALoop,
+        lambda: Positions(lambda n, m: nn.Conv2d(n, m, 1)),
+    ],
+)
+def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(
+    branch: Callable[[], nn.Module],
+) -> None:
+    model = nn.Sequential(linear(8, 8), branch(), linear(8, 3))
+    with pytest.raises(ValueError, match="1.wide.weight looks like .*takes channels apart"):
+        split_parameters(model)
 
 
 def test_a_layer_named_as_a_function_takes_nothing_apart() -> None:

@@ -54,13 +54,11 @@ SIZES = {
     **{"max_position_embeddings": 64, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "embedding_size": 32},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
+    "o_groups": 2,
 }
 """Settings that make models of transformers small, if a config has them."""
 
 ACCEPTED = {
-    r"deepseek_v4 .*kv_proj": "a tiny config whose groups of outputs are smaller than a head",
-    r"convbert .*key_conv": "a key that queries multiply one by one",
-    r"recurrent_gemma .*linear_x": "gates of the recurrence take blocks of what is added whole",
     r"jetmoe .*experts.* changes": "an expert, which is the head of tokens that choose it so",
     r"rvt.* ": "the class token, which is no convolution's, is a query of each head",
 }
